@@ -5,39 +5,25 @@ from __future__ import annotations
 import os
 from collections import abc
 from collections.abc import Hashable
-from functools import partial
-from itertools import count
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models import cache as mlx_lm_cache
 
-from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
-from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.integrations.cache_library import language_model, library_of, model_file
-from paged_kv.integrations.compiled.recordings import Recordings, compiles
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
-from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
+from paged_kv.integrations.factory_arguments import only_sequence, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
-from paged_kv.integrations.model_calls import compile_steps, hook_calls
-from paged_kv.integrations.model_hooks import ModelHooks, modules_of
-from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
-from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
+from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
-from paged_kv.integrations.slow_products import warn_in_program
-from paged_kv.integrations.states.counted_states import continued, known_states
-from paged_kv.integrations.states.equal_steps import EQUAL_STEPS
-from paged_kv.integrations.states.growing_layers import GrowingLayer
+from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
-from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
@@ -46,7 +32,6 @@ from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sizes import size_in_bytes
 from paged_kv.steps.batch import Batch
-from paged_kv.steps.sequence import Sequence
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address
@@ -135,39 +120,26 @@ class PagedCacheFactory:
         processor: Any = None,
     ) -> None:
         self._media = MediaKeys(model, processor)
-        whole, model = model, language_model(model)
-        require_model(model)
-        warn_in_program(model)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
+        self._model = PagedModel(model, write_chunk, always_gather=always_gather, compile=compile)
         tiers = [] if store is None else store_addresses(store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
-        self._model = model
-        self._library = library_of(model)
-        self._always_gather = always_gather
-        self._trial: Trial | None = None
-        self._hooks = ModelHooks()
-        self.recordings: dict[PagePool, Recordings] = {}
+        self.recordings = self._model.recordings
         self._closed = False
         self._installed_on_entry: list[bool] = []
-        self._write_chunk = write_chunk
         self._page_format = page_format
-        self.ranks = ranks_of(model)
+        self.ranks = ranks_of(self._model.module)
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
         self.pool.ranks = self.ranks
-        self._compiles = compiles(compile, self.pool.backend)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
-        # Pages of images depend on the parts that see them, too.
-        self._version = ModelVersion(whole)
-        layers = self._layers()
+        layers = self._model.new_cache(self.pool)
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
-        if has_states:
-            self._hooks.add("prompts", partial(EQUAL_STEPS.install, [PromptProcessingBatch]))
-        self._hooks.add("calls", partial(hook_calls, type(model)))
+        self._model.replace_calls(has_states=has_states)
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
@@ -189,12 +161,12 @@ class PagedCacheFactory:
             PoolExhausted: `max_bytes` does not hold a page of every layer; it names how much does.
         """
         self._require_open()
-        self._try_out()
-        bound = used_bound(self._model, max_kv_size)
+        self._model.try_out()
+        bound = used_bound(self._model.module, max_kv_size)
         if self.pool.windows and not self.pool.is_open:
             # The pool caches out-of-window blocks only once it knows the sizes of all groups.
-            self._learn_geometry()
-        return self._layers(bound)
+            self._model.open_layers(self.pool)
+        return self._model.new_cache(self._pool_for(bound), bound)
 
     def fetch_cache(
         self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]
@@ -222,7 +194,7 @@ class PagedCacheFactory:
         """
         known = self._media.keyed(tokens, media)
         prompt_cache = self.make_cache()
-        page_format, version = self.pool.page_format, self._version.count
+        page_format, version = self.pool.page_format, self._model.version.count
         namespace = self._namespace(page_format.name, salt, version)
         prefix = self.prefixes.fetch(namespace, known, page_format, keeping=keeping_of(salt))
         prefix.sequence.model_version = version
@@ -311,11 +283,11 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        return install_factory(self._model, self, self._library.hooks)
+        return install_factory(self._model.module, self, self._model.hooks)
 
     def uninstall(self) -> None:
         """Undo `install()`; existing caches keep working."""
-        uninstall_factory(self._model, self)
+        uninstall_factory(self._model.module, self)
 
     def __enter__(self) -> PagedCacheFactory:
         self._installed_on_entry.append(self.install())
@@ -334,7 +306,7 @@ class PagedCacheFactory:
         """
         tokens = whole_number("tokens", tokens, least=0)
         if not self.pool.is_open:
-            self._learn_geometry()
+            self._model.open_layers(self.pool)
         return self.pool.can_admit(tokens)
 
     def stats(self) -> PoolStats:
@@ -358,9 +330,7 @@ class PagedCacheFactory:
         """
         self._closed = True
         self.uninstall()
-        self._hooks = ModelHooks()
-        for pool in self._pools.values():
-            pool.hooks = None
+        self._model.close()
         if self.store is not None and self._stored is not None and self.store.is_open:
             self._stored.keep_all()
             self.store.close()
@@ -368,7 +338,7 @@ class PagedCacheFactory:
 
     def _put_store_below(self, tiers: list[Address], max_bytes: int, options: StoreOptions) -> None:
         codec = StoredStates()
-        states = unpaged_caches(self._layers())
+        states = unpaged_caches(self._model.new_cache(self.pool))
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
@@ -376,8 +346,8 @@ class PagedCacheFactory:
         self.store = open_tiers(ours, max_bytes, options, self._eviction_policy)
         self.pool.counts.of_store = self.store.counts_by_tier
         if not self.pool.is_open:
-            self._learn_geometry()
-        identity = PageIdentity(self._version, self.pool, model_file(self._model))
+            self._model.open_layers(self.pool)
+        identity = PageIdentity(self._model.version, self.pool, self._model.file)
         self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec, options.rule)
         self.prefixes.put_below(self._stored)
 
@@ -385,89 +355,23 @@ class PagedCacheFactory:
         """Everything besides the tokens that the content of pages depends on. `version` None means
         the model's present one."""
         require_hashable("salt", salt)
-        count = self._version.count if version is None else version
+        count = self._model.version.count if version is None else version
         return count, page_format, inner_salt(salt)
-
-    def _layers(self, max_kv_size: int | None = None) -> list[Any]:
-        """A prompt cache of a new sequence."""
-        pool = self._pool_for(max_kv_size)
-        sequence, layers = Sequence(pool), count()
-        sequence.model_version = self._version.count
-        kind = self._library.paged_class
-        made = self._library.layers(
-            self._model, lambda each: kind(each)(pool, next(layers), [sequence]), max_kv_size
-        )
-        return made if pool.num_layers else known_states(made, sequence.model_version)
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with this bound; all pools share one budget."""
         if max_kv_size not in self._pools:
             self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
-            self._set_attending(self._pools[max_kv_size], self._try_out())
         return self._pools[max_kv_size]
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
-        paged: list[Any] = []
-        self._library.layers(self._model, paged.append, max_kv_size)
-        windows = {
-            layer: window
-            for layer, cache in enumerate(paged)
-            if (window := self._library.window_of(cache, self._write_chunk)) is not None
-        }
-        rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
-        pool = PagePool(
-            len(paged),
-            windows=windows,
-            rows=rows,
+        return self._model.new_pool(
+            max_kv_size,
             page_format=self._page_format,
             trace=self._trace,
             eviction_policy=self._eviction_policy,
-            name=model_file(self._model),
             **options,
         )
-        pool.hooks = self._hooks
-        return pool
-
-    def _try_out(self) -> Trial:
-        """The trial of the model; it runs once."""
-        if self._trial is None:
-            layers, rows = partial(self._library.layers, self._model), self.pool.rows
-            modules = modules_of(self._model)
-            self._hooks.add("attention", partial(ATTENTION.install, modules))
-            self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
-            trial = trial_of_rows(rows) if rows else try_out(self._model, layers)
-            if not (trial.prepares or self._compiles):
-                self._hooks.remove("operations")
-            self._require_a_page(trial)
-            self._trial = trial
-            for pool in self._pools.values():
-                self._set_attending(pool, self._trial)
-        return self._trial
-
-    def _require_a_page(self, trial: Trial) -> None:
-        """Raise PoolExhausted if the budget does not hold a page of every layer, as it is while it
-        is written."""
-        layouts = [PageLayout(FP16, geometry) for geometry in trial.geometries.values()]
-        least = sum(layout.page_bytes for layout in layouts)
-        budget = self.pool.budget.max_bytes
-        if budget < least:
-            raise PoolExhausted(1, 0, 0, budget, least, sufficient_budget=least)
-
-    def _set_attending(self, pool: PagePool, trial: Trial) -> None:
-        if not self._always_gather:
-            pool.attending, pool.attends_in_order = trial.attending, trial.in_order
-            pool.attending_in_decode = trial.attending_in_decode
-        if self._compiles and not pool.rows:
-            self.recordings[pool] = compile_steps(self._model, pool)
-
-    def _learn_geometry(self) -> None:
-        """Tell the pool the geometry of all layers."""
-        trial = self._try_out()
-        with self.pool.lock:
-            for layer, geometry in trial.geometries.items():
-                self.pool.group_of(layer).open_layer(layer, geometry)
-            for group in self.pool.groups:
-                group.note_second_step()
 
     def _require_open(self) -> None:
         if self._closed:

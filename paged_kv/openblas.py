@@ -54,17 +54,17 @@ def load_openblas() -> str | None:
     if sys.platform != "linux":
         return None
     sources = {PACKAGE: _load_package, "system": _load_of_system}
-    asked = os.environ.get("PAGED_KV_BLAS")
-    if asked not in (None, "mlx", *sources):
-        raise ValueError(f"PAGED_KV_BLAS={asked} is unknown: set it to {PACKAGE}, system or mlx")
-    loaded = (load() for name, load in sources.items() if asked in (None, name))
+    named = os.environ.get("PAGED_KV_BLAS")
+    if named not in (None, "mlx", *sources):
+        raise ValueError(f"PAGED_KV_BLAS={named} is unknown: set it to {PACKAGE}, system or mlx")
+    loaded = (load() for name, load in sources.items() if named in (None, name))
     return next((name for name in loaded if name), None)
 
 
 def how_to_get_openblas() -> str:
     """What a user does so that OpenBLAS serves MLX, in a process in which it does not."""
-    asked = os.environ.get("PAGED_KV_BLAS")
-    if asked == "mlx":
+    named = os.environ.get("PAGED_KV_BLAS")
+    if named == "mlx":
         return "leave out PAGED_KV_BLAS=mlx"
     remedy = _INSTALL_OF_SYSTEM
     if not _NAMES.exists():
@@ -73,7 +73,7 @@ def how_to_get_openblas() -> str:
         remedy = f"pip install {PACKAGE}, or {remedy}"
     elif not load_openblas.cache_info().currsize:
         return "import paged_kv before mlx"
-    return f"{remedy}, or leave out PAGED_KV_BLAS={asked}" if asked else remedy
+    return f"{remedy}, or leave out PAGED_KV_BLAS={named}" if named else remedy
 
 
 def _file_of_package() -> Path | None:

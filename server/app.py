@@ -28,7 +28,7 @@ from paged_kv.server.completions.tokenizing import (
     Tokens,
 )
 from paged_kv.server.engine.prefill_request import PATH as PREFILL
-from paged_kv.server.http.api_errors import APIError, shortened, told
+from paged_kv.server.http.api_errors import APIError, as_api_error, shortened
 from paged_kv.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.server.http.request_log import HEADER, RequestLog
 from paged_kv.server.http.schema import ChatBody, PrefillBody, TextBody
@@ -134,13 +134,13 @@ def _status_routes(service: Service) -> list[Route]:
 def _unknown_route(paths: list[str], request: Request, error: Exception) -> Response:
     """The answer to a request for a path that there is not, with those that there are."""
     known = ", ".join(dict.fromkeys(path.replace(":path}", "}") for path in paths))
-    said = f"there is no route {shortened(request.url.path)}: the routes are {known}"
-    return _error_response(request, APIError(404, said, code="not_found"))
+    message = f"there is no route {shortened(request.url.path)}: the routes are {known}"
+    return _error_response(request, APIError(404, message, code="not_found"))
 
 
 def _error_response(request: Request, error: Exception) -> Response:
     """The answer to an exception, in the form of the route's interface."""
-    answered = told(error)
+    answered = as_api_error(error)
     if request.url.path.startswith(messages.PATH):
         return JSONResponse(error_body(answered), answered.status, answered.headers)
     return answered.response()

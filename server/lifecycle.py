@@ -176,7 +176,7 @@ class PagedServer:
         # To wait for it with `await` would let a signal cancel it for the thread too.
         await asyncio.wait({loaded})
         if loaded.exception() is None:
-            name, provider = self.service.names.told(None), self.service.thread.provider
+            name, provider = self.service.names.public_name(None), self.service.thread.provider
             log.info(ready_line(self.service.options.host, self.port, name, provider))
 
     async def _import_all(self) -> None:

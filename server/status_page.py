@@ -45,8 +45,8 @@ def page() -> Response:
 
 def data(service: Service) -> Response:
     """The pools of this process, and the requests of the server."""
-    told = {"requests": requests(service), "columns": columns()}
-    return JSONResponse(_view().as_dict() | told, headers=HEADERS)
+    shown = {"requests": requests(service), "columns": columns()}
+    return JSONResponse(_view().as_dict() | shown, headers=HEADERS)
 
 
 def metrics(service: Service) -> Response:

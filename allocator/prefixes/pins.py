@@ -39,11 +39,11 @@ class Pins:
             NotPinned: there is no such pin; nothing was changed.
         """
         with self._index.lock:
-            asked = salt, tuple(tokens)
-            if asked not in self._pinned:
+            pin = salt, tuple(tokens)
+            if pin not in self._pinned:
                 raise NotPinned(len(tokens), sum(map(len, self._pinned.values())))
-            pinned = self._pinned[asked].pop()
-            if not self._pinned[asked]:
-                del self._pinned[asked]
+            pinned = self._pinned[pin].pop()
+            if not self._pinned[pin]:
+                del self._pinned[pin]
             self._index.unpin(pinned)
             return pinned.num_tokens

@@ -142,7 +142,7 @@ class Preemption:
         self._last_responses.note(generated)
         for response in generated:
             self._note_token(response)
-        return [self._told(each) for each in prompts], generated
+        return [self._of_whole_prompt(each) for each in prompts], generated
 
     def starts(self, prompts: Sequence[Tokens]) -> list[Start]:
         """What prompts start with that are about to be inserted. Sequences that run or wait keep
@@ -241,26 +241,26 @@ class Preemption:
         self._prompt_tokens.setdefault(batch.uids[at], total)
         return row_as_waiting(batch, at, segments, batch.max_tokens[at])
 
-    def _without_pages(self, each: Waiting) -> Waiting:
+    def _without_pages(self, waiting: Waiting) -> Waiting:
         """A waiting sequence whose pages only the prefix cache holds."""
-        cache = first_paged(each.cache)
+        cache = first_paged(waiting.cache)
         assert cache is not None, "sequences without pages are not preempted"
         # A reserved block that was not written is not worth keeping.
         for sequence in cache.sequences:
             sequence.shrink()
-        self._factory.insert_cache(each.tokens, each.cache, salt=self.salts.get(each.uid))
-        self._held[each.uid] = len(each.tokens)
-        segments = [segment for segment in [each.tokens, *each.segments] if segment]
-        return each._replace(segments=segments, cache=self._factory.make_cache(), tokens=[])
+        self._factory.insert_cache(waiting.tokens, waiting.cache, salt=self.salts.get(waiting.uid))
+        self._held[waiting.uid] = len(waiting.tokens)
+        segments = [segment for segment in [waiting.tokens, *waiting.segments] if segment]
+        return waiting._replace(segments=segments, cache=self._factory.make_cache(), tokens=[])
 
-    def _fetched(self, each: Waiting) -> Waiting:
+    def _fetched(self, waiting: Waiting) -> Waiting:
         """A waiting sequence with the pages that are still cached."""
-        tokens = each.all_tokens
+        tokens = waiting.all_tokens
         counts = self._pool.counts
         read_before = counts.tokens_read
-        cache, cached = self._factory.fetch_cache(tokens, salt=self.salts.get(each.uid))
+        cache, cached = self._factory.fetch_cache(tokens, salt=self.salts.get(waiting.uid))
         counts.tokens_reread += counts.tokens_read - read_before
-        return each.starting_with(cache, cached)
+        return waiting.starting_with(cache, cached)
 
     def _share(self, number: int) -> None:
         """Compute what a waiting sequence shares with others that wait, and let all hold it."""
@@ -287,22 +287,22 @@ class Preemption:
             lambda cache, count: succeeds(lambda: self._reserve(cache, [count])),
         )
 
-    def _give_back(self, each: Waiting) -> None:
+    def _give_back(self, waiting: Waiting) -> None:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
-        if each.uid in self._held:
-            held = self._held[each.uid]
-            self._line.put(self._without_pages(each))
-            self._held[each.uid] = held
-        elif cache := first_paged(each.cache):
+        if waiting.uid in self._held:
+            held = self._held[waiting.uid]
+            self._line.put(self._without_pages(waiting))
+            self._held[waiting.uid] = held
+        elif cache := first_paged(waiting.cache):
             for sequence in cache.sequences:
                 sequence.shrink()
 
-    def _note_begun(self, each: Waiting) -> None:
-        self._unshared.discard(each.uid)
-        held = self._held.pop(each.uid, 0)
-        self._pool.counts.tokens_recomputed += max(0, held - len(each.tokens))
-        if each.uid in self._known:
-            self._events.begun(self._request(each.uid))
+    def _note_begun(self, waiting: Waiting) -> None:
+        self._unshared.discard(waiting.uid)
+        held = self._held.pop(waiting.uid, 0)
+        self._pool.counts.tokens_recomputed += max(0, held - len(waiting.tokens))
+        if waiting.uid in self._known:
+            self._events.begun(self._request(waiting.uid))
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -421,7 +421,7 @@ class Preemption:
             self._factory.prefixes.rates.computing.note(tokens, perf_counter() - began)
         return responses
 
-    def _told(self, response: Any) -> Any:
+    def _of_whole_prompt(self, response: Any) -> Any:
         """A response about a prompt, with the progress in the whole prompt."""
         uid = response.uid
         done, total = response.progress

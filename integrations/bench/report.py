@@ -87,12 +87,12 @@ def draw(content: dict[str, Any], outcomes: Iterable[Outcome], file: Path) -> No
     """
     require_drawable(file)
     figures = extra_module("matplotlib.figure", "plot")
-    told = [each for each in outcomes if isinstance(each, Measurement) and not each.is_noisy]
-    figure = figures.Figure(figsize=(8, 1 + 0.3 * len(told)), layout="constrained")
+    clear = [each for each in outcomes if isinstance(each, Measurement) and not each.is_noisy]
+    figure = figures.Figure(figsize=(8, 1 + 0.3 * len(clear)), layout="constrained")
     axes = figure.subplots()
-    factors = [each.times_better for each in told]
+    factors = [each.times_better for each in clear]
     colours = ["#009e73" if factor >= 1 else "#d55e00" for factor in factors]
-    axes.barh([each.name for each in told], factors, color=colours)
+    axes.barh([each.name for each in clear], factors, color=colours)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="times better than mlx-lm's caches", title=content["model"])

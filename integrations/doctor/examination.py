@@ -33,18 +33,18 @@ class CheckResult:
     Attributes:
         name: the check's.
         passed: whether its error is within the tolerance.
-        said: the error, or the exception that it raised.
+        finding: the error, or the exception that it raised.
         seconds: how long it took; this includes compiling the kernel.
     """
 
     name: str
     passed: bool
-    said: str
+    finding: str
     seconds: float
 
     def __str__(self) -> str:
         verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.name:<32} {1e3 * self.seconds:9.1f} ms  {self.said}"
+        return f"{verdict}  {self.name:<32} {1e3 * self.seconds:9.1f} ms  {self.finding}"
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Findings:
     @property
     def wrong(self) -> dict[str, str]:
         """The names of what is wrong, and what its check said."""
-        return {each.name: each.said for each in self.checks if not each.passed}
+        return {each.name: each.finding for each in self.checks if not each.passed}
 
     @property
     def slow(self) -> dict[str, str]:
@@ -257,8 +257,8 @@ def _result(check: Check) -> CheckResult:
     start = perf_counter()
     try:
         error = check.run()
-        said = f"off by {error:.1e}, at most {check.tolerance:.0e}"
+        finding = f"off by {error:.1e}, at most {check.tolerance:.0e}"
         passed = error <= check.tolerance
     except Exception as failure:
-        said, passed = f"{type(failure).__name__}: {failure}", False
-    return CheckResult(check.name, passed, said, perf_counter() - start)
+        finding, passed = f"{type(failure).__name__}: {failure}", False
+    return CheckResult(check.name, passed, finding, perf_counter() - start)

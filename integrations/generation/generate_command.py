@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     # `close` writes what the store still lacks, after an interrupt too.
     interrupt = raised() if arguments.store else nullcontext()
-    output = _output(is_told=generation.is_told)
+    output = _output(is_reported=generation.is_reported)
     with interrupt, closing(generation), output, _remedy_named():
         _generate(generation, prompts, arguments)
     return 0
@@ -201,28 +201,28 @@ def _remedy_named() -> Iterator[None]:
 
 
 @contextmanager
-def _output(*, is_told: bool) -> Iterator[None]:
+def _output(*, is_reported: bool) -> Iterator[None]:
     """Where texts are printed; nowhere if another process prints the same."""
-    if is_told:
+    if is_reported:
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         yield
 
 
-def _temperature(asked: float | None, num_samples: int) -> float:
+def _temperature(temperature: float | None, num_samples: int) -> float:
     """The temperature to sample with.
 
     Raises:
         ValueError: all samples would be equal.
     """
-    if num_samples > 1 and asked == 0:
+    if num_samples > 1 and temperature == 0:
         raise ValueError(
             f"--temp 0 makes {num_samples} equal samples: raise --temp, or leave out --num-samples"
         )
     # Several samples are wanted because they differ: 1 takes them from the model's own
     # distribution, which is also the default of vLLM.
-    return float(num_samples > 1) if asked is None else asked
+    return float(num_samples > 1) if temperature is None else temperature
 
 
 def _prompt(text: str) -> str:

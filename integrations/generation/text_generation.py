@@ -90,7 +90,7 @@ class TextGeneration:
         self._sampler = make_sampler(temp=temp)
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether this process prints the texts: rank 0 does so for all."""
         return self._ranks.rank == 0
 
@@ -271,8 +271,8 @@ class TextGeneration:
         ranks = self._ranks
         if ranks.size > 1:
             print(f"rank        {ranks.rank} of {ranks.size}", file=sys.stderr)
-        said = summary(prompt, figures, self._factory.stats(), drafts=self.drafts)
-        print(said, file=sys.stderr)
+        lines = summary(prompt, figures, self._factory.stats(), drafts=self.drafts)
+        print(lines, file=sys.stderr)
 
 
 def loaded(path_or_repo: str, load_model: Callable[[str], Any] | None = None) -> tuple[Any, Any]:

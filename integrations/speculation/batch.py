@@ -170,19 +170,19 @@ class SpeculativeBatch(MaskedBatch):
         """A step that drafts so many tokens for each row. None, and nothing is changed, if there
         are no drafts, or no memory for them."""
         emitting: Any = self._next_tokens.tolist()
-        asked = {
+        requests = {
             row: DraftRow(self._rows[row].state, self.tokens[row], emitting[row], count)
             for row, count in enumerate(counts)
             if count and not self._rows[row].is_forced
         }
-        if asked:
-            self._draft.prepare(list(asked.values()))
+        if requests:
+            self._draft.prepare(list(requests.values()))
         began = perf_counter()
         grammars = self.grammars()
         for row, grammar in grammars.items():
             grammar.take(emitting[row], self._num_tokens[row])
-        drafts = self._draft.propose(list(asked.values())) if asked else []
-        proposed = dict(zip(asked, drafts, strict=True))
+        drafts = self._draft.propose(list(requests.values())) if requests else []
+        proposed = dict(zip(requests, drafts, strict=True))
         inputs = [
             [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]
             for row, token in enumerate(emitting)
@@ -252,7 +252,10 @@ class SpeculativeBatch(MaskedBatch):
         rows = zip(
             self.samplers or [], self.logits_processors or [], self._token_context, strict=True
         )
-        return [Chooser(each, other_processors(its), context) for each, its, context in rows]
+        return [
+            Chooser(each, other_processors(processors), context)
+            for each, processors, context in rows
+        ]
 
     def _emit(
         self, inputs: list[list[int]], sampled: list[Sampled], rollback: Rollback

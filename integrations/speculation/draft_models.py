@@ -37,14 +37,14 @@ def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) ->
         return None
     model: Module
     try:
-        model, its_tokenizer = load(name, lazy=lazy)[:2]
+        model, drafting_tokenizer = load(name, lazy=lazy)[:2]
     except Exception as error:
         raise not_loaded("--draft-model", name, error) from error
-    if its_tokenizer.vocab_size != tokenizer.vocab_size:
+    if drafting_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"the draft model {name} has a vocabulary of {its_tokenizer.vocab_size} tokens, and "
-            f"the model one of {tokenizer.vocab_size}: choose a draft model of the same family, "
-            f"or {NGRAM!r}, which needs none"
+            f"the draft model {name} has a vocabulary of {drafting_tokenizer.vocab_size} tokens, "
+            f"and the model one of {tokenizer.vocab_size}: choose a draft model of the same "
+            f"family, or {NGRAM!r}, which needs none"
         )
     return model
 

@@ -26,12 +26,12 @@ def thread_count() -> int:
     Raises:
         ValueError: PAGED_KV_THREADS is not a number from 1 on.
     """
-    asked = os.environ.get("PAGED_KV_THREADS")
-    if asked is None:
+    threads = os.environ.get("PAGED_KV_THREADS")
+    if threads is None:
         return available_cores()
-    if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
-        raise ValueError(f"PAGED_KV_THREADS must be a number of threads from 1 on, got {asked!r}")
-    return int(asked)
+    if not threads.isascii() or not threads.isdigit() or int(threads) < 1:
+        raise ValueError(f"PAGED_KV_THREADS must be a number of threads from 1 on, got {threads!r}")
+    return int(threads)
 
 
 def available_cores() -> int:

@@ -46,16 +46,16 @@ class Decode(StepPlanner):
         return plan.run_and_merge(self._order, pages, slabs, tables, [queries], written, sinks)
 
     def _plan_of(
-        self, asked: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
+        self, arguments: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
     ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
         longest = reach
-        if asked.scores.window:
-            longest = min(longest, asked.scores.window) + TILE
-        kind, geometry = asked.kind, asked.kind.geometry
+        if arguments.scores.window:
+            longest = min(longest, arguments.scores.window) + TILE
+        kind, geometry = arguments.kind, arguments.kind.geometry
         rotates = "HAS_CODES" in kind.flags
         shape = decode_shape(
-            batch, asked.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
+            batch, arguments.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
         )
         bases = len(kind.bases)
         is_whole = shape.splits * bases == 1 and groups is None
@@ -65,12 +65,12 @@ class Decode(StepPlanner):
             table_stride=width,
             kv_heads=geometry.k_heads,
             steps=1,
-            gqa_group_size=asked.heads // geometry.k_heads,
-            q_heads=asked.heads,
+            gqa_group_size=arguments.heads // geometry.k_heads,
+            q_heads=arguments.heads,
             causal=1,
-            scale=asked.scores.scale,
-            softcap=asked.scores.softcap,
-            window=asked.scores.window,
+            scale=arguments.scores.scale,
+            softcap=arguments.scores.softcap,
+            window=arguments.scores.window,
             splits=shape.splits,
             split_tiles=shape.tiles,
             first_basis=kind.bases[0],
@@ -78,19 +78,19 @@ class Decode(StepPlanner):
         )
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
-        sinks = asked.scores.sinks_flag
-        flags = [*kind.flags, *asked.scores.softcap_flag, *after_prefix]
+        sinks = arguments.scores.sinks_flag
+        flags = [*kind.flags, *arguments.scores.softcap_flag, *after_prefix]
         flags += ["WHOLE", *sinks] if is_whole else ["PARTIAL"]
-        if asked.writes:
+        if arguments.writes:
             flags.append("STEP")
-        output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)
+        output = Output((batch, arguments.heads, 1, geometry.v_dim), geometry.k_dtype)
         attend = launch_of(
             self._kernels.kernel("decode", geometry.k_dtype, dims | sizes, flags),
             (geometry.k_heads * shape.groups, shape.splits, batch * bases),
             LANES * shape.parts * shape.blocks,
             [output, DONE]
             if is_whole
-            else partial_outputs(batch * asked.heads * shape.splits * bases, geometry.v_dim),
+            else partial_outputs(batch * arguments.heads * shape.splits * bases, geometry.v_dim),
         )
         if is_whole:
             return LaunchPlan(attend, None, params)
@@ -98,6 +98,6 @@ class Decode(StepPlanner):
         kernel = self._kernels.kernel(
             "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks, *after_prefix]
         )
-        merge = launch_of(kernel, (asked.heads, batch, 1), LANES, [output])
-        prefix = self._prefix(groups, kind, asked.heads, 1, asked.scores)
+        merge = launch_of(kernel, (arguments.heads, batch, 1), LANES, [output])
+        prefix = self._prefix(groups, kind, arguments.heads, 1, arguments.scores)
         return LaunchPlan(attend, merge, params, prefix)

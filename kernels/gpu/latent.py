@@ -40,10 +40,10 @@ class Latent(StepPlanner):
         return plan.run_and_merge(self._order, pages, slabs, tables, both, [], [])
 
     def _plan_of(
-        self, asked: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
+        self, arguments: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
     ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
-        kind, heads, scores, _ = asked
+        kind, heads, scores, _ = arguments
         longest = reach
         if scores.window:
             longest = min(longest, scores.window) + LATENT_SIMDGROUPS

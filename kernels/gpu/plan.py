@@ -110,8 +110,8 @@ class StepPlanner(Planner):
         Args:
             key: the fields of `DecodeArguments`.
         """
-        asked = DecodeArguments(*key)
-        groups = self._groups_of(tables, asked.kind, queries)
+        arguments = DecodeArguments(*key)
+        groups = self._groups_of(tables, arguments.kind, queries)
         reach = tables.reach if groups is None else tables.own_reach
-        plan = tables.plans[key] = self._plan(asked, reach, *tables.array.shape, groups)
+        plan = tables.plans[key] = self._plan(arguments, reach, *tables.array.shape, groups)
         return plan

@@ -56,7 +56,7 @@ class Prefill(Planner):
         unwritten: Unwritten | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
-        asked = PrefillArguments(
+        arguments = PrefillArguments(
             slabs.kind,
             queries.shape,
             tables.array.shape[1],
@@ -65,34 +65,34 @@ class Prefill(Planner):
             self._groups_of(tables, slabs.kind, queries.shape),
         )
         step, sinks = [*(unwritten or ())], inputs_of(attention)
-        plan = self._plan(asked)
+        plan = self._plan(arguments)
         if plan.merge is None:
             inputs = [queries, *step, *sinks, *slabs.inputs, tables.array, plan.params]
             return self._order.run(pages, plan.attend, inputs)[0]
         return plan.run_and_merge(self._order, pages, slabs, tables, [queries], step, sinks)
 
-    def _plan_of(self, asked: PrefillArguments) -> LaunchPlan:
-        geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape
+    def _plan_of(self, arguments: PrefillArguments) -> LaunchPlan:
+        geometry, (batch, heads, steps, _) = arguments.kind.geometry, arguments.shape
         gqa_group_size = heads // geometry.k_heads
         params = parameters(
-            slab_stride=asked.kind.slab_stride,
-            table_stride=asked.table_stride,
+            slab_stride=arguments.kind.slab_stride,
+            table_stride=arguments.table_stride,
             kv_heads=geometry.k_heads,
             steps=steps,
             gqa_group_size=gqa_group_size,
             q_heads=heads,
-            scale=asked.scores.scale,
-            softcap=asked.scores.softcap,
-            window=asked.scores.window,
-            causal=int(asked.scores.hides_later),
+            scale=arguments.scores.scale,
+            softcap=arguments.scores.softcap,
+            window=arguments.scores.window,
+            causal=int(arguments.scores.hides_later),
             splits=1,
             bases=1,
-            new_tokens=asked.new_tokens,
+            new_tokens=arguments.new_tokens,
         )
-        dims, sinks = {"V_DIM": geometry.v_dim}, asked.scores.sinks_flag
-        flags = [*asked.kind.flags, *asked.scores.softcap_flag]
-        flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
-        flags += ["WHOLE", *sinks] if asked.groups is None else ["PARTIAL", "AFTER_PREFIX"]
+        dims, sinks = {"V_DIM": geometry.v_dim}, arguments.scores.sinks_flag
+        flags = [*arguments.kind.flags, *arguments.scores.softcap_flag]
+        flags += ["HAS_NEW_TOKENS"] if arguments.new_tokens else []
+        flags += ["WHOLE", *sinks] if arguments.groups is None else ["PARTIAL", "AFTER_PREFIX"]
         constants = {"K_DIM": geometry.k_dim, **dims, "THREADS": PREFILL_THREADS}
         rows = PREFILL_THREADS // LANES * SIMDGROUP_ROWS[self._kernels.dialect]
         output = Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype)
@@ -101,10 +101,10 @@ class Prefill(Planner):
             (-(-steps * gqa_group_size // rows), geometry.k_heads, batch),
             PREFILL_THREADS,
             [output, DONE]
-            if asked.groups is None
+            if arguments.groups is None
             else partial_outputs(batch * heads * steps, geometry.v_dim),
         )
-        if asked.groups is None:
+        if arguments.groups is None:
             return LaunchPlan(attend, None, params)
         merge = launch_of(
             self._kernels.kernel("merge", geometry.k_dtype, dims, [*sinks, "AFTER_PREFIX"]),
@@ -112,5 +112,5 @@ class Prefill(Planner):
             LANES,
             [output],
         )
-        prefix = self._prefix(asked.groups, asked.kind, heads, steps, asked.scores)
+        prefix = self._prefix(arguments.groups, arguments.kind, heads, steps, arguments.scores)
         return LaunchPlan(attend, merge, params, prefix)

@@ -25,15 +25,15 @@ def attend(
 
     def attend_row(row: int, own: slice) -> mx.array:
         keys, values = read(row)
-        asked = queries[row : row + 1, :, own]
+        own_queries = queries[row : row + 1, :, own]
         if attention.softcap is not None:
             seen = None
             if attention.hides_later:
-                seen = causal_window_mask(keys.shape[2], asked.shape[2], attention.window)
-            return softcapped(asked, keys, values, attention, seen)
-        mask = _row_mask(keys.shape[2], asked.shape[2], attention)
+                seen = causal_window_mask(keys.shape[2], own_queries.shape[2], attention.window)
+            return softcapped(own_queries, keys, values, attention, seen)
+        mask = _row_mask(keys.shape[2], own_queries.shape[2], attention)
         return mx.fast.scaled_dot_product_attention(
-            asked, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
+            own_queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
         )
 
     return _by_row(queries, metadata, v_dim, attend_row)
@@ -50,12 +50,12 @@ def attend_latent(
 
     def attend_row(row: int, own: slice) -> mx.array:
         latents, position_keys = read(row)
-        asked, length = queries[row : row + 1, :, own], latents.shape[2]
+        own_queries, length = queries[row : row + 1, :, own], latents.shape[2]
         seen = None
         if attention.hides_later:
-            seen = causal_window_mask(length, asked.shape[2], attention.window)
-        asked_positions = position_queries[row : row + 1, :, own]
-        return latent_attention(asked, asked_positions, latents, position_keys, attention, seen)
+            seen = causal_window_mask(length, own_queries.shape[2], attention.window)
+        own_positions = position_queries[row : row + 1, :, own]
+        return latent_attention(own_queries, own_positions, latents, position_keys, attention, seen)
 
     return _by_row(queries, metadata, queries.shape[3], attend_row)
 

@@ -133,12 +133,12 @@ class Admission(Generic[Request]):
     def _require_possible(self, demand: Demand) -> None:
         if self._is_possible(demand):
             return
-        asked = demand.prompt_tokens + demand.max_tokens
+        tokens = demand.prompt_tokens + demand.max_tokens
         most = min(pool.tokens_in(pool.promisable) for pool in self.pools)
         each = f" for each of {demand.choices} choices" if demand.choices > 1 else ""
         raise RequestImpossible(
-            f"{asked} tokens were asked{each}, {demand.prompt_tokens} of the prompt and max_tokens="
-            f"{demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
+            f"{tokens} tokens were asked{each}, {demand.prompt_tokens} of the prompt and "
+            f"max_tokens={demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
             "lower max_tokens or n, or start the server with a larger --max-kv-bytes"
         )
 

@@ -254,12 +254,12 @@ class Reclaimer:
         formats = self._formats()
         in_use = sum(each.num_used * each.block_bytes for each in formats)
         others = self._budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
-        asked = sum(
+        requested = sum(
             count * group.allocator.format_named(name).block_bytes
             for group, counts in needs.items()
             for name, count in counts.items()
         )
-        most = in_use + others + asked
+        most = in_use + others + requested
         # Larger budgets have larger slabs, and so more slack.
         sufficient = most
         while (with_slack := most + self._slack(ByteBudget(sufficient))) > sufficient:

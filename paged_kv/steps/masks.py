@@ -66,8 +66,8 @@ def step_mask(
     ends = _ends(rows, window)
     if window is None:
         return paged_mask(ends, count, window_size)
-    asked = window.size if window_size is None else window_size - window.sink_tokens
-    return paged_mask(ends, count, asked, window.sink_tokens)
+    size = window.size if window_size is None else window_size - window.sink_tokens
+    return paged_mask(ends, count, size, window.sink_tokens)
 
 
 def paged_mask(
@@ -141,13 +141,13 @@ def visible(
         )
         is_array = isinstance(mask, mx.array)
         return None if hides_any or is_array else Visibility(mask is not None)
-    asked = _window_of(mask, queries, metadata, window)
-    if asked is None or (queries > 1 and asked > window.size + 1):
+    size = _window_of(mask, queries, metadata, window)
+    if size is None or (queries > 1 and size > window.size + 1):
         return None
-    if queries == 1 or asked <= window.size:
-        return Visibility(mask is not None, min(window.size, asked))
+    if queries == 1 or size <= window.size:
+        return Visibility(mask is not None, min(window.size, size))
     # One more than the layers hold: the window of the first query ends where theirs does.
-    return Visibility(mask is not None, window.size, asked)
+    return Visibility(mask is not None, window.size, size)
 
 
 def _window_of(

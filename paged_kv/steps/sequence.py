@@ -261,10 +261,10 @@ class Sequence:
         that asks a second time gets a second fork. Each thread gets forks of its own.
         """
         me = current_thread()
-        for thread, ref, asked in self._forks:
+        for thread, ref, layers in self._forks:
             fork = ref()
-            if fork is not None and thread is me and layer not in asked:
-                asked.add(layer)
+            if fork is not None and thread is me and layer not in layers:
+                layers.add(layer)
                 return fork
         fork = self._copy()
         self._forks = [entry for entry in self._forks if entry[1]() is not None]

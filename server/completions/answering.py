@@ -28,7 +28,7 @@ from paged_kv.commands.cache_options import has_servers
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.completion_plan import CompletionPlan, make_plan
 from paged_kv.server.completions.conversation import IDLE, Conversation
-from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
+from paged_kv.server.completions.interface import Answers, Interface
 from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.jobs import Channel, Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
@@ -36,7 +36,7 @@ from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.request_body import read_body
 from paged_kv.server.http.request_log import request_id
-from paged_kv.server.http.schema import PrefillBody
+from paged_kv.server.http.schema import Body, PrefillBody
 
 log = logging.getLogger(__name__)
 
@@ -80,32 +80,30 @@ class Answering:
     async def _serve(self, request: Request, key: str | None, send: Send) -> None:
         service, options = self._service, self._service.options
         content = await read_body(request, options.max_body_bytes, options.body_timeout)
-        planned = partial(self._planned, content, key, request_id(), Channel())
-        asked, plan = await service.workers.read(planned, len(content))
-        talk = Conversation(service, plan)
-        answer = self._answer(talk, asked, plan, len(content), send)
+        plan = partial(self._plan, content, key, request_id(), Channel())
+        conversation = Conversation(service, await service.workers.read(plan, len(content)))
         try:
-            with self._told():
-                await _while_connected(request.receive, answer)
+            with self._renaming():
+                await _while_connected(request.receive, self._answer(conversation, send))
         except ClientDisconnect:
-            service.metrics.finished["abort"] += talk.num_open
+            service.metrics.finished["abort"] += conversation.num_open
             raise
 
-    def _planned(
-        self, content: bytes, key: str | None, name: str, channel: Channel
-    ) -> tuple[ReadRequest, CompletionPlan]:
-        """Runs on a reader thread."""
-        asked = self._interface.read(content, key)
-        with self._told():
-            return asked, self._plan(asked, key, name, channel)
-
     def _plan(
-        self, asked: ReadRequest, key: str | None, name: str, channel: Channel
+        self, content: bytes, key: str | None, request_id: str, channel: Channel
     ) -> CompletionPlan:
-        service, body = self._service, asked.body
+        """Runs on a reader thread."""
+        request = self._interface.read(content, key)
+        with self._renaming():
+            model, salt = self._admitted(request.body, key)
+            return make_plan(request, model, salt, request_id, self._service.options, channel)
+
+    def _admitted(self, body: Body, key: str | None) -> tuple[ModelKey, Hashable]:
+        """The model that a client may use, and the salt of the prompts that it shares."""
+        service = self._service
         service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
-        body.model = service.names.told(body.model)
+        body.model = service.names.public_name(body.model)
         is_handed = isinstance(body, PrefillBody)
         # The server that hands a prompt over has put its client's key into the salt.
         salt: Hashable = body.cache_salt if is_handed else salt_of(key, body.cache_salt)
@@ -114,71 +112,74 @@ class Answering:
         elif is_handed:
             _require_servers(service.options)
             salt = Published(salt)
-        return make_plan(asked, model, salt, name, service.options, channel)
+        return model, salt
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _renaming(self) -> Iterator[None]:
         """Put errors in the words of the interface, whose request is another one here."""
         try:
             yield
         except APIError as error:
-            raise self._interface.told(error) from error
+            raise self._interface.renamed(error) from error
 
-    async def _answer(
-        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
-    ) -> None:
-        await self._make_ready(plan, nbytes)
+    async def _answer(self, conversation: Conversation, send: Send) -> None:
+        plan = conversation.plan
+        await self._make_ready(plan)
         with self._submitted(plan.jobs):
-            await talk.begin()
-            answers = asked.answers(request_id(), talk.tokenizer)
+            await conversation.begin()
+            answers = plan.request.answers(request_id(), conversation.tokenizer)
             if plan.body.stream:
-                await self._stream(talk, answers, send)
-            else:
-                await talk.finish()
-                written = partial(json_bytes, partial(answers.whole, talk.choices, talk.usage))
-                content = await self._service.workers.write(written, talk.held_tokens)
-                await send_json(content, send, _limit_header(talk))
+                await self._stream(conversation, answers, send)
+                return
+            await conversation.finish()
+            whole = partial(answers.whole, conversation.choices, conversation.usage)
+            written = partial(json_bytes, whole)
+            content = await self._service.workers.write(written, conversation.held_tokens)
+            await send_json(content, send, _limit_header(conversation))
 
-    async def _make_ready(self, plan: CompletionPlan, nbytes: int) -> None:
+    async def _make_ready(self, plan: CompletionPlan) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""
         loaded, jobs = await self._service.loaded(), plan.jobs
         if loaded is not None and jobs[0].model == loaded.key:
-            await self._read(plan, partial(_read_all, jobs, loaded), nbytes)
+            await self._read(plan, partial(_read_all, jobs, loaded))
         else:
             loaded = None
             await self._require_model(jobs[0].model)
         await self._service.grammars.prepare(jobs, loaded)
 
-    async def _read_prompt(self, talk: Conversation, plan: CompletionPlan, nbytes: int) -> Job:
+    async def _read_prompt(self, conversation: Conversation) -> Job:
         """Have the prompt of one job read that generates nothing."""
-        await self._make_ready(plan, nbytes)
+        plan = conversation.plan
+        await self._make_ready(plan)
         (job,) = plan.jobs
         if job.prompt is None:
             # Another model reads it when it is loaded.
             job.arguments.max_tokens = 0
             with self._submitted(plan.jobs):
-                await talk.begin()
+                await conversation.begin()
         return job
 
-    async def _read(self, plan: CompletionPlan, work: Callable[[], None], nbytes: int) -> None:
+    async def _read(self, plan: CompletionPlan, work: Callable[[], None]) -> None:
         workers = self._service.workers
-        await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))
+        if plan.has_images:
+            await workers.read_images(work)
+        else:
+            await workers.read(work, plan.request.nbytes)
 
-    async def _stream(self, talk: Conversation, answers: Answers, send: Send) -> None:
+    async def _stream(self, conversation: Conversation, answers: Answers, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        headers += [
-            (name.lower().encode(), value.encode()) for name, value in _limit_header(talk).items()
-        ]
+        limit = _limit_header(conversation)
+        headers += [(name.lower().encode(), value.encode()) for name, value in limit.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for events in self._events(talk, answers):
+        async for events in self._events(conversation, answers):
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _events(self, talk: Conversation, answers: Answers) -> AsyncIterator[bytes]:
+    async def _events(self, conversation: Conversation, answers: Answers) -> AsyncIterator[bytes]:
         try:
-            yield _streamed(partial(answers.begun, talk.usage))
-            async for new in talk.news():
+            yield _streamed(partial(answers.begun, conversation.usage))
+            async for new in conversation.news():
                 if isinstance(new, str):
                     yield f": {new}\n\n".encode()
                     if new == IDLE:
@@ -188,10 +189,10 @@ class Answering:
                     yield await self._service.workers.write(written, len(new.tokens))
                 else:
                     yield _streamed(partial(answers.news, new))
-            yield _streamed(partial(answers.ended, talk.usage)) + answers.last
+            yield _streamed(partial(answers.ended, conversation.usage)) + answers.last
         except APIError as error:
             self._service.metrics.note_error(error)
-            yield _streamed(partial(answers.failed, self._interface.told(error)))
+            yield _streamed(partial(answers.failed, self._interface.renamed(error)))
 
     async def _require_model(self, model: ModelKey) -> None:
         """Raise APIError unless a model can be loaded. The loaded model stays for now."""
@@ -267,9 +268,9 @@ def _event(described: Mapping[str, Any]) -> bytes:
     return b"%bdata: %b\n\n" % (name.encode(), json_bytes(lambda: described))
 
 
-def _limit_header(talk: Conversation) -> dict[str, str]:
+def _limit_header(conversation: Conversation) -> dict[str, str]:
     """Says how many tokens fit, where a request asked for more."""
-    most = talk.usage.max_tokens
+    most = conversation.usage.max_tokens
     return {} if most is None else {"X-Max-Tokens": str(most)}
 
 

@@ -53,19 +53,27 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class CompletionPlan:
-    """What a request asks for.
+    """What a request is answered with.
 
     Attributes:
-        body: of the request.
+        request: as its interface has read it.
         jobs: one for each prompt, not submitted yet.
         stops: finds the stop texts; all choices share it.
-        has_images: whether a message has a part that is not a text.
     """
 
-    body: Body
+    request: ReadRequest
     jobs: list[Job]
     stops: TextStateMachine
-    has_images: bool
+
+    @property
+    def body(self) -> Body:
+        """The body of the request."""
+        return self.request.body
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has a part that is not a text."""
+        return isinstance(self.body, ChatBody) and self.body.has_images
 
     @property
     def choices(self) -> int:
@@ -74,7 +82,7 @@ class CompletionPlan:
 
 
 def make_plan(
-    asked: ReadRequest,
+    request: ReadRequest,
     model: ModelKey,
     salt: Hashable,
     request_id: str,
@@ -86,56 +94,33 @@ def make_plan(
     Raises:
         APIError: 400, the request asks for too many choices, or for an answer of two forms.
     """
-    body = asked.body
-    jobs = _jobs_of(asked, model, salt, request_id, options, channel)
-    has_images = isinstance(body, ChatBody) and body.has_images
-    return CompletionPlan(body, jobs, stop_machine(body.stop_words), has_images)
-
-
-def _jobs_of(
-    asked: ReadRequest,
-    model: ModelKey,
-    salt: Hashable,
-    request_id: str,
-    options: argparse.Namespace,
-    channel: Channel,
-) -> list[Job]:
-    body = asked.body
+    body, choices = request.body, request.body.n or 1
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
     ending = ending_of(body, arguments.max_tokens, is_free=constraint is None)
-    choices = body.n or 1
-    param = "messages" if isinstance(body, ChatBody) else "prompt"
-    if isinstance(body, PrefillBody):
-        readers = [partial(read_prefill, prompt=each, options=options) for each in body.prompts]
-    elif isinstance(body, TextBody):
-        readers = [partial(read_text, prompt=each, options=options) for each in body.prompts]
-    else:
-        assert isinstance(body, ChatBody)
-        chat = partial(read_chat, body=body, options=options)
-        readers = [partial(chat, marks=asked.marks, is_counted=asked.is_counted)]
+    readers = _readers(request, options)
     if len(readers) * choices > MOST_CHOICES:
         raise wrong_value(
             f"{len(readers)} prompts of n={choices} choices were asked, and one request may have "
             f"{MOST_CHOICES} choices",
             "n",
         )
-    # Each prompt leaves room for other numbers of tokens.
-    own = [replace(arguments) for _ in readers]
     scores = prompt_logprobs_of(body, arguments.top_logprobs if arguments.logprobs else None)
     reading = partial(
         _read,
         ending=ending,
         scores=None if scores is None else (scores, MOST_SCORES // len(readers)),
         options=options,
-        param=None if asked.is_counted else param,
+        param=None if request.is_counted else _prompt_field(body),
     )
-    return [
+    # Each prompt leaves room for other numbers of tokens.
+    limits = [replace(arguments) for _ in readers]
+    jobs = [
         Job(
             request_id=request_id,
             model=model,
-            read=partial(reading, arguments=own[number], reader=reader),
-            arguments=own[number],
+            read=partial(reading, arguments=limits[number], reader=reader),
+            arguments=limits[number],
             asked_tokens=arguments.max_tokens,
             ending=ending,
             prompt_logprobs=scores,
@@ -148,6 +133,22 @@ def _jobs_of(
         )
         for number, reader in enumerate(readers)
     ]
+    return CompletionPlan(request, jobs, stop_machine(body.stop_words))
+
+
+def _readers(request: ReadRequest, options: argparse.Namespace) -> list[partial[Prompt]]:
+    """What reads each prompt of a request for a loaded model."""
+    body = request.body
+    if isinstance(body, TextBody):
+        read = read_prefill if isinstance(body, PrefillBody) else read_text
+        return [partial(read, prompt=prompt, options=options) for prompt in body.prompts]
+    assert isinstance(body, ChatBody)
+    chat = partial(read_chat, body=body, options=options)
+    return [partial(chat, marks=request.marks, is_counted=request.is_counted)]
+
+
+def _prompt_field(body: Body) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
 def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationArguments:
@@ -257,17 +258,17 @@ def _read(
 
 
 def _most_tokens(body: Body, options: argparse.Namespace) -> int:
-    asked = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
-    return LARGEST_COUNT if asked == NO_LIMIT else asked
+    tokens = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
+    return LARGEST_COUNT if tokens == NO_LIMIT else tokens
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:
     """Whether the request asks for log probabilities, and for how many alternatives."""
-    asked = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
-    if asked is not None and not isinstance(asked, bool):
-        return True, asked
+    count = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
+    if count is not None and not isinstance(count, bool):
+        return True, count
     top = max(0, body.top_logprobs or 0)
-    return bool(asked) or top > 0, top
+    return bool(count) or top > 0, top
 
 
 def _either(given: Number | None, default: Number) -> Number:

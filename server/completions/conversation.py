@@ -39,13 +39,14 @@ class Conversation:
         plan: of the request; the caller submits its jobs.
 
     Attributes:
+        plan: as given.
         choices: all choices, in order.
     """
 
     def __init__(self, service: Service, plan: CompletionPlan) -> None:
+        self.plan = plan
         self.choices = [Choice(index) for index in range(plan.choices)]
         self._service = service
-        self._plan = plan
         self._jobs, self._body = plan.jobs, plan.body
         channel = plan.jobs[0].channel
         assert channel is not None, "a client waits for the events"
@@ -56,7 +57,7 @@ class Conversation:
         self._calls: dict[int, ChoiceCalls] = {}
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
-        self._told: set[int] = set()
+        self._shown: set[int] = set()
         self._tokenizer: Any = None
 
     @property
@@ -138,9 +139,9 @@ class Conversation:
 
     def _with_prompt(self, new: Choice) -> Choice:
         """A new part of a choice; the first one has what the request asks for of its prompt."""
-        if new.index in self._told:
+        if new.index in self._shown:
             return new
-        self._told.add(new.index)
+        self._shown.add(new.index)
         job = self._job_of(new.index)
         first = first_part(self._body, job, new.index, self._tokenizer)
         first.add(new)
@@ -188,7 +189,7 @@ class Conversation:
             self._texts[number] = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
-                self._plan.stops,
+                self.plan.stops,
                 job.ending.min_tokens,
                 lists_end=lists_end,
             )

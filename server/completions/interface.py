@@ -71,12 +71,14 @@ class ReadRequest:
     Attributes:
         body: in the form of chat completions or completions.
         answers: makes the writer of the answers, of the request's id and the model's tokenizer.
+        nbytes: the length of the body as it came.
         marks: what is to stay cached of its prompt.
         is_counted: whether only the tokens of its prompt are counted, however many.
     """
 
     body: Body
     answers: Callable[[str, Any], Answers]
+    nbytes: int
     marks: Sequence[Mark] = ()
     is_counted: bool = False
 
@@ -101,18 +103,18 @@ class Interface:
         """
         raise NotImplementedError
 
-    def chat_body(self, said: dict[str, Any]) -> ChatBody:
+    def chat_body(self, fields: dict[str, Any]) -> ChatBody:
         """The body of chat completions that a request has become.
 
         Raises:
             APIError: 400, something is wrong with it, in the words of this interface.
         """
         try:
-            return body_of(said, ChatBody)
+            return body_of(fields, ChatBody)
         except APIError as error:
-            raise self.told(error) from error
+            raise self.renamed(error) from error
 
-    def told(self, error: APIError) -> APIError:
+    def renamed(self, error: APIError) -> APIError:
         """An error in the words of this interface."""
         first, dot, rest = (error.param or "").partition(".")
         if first not in self.fields:

@@ -59,7 +59,7 @@ class ModelNames:
             raise _not_found("there is no default model: name one", "model")
         return model, adapter, draft
 
-    def told(self, name: str | None) -> str:
+    def public_name(self, name: str | None) -> str:
         """What an answer calls the model of a request, which may have left the name out."""
         if name not in (None, DEFAULT_MODEL):
             return str(name)

@@ -66,9 +66,9 @@ def _of_calls(body: ChatBody, answer: Constraint | None) -> Constraint | CallCon
     return CallConstraint(called, choice, several, answer)
 
 
-def _tool(said: dict[str, Any]) -> CallableTool | None:
+def _tool(tool: dict[str, Any]) -> CallableTool | None:
     """A tool of a request; None for one without a function."""
-    function = said.get("function")
+    function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         return None
@@ -98,31 +98,31 @@ def _of_answer(body: Body) -> Constraint | None:
     return Constraint(grammar, field)
 
 
-def _of_format(said: ResponseFormat) -> Grammar | None:
-    if said.json_schema is not None:
-        return grammars.json_schema(said.json_schema.json_schema)
-    return grammars.json_object() if said.type == "json_object" else None
+def _of_format(text_format: ResponseFormat) -> Grammar | None:
+    if text_format.json_schema is not None:
+        return grammars.json_schema(text_format.json_schema.json_schema)
+    return grammars.json_object() if text_format.type == "json_object" else None
 
 
-def _of_outputs(said: StructuredOutputs) -> Grammar:
-    if said.regex is not None:
-        return grammars.regex(said.regex)
-    if said.choice is not None:
-        return grammars.choice(said.choice)
-    if said.grammar is not None:
-        return grammars.lark(said.grammar)
-    return grammars.json_object() if said.json_object else _schema(said.json_schema)
+def _of_outputs(outputs: StructuredOutputs) -> Grammar:
+    if outputs.regex is not None:
+        return grammars.regex(outputs.regex)
+    if outputs.choice is not None:
+        return grammars.choice(outputs.choice)
+    if outputs.grammar is not None:
+        return grammars.lark(outputs.grammar)
+    return grammars.json_object() if outputs.json_object else _schema(outputs.json_schema)
 
 
-def _schema(said: Any) -> Grammar:
-    if isinstance(said, str):
+def _schema(schema: Any) -> Grammar:
+    if isinstance(schema, str):
         try:
-            said = json.loads(said)
+            schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise wrong_value(f"structured_outputs.json: no JSON: {error}", _JSON) from None
-    if not isinstance(said, dict):
+    if not isinstance(schema, dict):
         raise wrong_value("structured_outputs.json: a schema is a JSON object", _JSON)
-    return grammars.json_schema(said)
+    return grammars.json_schema(schema)
 
 
 _JSON = "structured_outputs.json"
@@ -157,8 +157,8 @@ class GrammarCompiler:
             APIError: 400, a grammar does not compile, or not within the limits; or the extra
                 `structured` is not installed.
         """
-        asked = jobs[0].constraint  # all jobs of a request have the same
-        constraint = await self._of_model(asked, loaded)
+        requested = jobs[0].constraint  # all jobs of a request have the same
+        constraint = await self._of_model(requested, loaded)
         compiled = None
         try:
             if constraint is not None:
@@ -172,15 +172,17 @@ class GrammarCompiler:
             log.warning("calls of tools may not fit their schemas: %s", error)
             constraint = None
         for job in jobs:
-            job.constraint = asked if loaded is None else constraint
+            job.constraint = requested if loaded is None else constraint
             job.compiled = compiled
 
     async def _of_model(
-        self, asked: Constraint | CallConstraint | None, loaded: LoadedModel | None
+        self, requested: Constraint | CallConstraint | None, loaded: LoadedModel | None
     ) -> Constraint | None:
-        work = partial(model_constraint, asked, loaded)
+        work = partial(model_constraint, requested, loaded)
         # The grammar of many tools takes long to write.
-        return await self._workers.compile(work) if isinstance(asked, CallConstraint) else work()
+        return (
+            await self._workers.compile(work) if isinstance(requested, CallConstraint) else work()
+        )
 
     async def _require_valid(self, constraint: Constraint) -> None:
         grammar = constraint.grammar

@@ -71,8 +71,8 @@ def prompt_logprobs_of(body: Body, logprobs: int | None) -> int | None:
             "prompt_logprobs: these are not streamed: leave out stream", "prompt_logprobs"
         )
     echoed = logprobs if isinstance(body, TextBody) and body.echo else None
-    asked = [each for each in (body.prompt_logprobs, echoed) if each is not None]
-    return max(asked, default=None)
+    counts = [each for each in (body.prompt_logprobs, echoed) if each is not None]
+    return max(counts, default=None)
 
 
 def require_scorable(prompt: Prompt, count: int, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,88 +194,100 @@ def read_chat(
     limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
     require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
-    messages = copied(body.messages)
     require_parts(
-        messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
+        body.messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
     )
+    chat = _Chat(loaded, body, options, LimitedTokenizer(loaded.tokenizer, limit))
     try:
-        prompt = _read(loaded, body, messages, options, limit)
+        prompt = chat.prompt()
     except APIError:
         raise
     except Exception as error:
         raise wrong_value(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
-    ends = [
-        HeldPrompt(_end_of(mark, prompt, loaded, body, options, limit), mark.seconds)
-        for mark in marks
-    ]
-    return _checked(loaded, replace(prompt, held=tuple(ends)), limit)
+    held = tuple(HeldPrompt(chat.end_of(mark, prompt), mark.seconds) for mark in marks)
+    return _checked(loaded, replace(prompt, held=held), limit)
 
 
-def _end_of(
-    mark: Mark,
-    prompt: Prompt,
-    loaded: LoadedModel,
-    body: ChatBody,
-    options: argparse.Namespace,
-    limit: PromptLimit,
-) -> int:
-    """How many tokens of a prompt a mark is about. With images, and where the template takes no
-    shorter conversation, it is about all of them."""
-    if mark.messages >= len(body.messages) or prompt.media is not None:
-        return len(prompt.tokens)
-    try:
-        messages = copied(body.messages[: mark.messages])
-        tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
-        tokens, *_ = _tokenized(loaded, body, messages, options, tokenizer)
-    except Exception:
-        return len(prompt.tokens)
-    return common_prefix(tokens, prompt.tokens)
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation, as a loaded model's template reads it."""
 
+    loaded: LoadedModel
+    body: ChatBody
+    options: argparse.Namespace
+    tokenizer: LimitedTokenizer
 
-def _read(
-    loaded: LoadedModel,
-    body: ChatBody,
-    messages: list[Any],
-    options: argparse.Namespace,
-    limit: PromptLimit,
-) -> Prompt:
-    has_images = any(server._image_parts(messages))
-    if has_images:
-        require_no_marks(messages, loaded.media_marks.values())
-        inline_image_urls(messages, options.max_body_bytes)
-    if has_images and loaded.prompts is not None:
-        return _with_images(loaded, body, messages, options)
-    tokenizer = _tokenizer_of(loaded, body, limit)
-    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options, tokenizer)
-    if vision is None:
-        return Prompt(tokens, segments, state)
-    # Evaluate here: the generation thread cannot. See `ThreadConflict`.
-    mx.eval(vision.pixel_values)
-    return Prompt(tokens, segments, state, EmbeddedImages(tokens, vision))
+    def prompt(self) -> Prompt:
+        """All of it."""
+        loaded, messages = self.loaded, copied(self.body.messages)
+        has_images = any(server._image_parts(messages))
+        if has_images:
+            require_no_marks(messages, loaded.media_marks.values())
+            inline_image_urls(messages, self.options.max_body_bytes)
+        if has_images and loaded.prompts is not None:
+            return self._with_images(messages)
+        tokenized = self._tokenized(messages, self._continuing_tokenizer())
+        tokens, segments, _, state, vision = tokenized
+        if vision is None:
+            return Prompt(tokens, segments, state)
+        # Evaluate here: the generation thread cannot. See `ThreadConflict`.
+        mx.eval(vision.pixel_values)
+        return Prompt(tokens, segments, state, EmbeddedImages(tokens, vision))
 
+    def end_of(self, mark: Mark, prompt: Prompt) -> int:
+        """How many tokens of its prompt a mark is about. With images, and where the template takes
+        no shorter conversation, it is about all of them."""
+        messages = self.body.messages
+        if mark.messages >= len(messages) or prompt.media is not None:
+            return len(prompt.tokens)
+        try:
+            tokens, *_ = self._tokenized(copied(messages[: mark.messages]), self.tokenizer)
+        except Exception:
+            return len(prompt.tokens)
+        return common_prefix(tokens, prompt.tokens)
 
-def _with_images(
-    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
-) -> Prompt:
-    """The prompt of a conversation with images, for a model of mlx-vlm.
+    def _with_images(self, messages: list[Any]) -> Prompt:
+        """The prompt for a model of mlx-vlm.
 
-    Raises:
-        APIError: 400, its answer is to continue the last message.
-    """
-    if continues(body) or body.add_generation_prompt is False:
-        raise wrong_value(
-            "messages: with images the model continues no answers: end with a message of the user",
-            "messages",
+        Raises:
+            APIError: 400, its answer is to continue the last message.
+        """
+        loaded, body = self.loaded, self.body
+        if continues(body) or body.add_generation_prompt is False:
+            raise wrong_value(
+                "messages: with images the model continues no answers: end with a message of the "
+                "user",
+                "messages",
+            )
+        files = image_files(messages)
+        server.process_message_content(messages, keep_images=True)
+        variables = {**self.options.chat_template_args, **(body.chat_template_kwargs or {})}
+        media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
+        tokens, end = media.tokens, media.media_end
+        segments = [tokens[:end], tokens[end:]]
+        return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
+
+    def _continuing_tokenizer(self) -> Any:
+        """What makes its tokens, up to where the answer begins."""
+        if continues(self.body):
+            return ContinuingTokenizer(self.tokenizer, last_text(self.body))
+        if self.body.add_generation_prompt is False:
+            return ContinuingTokenizer(self.tokenizer, None)
+        return self.tokenizer
+
+    def _tokenized(self, messages: list[Any], tokenizer: Any) -> Any:
+        """What mlx-lm's server makes of messages; its method uses only these attributes."""
+        body = self.body
+        provider = SimpleNamespace(processor=self.loaded.processor, cli_args=self.options)
+        generator: Any = SimpleNamespace(model_provider=provider)
+        return server.ResponseGenerator._tokenize(
+            generator,
+            tokenizer,
+            server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping),
+            SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
         )
-    files = image_files(messages)
-    server.process_message_content(messages, keep_images=True)
-    variables = {**options.chat_template_args, **(body.chat_template_kwargs or {})}
-    media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
-    tokens, end = media.tokens, media.media_end
-    segments = [tokens[:end], tokens[end:]]
-    return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
 
 
 def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
@@ -284,35 +296,6 @@ def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
         tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
     )
     return str(tokenizer.response_initial_state or ("reasoning" if is_open else "normal"))
-
-
-def _tokenizer_of(loaded: LoadedModel, body: ChatBody, limit: PromptLimit) -> Any:
-    """What makes the tokens of a chat, up to where the answer begins."""
-    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
-    if continues(body):
-        return ContinuingTokenizer(tokenizer, last_text(body))
-    if body.add_generation_prompt is False:
-        return ContinuingTokenizer(tokenizer, None)
-    return tokenizer
-
-
-def _tokenized(
-    loaded: LoadedModel,
-    body: ChatBody,
-    messages: list[Any],
-    options: argparse.Namespace,
-    tokenizer: Any,
-) -> Any:
-    request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
-    # mlx-lm's method uses only these attributes.
-    provider = SimpleNamespace(processor=loaded.processor, cli_args=options)
-    generator: Any = SimpleNamespace(model_provider=provider)
-    return server.ResponseGenerator._tokenize(
-        generator,
-        tokenizer,
-        request,
-        SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
-    )
 
 
 def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from starlette.types import Send
 
 from paged_kv.server.completions.answering import Answering, json_bytes, send_json
-from paged_kv.server.completions.completion_plan import CompletionPlan
 from paged_kv.server.completions.conversation import Conversation
 from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.server.engine.paged_model_provider import LoadedModel
@@ -48,15 +47,15 @@ class Tokenizing(Interface):
 
     def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
-        said = parsed_json(content)
+        fields = parsed_json(content)
         body: Body
-        if "messages" in said:
-            body = body_of(said, TokenizedChat)
+        if "messages" in fields:
+            body = body_of(fields, TokenizedChat)
         else:
-            body = text = body_of(said, TokenizedText)
+            body = text = body_of(fields, TokenizedText)
             if not isinstance(text.prompt, str):
                 raise wrong_value("prompt: a text is needed here", "prompt")
-        return ReadRequest(body, _unanswered)
+        return ReadRequest(body, _unanswered, len(content))
 
 
 class Detokenizing(Interface):
@@ -66,25 +65,25 @@ class Detokenizing(Interface):
 
     def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
-        said = parsed_json(content)
-        require_known(said, DetokenizedBody.model_fields)
-        body = checked(said, DetokenizedBody)
+        fields = parsed_json(content)
+        require_known(fields, DetokenizedBody.model_fields)
+        body = checked(fields, DetokenizedBody)
         prompt = {"model": body.model, "prompt": body.tokens}
-        return ReadRequest(body_of(prompt, TextBody), _unanswered)
+        return ReadRequest(body_of(prompt, TextBody), _unanswered, len(content))
 
 
 class Tokens(Answering):
     """Answers with the tokens of a prompt, as its completion would have them."""
 
-    async def _answer(
-        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
-    ) -> None:
-        job = await self._read_prompt(talk, plan, nbytes)
+    async def _answer(self, conversation: Conversation, send: Send) -> None:
+        request = conversation.plan.request
+        job = await self._read_prompt(conversation)
         loaded = self._service.thread.provider.loaded
         if job.prompt is None or loaded is None or loaded.key != job.model:
             raise busy("another model was loaded meanwhile: ask again")
-        described = partial(self._described, asked.body, job.prompt.tokens, loaded)
-        content = await self._service.workers.read(partial(json_bytes, described), nbytes)
+        described = partial(self._described, request.body, job.prompt.tokens, loaded)
+        written = partial(json_bytes, described)
+        content = await self._service.workers.read(written, request.nbytes)
         await send_json(content, send)
 
     def _described(self, body: Body, tokens: list[int], loaded: LoadedModel) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -54,13 +53,11 @@ class BatchedRows:
 
     Args:
         provider: has loaded the model.
-        options: mlx-lm's.
         stream: of MLX.
     """
 
-    def __init__(
-        self, provider: PagedModelProvider, options: argparse.Namespace, stream: mx.Stream
-    ) -> None:
+    def __init__(self, provider: PagedModelProvider, stream: mx.Stream) -> None:
+        options = provider.cli_args
         self._reuse = provider.reuse
         self._step_tokens = options.prefill_step_size
         self._prompts_at_once = options.prompt_concurrency

@@ -14,7 +14,7 @@ from paged_kv.server.http.api_errors import APIError, wrong_value
 
 
 def model_constraint(
-    asked: Constraint | CallConstraint | None, loaded: LoadedModel | None
+    requested: Constraint | CallConstraint | None, loaded: LoadedModel | None
 ) -> Constraint | None:
     """What a request's constraint means for its model. What depends on the model is None while
     that is not loaded.
@@ -22,12 +22,12 @@ def model_constraint(
     Raises:
         APIError: 400, the model does not call tools as is asked.
     """
-    if asked is None or isinstance(asked, Constraint):
-        return asked
+    if requested is None or isinstance(requested, Constraint):
+        return requested
     try:
-        return None if loaded is None else asked.for_model(loaded.tokenizer)
+        return None if loaded is None else requested.for_model(loaded.tokenizer)
     except ValueError as error:
-        raise wrong_value(f"{asked.field}: {error}", asked.field) from None
+        raise wrong_value(f"{requested.field}: {error}", requested.field) from None
 
 
 def begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[FollowedGrammar]:

@@ -198,7 +198,7 @@ class GenerationThread:
         """Run jobs on the provider's loaded model, if there is one."""
         loaded = self.provider.loaded
         if loaded is not None:
-            self._rows = Rows(self.provider, loaded, self._options, self._stream)
+            self._rows = Rows(self.provider, loaded, self._stream)
 
     def _unload_unused(self) -> None:
         """Unload the model once no request was there for `--model-ttl`. The next one loads it."""
@@ -261,7 +261,7 @@ class GenerationThread:
                 self._admit(job)
         except Exception as error:
             self._require_common(error)
-            self._fail(job, _told(error))
+            self._fail(job, _as_api_error(error))
 
     def _fetch(self, job: Job) -> bool:
         """Let a job wait aside while its prompt's pages are read from servers; false if there is
@@ -289,7 +289,7 @@ class GenerationThread:
                 self._rows.expect(job, job.prompt)
         except Exception as error:
             self._require_common(error)
-            self._fail(job, _told(error))
+            self._fail(job, _as_api_error(error))
 
     def _fit(self, job: Job) -> None:
         """Lower a job's `max_tokens` to what the memory holds. Where not even one token fits, it
@@ -318,7 +318,7 @@ class GenerationThread:
                 self._require_common(error)
                 if self._rows is not None and self._rows.holds(job):
                     self._rows.drop(job)
-                self._fail(job, _told(error))
+                self._fail(job, _as_api_error(error))
         for job in self._admission.late():
             retry_after_s = max(1, round(self._options.admission_timeout))
             self._fail(job, busy(self._admission.why_late(), retry_after_s))
@@ -433,7 +433,7 @@ class GenerationThread:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
 
 
-def _told(error: Exception) -> APIError:
+def _as_api_error(error: Exception) -> APIError:
     """The error that a client gets for a job that could not begin."""
     match error:
         case APIError():

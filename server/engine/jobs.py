@@ -246,9 +246,9 @@ class Outbox:
         loops: dict[Any, list[tuple[Channel, Event]]] = {}
         for channel, event in events:
             loops.setdefault(channel.loop, []).append((channel, event))
-        for loop, its in loops.items():
+        for loop, own in loops.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, its)
+                loop.call_soon_threadsafe(_deliver, own)
 
 
 def _deliver(events: list[tuple[Channel, Event]]) -> None:

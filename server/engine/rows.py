@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import mlx.core as mx
@@ -26,20 +25,15 @@ class Rows:
     Args:
         provider: has loaded `loaded`.
         loaded: the model.
-        options: mlx-lm's.
         stream: of MLX.
     """
 
     def __init__(
-        self,
-        provider: PagedModelProvider,
-        loaded: LoadedModel,
-        options: argparse.Namespace,
-        stream: mx.Stream,
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
         self.loaded = loaded
-        self._batch = BatchedRows(provider, options, stream)
-        self._single = SingleRow(provider, loaded, options, stream)
+        self._batch = BatchedRows(provider, stream)
+        self._single = SingleRow(provider, loaded, stream)
         self._samplers = Samplers(loaded)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
 
@@ -84,7 +78,9 @@ class Rows:
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
         if grammars := begun_grammars(self.loaded, job, prompt):
-            samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
+            samplings = [
+                each.within(grammar) for each, grammar in zip(samplings, grammars, strict=True)
+            ]
             self._grammars[job] = grammars
         rows = self._single if self._is_alone(job, prompt) else self._batch
         rows.begin(job, prompt, samplings)

@@ -3,7 +3,6 @@ be batched, or log probabilities of its prompt. Nothing is drafted for it."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -71,8 +70,8 @@ class PromptScores:
             best.tolist(),
             values.tolist(),
         )
-        for token, logprob, rank, ids, its in zip(tokens, *lists, strict=True):
-            top = sorted(map(TopToken, ids, its), key=lambda each: -each.logprob)
+        for token, logprob, rank, ids, logprobs_of_ids in zip(tokens, *lists, strict=True):
+            top = sorted(map(TopToken, ids, logprobs_of_ids), key=lambda each: -each.logprob)
             scored.append(ScoredToken(token, logprob, rank, tuple(top)))
 
 
@@ -104,22 +103,17 @@ class SingleRow:
     thread.
 
     Args:
-        provider: has loaded the model.
+        provider: has loaded `loaded`.
         loaded: the model.
-        options: mlx-lm's.
         stream: of MLX.
     """
 
     def __init__(
-        self,
-        provider: PagedModelProvider,
-        loaded: LoadedModel,
-        options: argparse.Namespace,
-        stream: mx.Stream,
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
         self._vocab_size = loaded.vocab_size
         self._provider = provider
-        self._options = options
+        self._options = provider.cli_args
         self._stream = stream
         self._job: Job | None = None
         self._dropped: set[int] = set()
@@ -203,29 +197,29 @@ class SingleRow:
     def _choice(
         self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
     ) -> Happened:
-        told, cache = list(prompt.cache_key), start.cache
+        computed, cache = list(prompt.cache_key), start.cache
         scores = None
         if job.prompt_logprobs is not None and not job.scored:
             scores = PromptScores(job, prompt.tokens, self._vocab_size)
         for done in self._read(start, prompt.tokens, scores):
             if done in start.ends:
                 # Of a copy of the list, which is emptied.
-                self._keep(told[:done], [*cache], job, prompt)
+                self._keep(computed[:done], [*cache], job, prompt)
             yield job, Progress(done, len(prompt.tokens))
         if not job.arguments.max_tokens:
-            if told[1:]:
-                self._keep(told[:-1], cache, job, prompt)
+            if computed[1:]:
+                self._keep(computed[:-1], cache, job, prompt)
             yield job, Empty(number)
             return
         stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
         for response in self._generate(job, start, prompt.tokens, sampling):
-            told.append(response.token)
+            computed.append(response.token)
             if stops.advance(response.token):
                 response = response._replace(finish_reason="stop")
             job.generated_tokens += 1
             if response.finish_reason is not None:
                 # Insert before the client sees the end and drops the job.
-                self._keep(told, cache, job, prompt)
+                self._keep(computed, cache, job, prompt)
             yield job, as_token(job, number, response)
             if response.finish_reason is not None:
                 return

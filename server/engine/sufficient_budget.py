@@ -100,11 +100,11 @@ def _of_all(lacking: int, share: int, budget: int) -> int:
     return -(-lacking * budget // share)
 
 
-def _too_small(asked: int, needed: int | None, arguments: argparse.Namespace) -> ValueError:
+def _too_small(budget: int, needed: int | None, arguments: argparse.Namespace) -> ValueError:
     option = "--max-kv-bytes" if arguments.max_kv_bytes is not None else "the machine's memory"
     models = "the model needs" if arguments.draft_model in (None, NGRAM) else "the models need"
     least = "more" if needed is None else f"at least {format_size(needed)} ({needed:,} bytes)"
     return ValueError(
-        f"{option} gives pages {format_size(asked)}, and {models} {least} for a block of "
+        f"{option} gives pages {format_size(budget)}, and {models} {least} for a block of "
         f"{PAGE_SIZE} tokens: give --max-kv-bytes more, or choose a smaller --model"
     )

@@ -220,9 +220,9 @@ def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
     """
     found = {}
     for line in lines:
-        key, *said = line.split()
+        key, *settings = line.split()
         limits = default
-        for each in said:
+        for each in settings:
             name, _, value = each.partition("=")
             if name == "requests" and re.fullmatch("[1-9][0-9]{0,8}", value):
                 limits = limits._replace(requests=int(value))

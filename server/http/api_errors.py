@@ -83,7 +83,7 @@ def shortened(value: Any) -> str:
     return _short.repr(value)
 
 
-def told(error: Exception) -> APIError:
+def as_api_error(error: Exception) -> APIError:
     """What a client is told of an exception that left a route."""
     if isinstance(error, APIError):
         return error

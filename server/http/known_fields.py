@@ -88,7 +88,7 @@ ONLY: Mapping[str, Any] = {
 
 
 def require_known(
-    said: Mapping[str, Any],
+    fields: Mapping[str, Any],
     names: Container[str],
     *,
     without_meaning: Container[str] = WITHOUT_MEANING,
@@ -103,7 +103,7 @@ def require_known(
     Raises:
         APIError: 400, with the first field that is none of these.
     """
-    for name, value in said.items():
+    for name, value in fields.items():
         if value is None or name in names or name in without_meaning:
             continue
         if name in FOREIGN:
@@ -113,7 +113,7 @@ def require_known(
         if name not in only:
             remedy = newer_name(name) or "leave it out"
             raise wrong_value(f"{field}: this server has no such field: {remedy}", field)
-        if not (value == only[name] or _has_no_tools(said, name, value)):
+        if not (value == only[name] or _has_no_tools(fields, name, value)):
             raise wrong_value(
                 f"{field}: only {only[name]!r} is possible here, got {shortened(value)}: leave it "
                 "out",
@@ -121,5 +121,5 @@ def require_known(
             )
 
 
-def _has_no_tools(said: Mapping[str, Any], name: str, value: Any) -> bool:
-    return name == "tool_choice" and value == "none" and not said.get("tools")
+def _has_no_tools(fields: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name == "tool_choice" and value == "none" and not fields.get("tools")

@@ -53,14 +53,14 @@ def parse_body(content: bytes, kind: type[BodyKind]) -> BodyKind:
     return body_of(parsed_json(content), kind)
 
 
-def body_of(said: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
+def body_of(fields: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
     """The same, of a body whose JSON is parsed.
 
     Raises:
         APIError: 400, the body does not fit the schema.
     """
-    require_known(said, kind.model_fields)
-    return checked(said, kind)
+    require_known(fields, kind.model_fields)
+    return checked(fields, kind)
 
 
 def parsed_json(content: bytes) -> dict[str, Any]:
@@ -71,22 +71,22 @@ def parsed_json(content: bytes) -> dict[str, Any]:
     """
     _require_few_values(content)
     try:
-        said: Any = pydantic_core.from_json(content, allow_inf_nan=False)
+        fields: Any = pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise wrong_value("the body must be a JSON object")
-    return said
+    return fields
 
 
-def checked(said: dict[str, Any], kind: type[Kind]) -> Kind:
+def checked(fields: dict[str, Any], kind: type[Kind]) -> Kind:
     """Fields as an object of a schema.
 
     Raises:
         APIError: 400, they do not fit it.
     """
     try:
-        return kind.model_validate(said)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error) from None
 

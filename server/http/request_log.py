@@ -80,9 +80,9 @@ class RequestLog:
         try:
             await self._app(scope, receive, named)
         finally:
-            said = status or "gone"
+            outcome = status or "gone"
             took = monotonic() - began
-            log.info("%s %s: %s in %.3f s", scope["method"], scope["path"], said, took)
+            log.info("%s %s: %s in %.3f s", scope["method"], scope["path"], outcome, took)
             _current.reset(token)
 
 

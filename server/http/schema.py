@@ -7,7 +7,7 @@ is not read beyond its first fault: pydantic would make an error of each of a mi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NotRequired, Required, Self
+from typing import Annotated, Any, Literal, NotRequired, Required, Self
 
 from pydantic import (
     AfterValidator,
@@ -26,9 +26,11 @@ from paged_kv.server.http.output_format import (
     StructuredOutputs,
     ToolChoice,
 )
-from paged_kv.server.http.reasoning_effort import Effort, template_variables
 
 DEFAULT_MODEL = "default_model"
+
+# How much a model thinks, as OpenAI's clients say it.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 # Far beyond any logit, and small enough for float16: no sum of such numbers is infinite or NaN.
 LARGEST_LOGIT = 1e4
@@ -250,7 +252,7 @@ class ChatBody(Body):
 
     @model_validator(mode="after")
     def _effort_shown(self) -> Self:
-        named = template_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        named = _effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
         self.chat_template_kwargs = named or None
         return self
 
@@ -260,6 +262,13 @@ class ChatBody(Body):
         contents = [message.get("content") for message in self.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return any(part["type"] != "text" for part in parts)
+
+
+def _effort_variables(effort: Effort | None) -> dict[str, Any]:
+    """The variables of chat templates for an effort, by the names that models have for them."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

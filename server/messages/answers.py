@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paged_kv.server.completions.answer_bodies import (
-    AnswerParts,
+from paged_kv.server.completions.answer_items import (
+    AnswerItems,
+    Begun,
     Call,
+    Ended,
     Part,
     Reasoning,
     Text,
@@ -41,8 +43,8 @@ def error_body(error: APIError) -> Object:
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = ERROR_TYPES.get(error.status, usual)
     details = {"error_code": error.code, "param": error.param}
-    told = {"type": kind, "message": error.message, "details": details}
-    return {"type": "error", "error": told, "request_id": request_id()}
+    described = {"type": kind, "message": error.message, "details": details}
+    return {"type": "error", "error": described, "request_id": request_id()}
 
 
 class MessageAnswers(Answers):
@@ -51,16 +53,15 @@ class MessageAnswers(Answers):
     Args:
         name: identifies the request.
         model: the name in the request.
-        shows_thinking: whether thoughts are told.
+        shows_thinking: whether the client gets the thoughts.
     """
 
     def __init__(self, name: str, model: str, *, shows_thinking: bool) -> None:
         self._name = name
         self._model = model
         self._shows_thinking = shows_thinking
-        self._parts = AnswerParts()
-        # Of a stream: the kind of the open block, its number, and how the message ends.
-        self._open: type[Part] | None = None
+        self._answer = AnswerItems()
+        # Of a stream: the number of the open block, and how the message ends.
         self._index = -1
         self._stop: Object = {}
         self._has_calls = False
@@ -68,7 +69,14 @@ class MessageAnswers(Answers):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         """See `Answers`."""
         (choice,) = choices
-        content = [_block(part) for part in self._told(choice)]
+        content: list[Object] = []
+        for change in self._changes(choice):
+            if isinstance(change, Begun):
+                content.append(_empty_block(change.first))
+            elif isinstance(change, Ended):
+                content[-1] |= _signed(change.kind)
+            else:
+                content[-1] |= _longer(content[-1], change)
         return self._message(content, usage) | self._stopped(choice)
 
     def begun(self, usage: Usage) -> list[Object]:
@@ -77,10 +85,9 @@ class MessageAnswers(Answers):
 
     def news(self, new: Choice) -> list[Object]:
         """See `Answers`."""
-        events = [event for part in self._told(new) for event in self._part(part)]
+        events = [event for change in self._changes(new) for event in self._events(change)]
         if new.finish_reason is not None:
             self._stop = self._stopped(new)
-            events += self._closed()
         return events
 
     def ended(self, usage: Usage) -> list[Object]:
@@ -127,33 +134,24 @@ class MessageAnswers(Answers):
             **usage.limit,
         }
 
-    def _told(self, new: Choice) -> list[Part]:
-        parts = list(self._parts.take(new))
-        self._has_calls |= any(isinstance(part, Call) for part in parts)
-        if self._shows_thinking:
-            return parts
-        return [Reasoning("") if isinstance(part, Reasoning) else part for part in parts]
+    def _changes(self, new: Choice) -> Iterator[Begun | Part | Ended]:
+        for change in self._answer.take(new):
+            self._has_calls |= isinstance(change, Call)
+            if self._shows_thinking or not isinstance(change, Reasoning):
+                yield change
 
-    def _part(self, part: Part) -> list[Object]:
-        """The events of a part, which goes on with the open block or begins one."""
-        events: list[Object] = []
-        if self._open is not type(part) or isinstance(part, Call):
-            events += self._closed()
-            self._open, self._index = type(part), self._index + 1
-            begun = _block(part) | _EMPTY[type(part)]
-            events.append(self._event("content_block_start", content_block=begun))
-        if part != Reasoning(""):
-            events.append(self._event("content_block_delta", delta=_delta(part)))
-        return events
-
-    def _closed(self) -> list[Object]:
-        """The events that end the open block, if there is one."""
-        opened, self._open = self._open, None
-        if opened is None:
-            return []
-        signed = {"type": "signature_delta", "signature": SIGNATURE}
-        last = [self._event("content_block_delta", delta=signed)] if opened is Reasoning else []
-        return [*last, self._event("content_block_stop")]
+    def _events(self, change: Begun | Part | Ended) -> Iterator[Object]:
+        match change:
+            case Begun(first):
+                self._index += 1
+                yield self._event("content_block_start", content_block=_empty_block(first))
+            case Ended(kind):
+                if signed := _signed(kind):
+                    delta = {"type": "signature_delta", **signed}
+                    yield self._event("content_block_delta", delta=delta)
+                yield self._event("content_block_stop")
+            case _:
+                yield self._event("content_block_delta", delta=_delta(change))
 
     def _stopped(self, last: Choice) -> Object:
         """Why a choice has ended."""
@@ -169,23 +167,31 @@ class MessageAnswers(Answers):
         return {"type": kind, "index": self._index, **more}
 
 
-def _block(part: Part) -> Object:
+def _empty_block(first: Part) -> Object:
+    """A block that has no part yet."""
+    match first:
+        case Reasoning():
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case Text():
+            return {"type": "text", "text": ""}
+        case Call(call_id, name):
+            return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+
+
+def _longer(block: Object, part: Part) -> Object:
+    """What a block becomes with one part more."""
     match part:
         case Reasoning(text):
-            return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
+            return {"thinking": block["thinking"] + text}
         case Text(text):
-            return {"type": "text", "text": text}
-        case Call(call_id, name, arguments):
-            given = json.loads(arguments)
-            return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+            return {"text": block["text"] + text}
+        case Call(_, _, arguments):
+            return {"input": json.loads(arguments)}
 
 
-# What a block of a stream begins with: deltas follow.
-_EMPTY: dict[type[Part], Object] = {
-    Reasoning: {"thinking": "", "signature": ""},
-    Text: {"text": ""},
-    Call: {"input": {}},
-}
+def _signed(kind: type[Part]) -> Object:
+    """What a block of a kind ends with."""
+    return {"signature": SIGNATURE} if kind is Reasoning else {}
 
 
 def _delta(part: Part) -> Object:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from starlette.types import Send
 
 from paged_kv.server.completions.answering import Answering, send_json
-from paged_kv.server.completions.completion_plan import CompletionPlan
 from paged_kv.server.completions.conversation import Conversation
 from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.server.http.known_fields import require_known
@@ -53,14 +52,18 @@ class Messages(Interface):
 
     def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
-        said = parsed_json(content)
+        fields = parsed_json(content)
         known = (*self._kind.model_fields, *SHARED)
-        require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
-        body = checked(said, self._kind)
-        chat = self.chat_body(chat_of(said, body, self._skipped))
-        answers = partial(_answers, body, chat)
-        marks = cache_marks(body, self._skipped)
-        return ReadRequest(chat, answers, marks, is_counted=not isinstance(body, MessagesBody))
+        require_known(fields, known, without_meaning=WITHOUT_MEANING, only=ONLY)
+        body = checked(fields, self._kind)
+        chat = self.chat_body(chat_of(fields, body, self._skipped))
+        return ReadRequest(
+            chat,
+            partial(_answers, body, chat),
+            len(content),
+            cache_marks(body, self._skipped),
+            is_counted=not isinstance(body, MessagesBody),
+        )
 
 
 def _answers(body: PromptBody, chat: ChatBody, name: str, tokenizer: Any) -> Answers:
@@ -75,9 +78,7 @@ def _answers(body: PromptBody, chat: ChatBody, name: str, tokenizer: Any) -> Ans
 class TokenCounts(Answering):
     """Counts the tokens of the prompts that messages would have."""
 
-    async def _answer(
-        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
-    ) -> None:
-        await self._read_prompt(talk, plan, nbytes)
-        count = {"input_tokens": talk.usage.prompt_tokens}
+    async def _answer(self, conversation: Conversation, send: Send) -> None:
+        await self._read_prompt(conversation)
+        count = {"input_tokens": conversation.usage.prompt_tokens}
         await send_json(json.dumps(count).encode(), send)

@@ -24,21 +24,21 @@ MINUTES_S = 300.0
 HOUR_S = 3600.0
 
 
-def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -> Object:
+def chat_of(fields: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -> Object:
     """The body of chat completions that asks for the same.
 
     Args:
-        said: the body as it came, for the fields that both have.
+        fields: the body as it came, for the fields that both have.
         body: the same, checked.
         skipped: lines that begin with one of these are left out at the start of system blocks.
     """
-    chat = {name: said[name] for name in SHARED if name in said}
+    chat = {name: fields[name] for name in SHARED if name in fields}
     chat["messages"] = _chat_messages(body.system, body.messages, skipped)
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat |= _tool_choice(body.tool_choice)
-    given = said.get("chat_template_kwargs")
+    given = fields.get("chat_template_kwargs")
     # Another value is refused with the other fields of chat completions.
     if given is None or isinstance(given, dict):
         chat["chat_template_kwargs"] = _template_variables(body.thinking, body.output_config) | (
@@ -169,18 +169,18 @@ def _texts(blocks: Iterable[Any]) -> list[str]:
 
 
 def _tool(tool: Any) -> Object:
-    said = {**tool, "parameters": tool["input_schema"]}
+    fields = {**tool, "parameters": tool["input_schema"]}
     names = ("name", "description", "parameters", "strict")
-    function = {name: said[name] for name in names if said.get(name) is not None}
+    function = {name: fields[name] for name in names if fields.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: ToolChoice) -> Object:
-    asked: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    chosen: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
     if choice.type == "tool":
-        asked = {"type": "function", "function": {"name": choice.name}}
+        chosen = {"type": "function", "function": {"name": choice.name}}
     parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-    return {"tool_choice": asked, **parallel}
+    return {"tool_choice": chosen, **parallel}
 
 
 def _template_variables(thinking: Thinking | None, output: OutputConfig | None) -> Object:

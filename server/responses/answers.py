@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paged_kv.server.completions.answer_bodies import (
-    AnswerParts,
+from paged_kv.server.completions.answer_items import (
+    AnswerItems,
+    Begun,
     Call,
+    Ended,
     Part,
     Reasoning,
     Text,
@@ -54,12 +56,11 @@ class ResponseAnswers(Answers):
         self._is_plain = is_plain
         self._keep = keep
         self._logprobs = logprobs
-        self._parts = AnswerParts()
-        # Those of texts that are not told yet.
+        self._answer = AnswerItems()
+        # Those of texts that no event has named yet.
         self._tokens: list[Object] = []
         # The output so far. Of a stream, the last item may be open.
         self._items: list[Object] = []
-        self._open: type[Part] | None = None
         self._is_cut = False
         self._sequence = -1
 
@@ -78,10 +79,16 @@ class ResponseAnswers(Answers):
     def news(self, new: Choice) -> list[Object]:
         """See `Answers`."""
         self._tokens += [self._logprobs.of(token) for token in new.tokens if token.is_text]
-        events = [event for part in self._parts.take(new) for event in self._part(part)]
-        if new.finish_reason is not None:
-            self._is_cut = new.finish_reason == "length"
-            events += self._closed()
+        self._is_cut = new.finish_reason == "length"
+        events: list[Object] = []
+        for change in self._answer.take(new):
+            match change:
+                case Begun(first):
+                    events += self._begun(first)
+                case Ended(kind, reason):
+                    events += self._ended(kind, is_cut=reason == "length")
+                case _:
+                    events.append(self._added(change))
         return events
 
     def ended(self, usage: Usage) -> list[Object]:
@@ -91,8 +98,8 @@ class ResponseAnswers(Answers):
 
     def failed(self, error: APIError) -> list[Object]:
         """See `Answers`."""
-        told = {"code": "server_error", "message": error.message}
-        response = self._response("failed") | {"error": told}
+        described = {"code": "server_error", "message": error.message}
+        response = self._response("failed") | {"error": described}
         return [self._event("response.failed", response=response)]
 
     def _complete(self, usage: Usage) -> Object:
@@ -114,17 +121,9 @@ class ResponseAnswers(Answers):
             "usage": None,
         }
 
-    def _part(self, part: Part) -> list[Object]:
-        """The events of a part, which continues the open item or begins one."""
-        events: list[Object] = []
-        if self._open is not type(part) or isinstance(part, Call):
-            events += self._closed() + self._begun(part)
-        return [*events, self._added(part)]
-
     def _begun(self, part: Part) -> list[Object]:
         """The events that begin an item; it is open now."""
-        self._open = type(part)
-        item: Object = {"id": f"{_PREFIXES[self._open]}_{self._name}_{len(self._items)}"}
+        item: Object = {"id": f"{_PREFIXES[type(part)]}_{self._name}_{len(self._items)}"}
         item |= _empty_item(part) | {"status": "in_progress"}
         # Events are written at once, and items grow.
         self._items.append(item)
@@ -153,14 +152,11 @@ class ResponseAnswers(Answers):
                 kind = "response.function_call_arguments.delta"
                 return self._item_event(kind, delta=arguments)
 
-    def _closed(self) -> list[Object]:
-        """The events that end the open item, if there is one."""
-        opened, self._open = self._open, None
-        if opened is None:
-            return []
+    def _ended(self, opened: type[Part], *, is_cut: bool) -> list[Object]:
+        """The events that end the open item."""
         item = self._items[-1]
-        # A call that is told is whole.
-        item["status"] = "incomplete" if self._is_cut and opened is not Call else "completed"
+        # A call comes whole.
+        item["status"] = "incomplete" if is_cut and opened is not Call else "completed"
         if opened is Reasoning and self._is_plain:
             item["encrypted_content"] = PLAIN + item["content"][0]["text"]
         if opened is Call:

@@ -16,12 +16,12 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from paged_kv.server.http.reasoning_effort import Effort
 from paged_kv.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_TOOLS,
     MOST_TOP_LOGPROBS,
+    Effort,
     MostTokens,
     Name,
     at_most,

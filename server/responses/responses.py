@@ -255,18 +255,18 @@ class Responses(Interface):
 
     def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
-        said = parsed_json(content)
+        fields = parsed_json(content)
         known = (*ResponsesBody.model_fields, *SHARED)
-        require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
-        body = checked(said, ResponsesBody)
-        salt = said.get("cache_salt")
+        require_known(fields, known, without_meaning=WITHOUT_MEANING, only=ONLY)
+        body = checked(fields, ResponsesBody)
+        salt = fields.get("cache_salt")
         owner = salt_of(key, salt if isinstance(salt, str) else None)
         previous = self._previous(owner, body)
         earlier = [] if previous is None else previous.all_items()
         items = named(self._resolved(owner, body))
-        chat = self.chat_body(chat_of(said, body, [*earlier, *items]))
+        chat = self.chat_body(chat_of(fields, body, [*earlier, *items]))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return ReadRequest(chat, partial(_answers, said, body, chat, keep))
+        return ReadRequest(chat, partial(_answers, fields, body, chat, keep), len(content))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
@@ -330,7 +330,7 @@ class ResponseReader:
 
     async def answer(self, request: Request) -> Response:
         """Send a response, or forget it."""
-        owner, name = self._asked(request)
+        owner, name = self._requested(request)
         if request.method == "DELETE":
             self._kept.delete(owner, name)
             return JSONResponse({"id": name, "object": "response", "deleted": True})
@@ -342,7 +342,7 @@ class ResponseReader:
 
     async def inputs(self, request: Request) -> Response:
         """Send what the model was given for a response, the latest items first."""
-        owner, name = self._asked(request)
+        owner, name = self._requested(request)
         items = listed_inputs(self._kept.get(owner, name).all_inputs())
         return JSONResponse(page_of(items, request.query_params))
 
@@ -353,38 +353,38 @@ class ResponseReader:
         Raises:
             APIError: 400, or 404 if the response is not kept.
         """
-        self._kept.get(*self._asked(request))
+        self._kept.get(*self._requested(request))
         raise wrong_value(
             "only a response in the background is cancelled; this one has ended", "id"
         )
 
-    def _asked(self, request: Request) -> tuple[Hashable, str]:
+    def _requested(self, request: Request) -> tuple[Hashable, str]:
         """The owner that a client stands for, and the id of the response."""
         owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
         return owner, request.path_params["name"]
 
 
 def _answers(
-    said: dict[str, Any], body: ResponsesBody, chat: ChatBody, keep: Any, _: str, tokenizer: Any
+    fields: dict[str, Any], body: ResponsesBody, chat: ChatBody, keep: Any, _: str, tokenizer: Any
 ) -> Answers:
     reasoning = body.reasoning
-    fields = {
+    repeated = {
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": chat.model,
-        "parallel_tool_calls": said.get("parallel_tool_calls") is not False,
+        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "store": said.get("store") is not False,
-        "temperature": said.get("temperature"),
-        "text": said.get("text") or {"format": {"type": "text"}},
-        "tool_choice": said.get("tool_choice") or "auto",
-        "tools": said.get("tools") or [],
+        "store": fields.get("store") is not False,
+        "temperature": fields.get("temperature"),
+        "text": fields.get("text") or {"format": {"type": "text"}},
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": fields.get("tools") or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": said.get("top_p"),
+        "top_p": fields.get("top_p"),
         "truncation": "disabled",
     }
     is_plain = ENCRYPTED in (body.include or ())
-    return ResponseAnswers(fields, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep)
+    return ResponseAnswers(repeated, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep)

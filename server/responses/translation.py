@@ -19,15 +19,15 @@ PLAIN = "plain:"
 Object = dict[str, Any]
 
 
-def chat_of(said: Mapping[str, Any], body: ResponsesBody, items: Iterable[Any]) -> Object:
+def chat_of(fields: Mapping[str, Any], body: ResponsesBody, items: Iterable[Any]) -> Object:
     """The body of chat completions that asks for the same.
 
     Args:
-        said: the body as it came, for the fields that both have.
+        fields: the body as it came, for the fields that both have.
         body: the same, checked.
         items: those of the responses before and of this one, without references.
     """
-    chat = {name: said[name] for name in SHARED if name in said}
+    chat = {name: fields[name] for name in SHARED if name in fields}
     chat["messages"] = messages_of(body.instructions, items)
     chat["max_tokens"] = body.max_output_tokens
     if body.includes_logprobs:
@@ -127,8 +127,8 @@ def _tool_choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _response_format(asked: Format) -> Object:
-    if asked.type != "json_schema":
-        return {"type": asked.type}
-    named = asked.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+def _response_format(text_format: Format) -> Object:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    named = text_format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
     return {"type": "json_schema", "json_schema": named}

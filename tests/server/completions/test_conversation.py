@@ -10,6 +10,7 @@ from paged_kv.server.completions import conversation
 from paged_kv.server.completions.choices import Choice
 from paged_kv.server.completions.completion_plan import CompletionPlan
 from paged_kv.server.completions.conversation import Conversation
+from paged_kv.server.completions.interface import ReadRequest
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine
@@ -25,7 +26,8 @@ def begun(count: int, body: Body | None = None) -> tuple[Conversation, Job]:
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
-    plan = CompletionPlan(body or TextBody(prompt="a"), [job], stop_machine([]), has_images=False)
+    request = ReadRequest(body or TextBody(prompt="a"), anything, 0)
+    plan = CompletionPlan(request, [job], stop_machine([]))
     put(job, Begun(job, loaded()))
     return Conversation(service, plan), job
 

@@ -1,0 +1,168 @@
+"""A model whose layers keep pages: what it writes, who reads it, and what is replaced in it."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import Any
+
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import PromptProcessingBatch
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
+from paged_kv.integrations.cache_library import language_model, library_of, model_file
+from paged_kv.integrations.compiled.recordings import Recordings, compiles
+from paged_kv.integrations.factory_arguments import require_model
+from paged_kv.integrations.model_calls import compile_steps, hook_calls
+from paged_kv.integrations.model_hooks import ModelHooks, modules_of
+from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
+from paged_kv.integrations.model_version import ModelVersion
+from paged_kv.integrations.rebinding import Hooks
+from paged_kv.integrations.slow_products import warn_in_program
+from paged_kv.integrations.states.counted_states import known_states
+from paged_kv.integrations.states.equal_steps import EQUAL_STEPS
+from paged_kv.integrations.states.growing_layers import GrowingLayer
+from paged_kv.kernels.pages.page_format import FP16, PageLayout
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.sequence import Sequence
+
+
+class PagedModel:
+    """A model, and what the pools of its layers have to know of it.
+
+    Args:
+        model: of mlx-lm or mlx-vlm, as a whole or its language model.
+        write_chunk: of layers with a sliding window, in tokens; None for the usual one.
+        always_gather: whether all layers get keys and values that can be computed.
+        compile: whether steps are recorded; None where that is known to be faster.
+
+    Raises:
+        TypeError: mlx-lm can make no prompt caches for it.
+        ValueError: a package that its library needs is not installed.
+
+    Attributes:
+        module: the language model.
+        file: the name of the model's file in its library.
+        version: counts changes of its weights.
+        recordings: the recorded steps of each pool, if steps are compiled.
+    """
+
+    def __init__(
+        self, model: Any, write_chunk: int | None, *, always_gather: bool, compile: bool | None
+    ) -> None:
+        self.module: Module = language_model(model)
+        require_model(self.module)
+        warn_in_program(self.module)
+        self.file = model_file(self.module)
+        # Pages of images depend on the parts that see them, too.
+        self.version = ModelVersion(model)
+        self.recordings: dict[PagePool, Recordings] = {}
+        self._library = library_of(self.module)
+        self._write_chunk = write_chunk
+        self._always_gather = always_gather
+        self._compile = compile
+        self._hooks = ModelHooks()
+        self._pools: list[PagePool] = []
+        self._trial: Trial | None = None
+
+    @property
+    def hooks(self) -> Hooks:
+        """What an installed factory replaces in the model's library."""
+        return self._library.hooks
+
+    def new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
+        """A pool for the layers of this model, with the options of `PagePool`.
+
+        Raises:
+            TypeError: `compile` is no bool.
+            ValueError: PAGED_KV_COMPILE is neither 0 nor 1.
+        """
+        paged: list[Any] = []
+        self._library.layers(self.module, paged.append, max_kv_size)
+        windows = {
+            layer: window
+            for layer, cache in enumerate(paged)
+            if (window := self._library.window_of(cache, self._write_chunk)) is not None
+        }
+        rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
+        pool = PagePool(len(paged), windows=windows, rows=rows, name=self.file, **options)
+        self._compiles = compiles(self._compile, pool.backend)
+        pool.hooks = self._hooks
+        self._pools.append(pool)
+        if self._trial is not None:
+            self._set_attending(pool, self._trial)
+        return pool
+
+    def new_cache(self, pool: PagePool, max_kv_size: int | None = None) -> list[Any]:
+        """A prompt cache of a new sequence."""
+        sequence, layers = Sequence(pool), count()
+        sequence.model_version = self.version.count
+
+        def paged(cache: Any) -> Any:
+            return self._library.paged_class(cache)(pool, next(layers), [sequence])
+
+        made = self._library.layers(self.module, paged, max_kv_size)
+        return made if pool.num_layers else known_states(made, sequence.model_version)
+
+    def replace_calls(self, *, has_states: bool) -> None:
+        """Let calls of the model do what MLX's do not; with recurrent states also mlx-lm's steps
+        through the prompts of a batch."""
+        if has_states:
+            self._hooks.add("prompts", partial(EQUAL_STEPS.install, [PromptProcessingBatch]))
+        self._hooks.add("calls", partial(hook_calls, type(self.module)))
+
+    def try_out(self) -> Trial:
+        """The trial of the model, which runs once.
+
+        Raises:
+            PoolExhausted: the budget of its pools does not hold a page of every layer.
+        """
+        if self._trial is None:
+            layers, rows = partial(self._library.layers, self.module), self._pools[0].rows
+            modules = modules_of(self.module)
+            self._hooks.add("attention", partial(ATTENTION.install, modules))
+            self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
+            trial = trial_of_rows(rows) if rows else try_out(self.module, layers)
+            if not (trial.prepares or self._compiles):
+                self._hooks.remove("operations")
+            _require_a_page(trial, self._pools[0].budget.max_bytes)
+            self._trial = trial
+            for pool in self._pools:
+                self._set_attending(pool, trial)
+        return self._trial
+
+    def open_layers(self, pool: PagePool) -> None:
+        """Tell a pool the geometry of all layers.
+
+        Raises:
+            PoolExhausted: as for `try_out`.
+        """
+        trial = self.try_out()
+        with pool.lock:
+            for layer, geometry in trial.geometries.items():
+                pool.group_of(layer).open_layer(layer, geometry)
+            for group in pool.groups:
+                group.note_second_step()
+
+    def close(self) -> None:
+        """Let what is replaced go with the last sequence of these pools."""
+        self._hooks = ModelHooks()
+        for pool in self._pools:
+            pool.hooks = None
+
+    def _set_attending(self, pool: PagePool, trial: Trial) -> None:
+        if not self._always_gather:
+            pool.attending, pool.attends_in_order = trial.attending, trial.in_order
+            pool.attending_in_decode = trial.attending_in_decode
+        if self._compiles and not pool.rows:
+            self.recordings[pool] = compile_steps(self.module, pool)
+
+
+def _require_a_page(trial: Trial, budget: int) -> None:
+    """Raise PoolExhausted if the budget does not hold a page of every layer, as it is while it is
+    written."""
+    layouts = [PageLayout(FP16, geometry) for geometry in trial.geometries.values()]
+    least = sum(layout.page_bytes for layout in layouts)
+    if budget < least:
+        raise PoolExhausted(1, 0, 0, budget, least, sufficient_budget=least)
