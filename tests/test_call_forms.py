@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AddedToken, AutoTokenizer
 
 from benches.generated_schemas import generated_schema
-from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
+from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint
 from paged_kv.integrations.grammar.grammars import GrammarError
 from paged_kv.integrations.grammar.text_patterns import found_within
 from paged_kv.integrations.grammar.vocabulary import Vocabulary

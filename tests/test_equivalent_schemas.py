@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
-from paged_kv.integrations.grammar.grammar_texts import require_valid
+from paged_kv.integrations.grammar.grammar_check import require_valid
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 from tests.grammar_walks import walked_text

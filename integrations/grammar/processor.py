@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.grammars import Grammar
 from paged_kv.integrations.grammar.token_masks import MaskedRow, masked, token_masks
+from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 
 class GrammarProcessor:
@@ -43,8 +43,7 @@ class GrammarProcessor:
             GrammarError: the grammar is wrong or too large, or the tokenizer is not a fast one.
             ValueError: llguidance is not installed.
         """
-        compiled: Any = extra_module("paged_kv.integrations.grammar.vocabulary", "structured")
-        return cls(compiled.Vocabulary(tokenizer).compiled(grammar).begin())
+        return cls(Vocabulary(tokenizer).compiled(grammar).begin())
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Mask the logits of the next token.
