@@ -213,6 +213,8 @@ def test_patterns_are_searched_for(pattern: str) -> None:
         ("kimi_k3", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ("kimi_k3", {"description": "anything"}, "no type"),
         ("minicpm5", {"enum": ["null"], "type": "string"}, "null"),
+        ("glm47", {"enum": ["a</arg_value>", None]}, "a</arg_value>"),
+        ("gemma4", False, "no type"),
     ],
 )
 def test_what_a_form_cannot_write_is_named(form: str, schema: Any, said: str) -> None:

@@ -99,7 +99,7 @@ class _Rewriting:
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema and schema["$ref"] not in seen:
             seen.add(schema["$ref"])
-            parts.append(self._target(schema["$ref"]))
+            parts.append(referenced(self._root, schema["$ref"]))
         for part in parts:
             more = self._named(part, seen)
             if more is None:
@@ -107,14 +107,15 @@ class _Rewriting:
             names |= more
         return names
 
-    def _target(self, reference: Any) -> Any:
-        """What a reference leads to; None if it is none of the simple ones."""
-        if reference == "#":
-            return self._root
-        root, _, path = str(reference).partition("#/")
-        group, _, name = path.partition("/")
-        found = self._root.get(group) if not root and group in _BY_NAME else None
-        return found.get(name) if isinstance(found, Mapping) else None
+
+def referenced(root: Mapping[str, Any], reference: Any) -> Any:
+    """The part of a schema that a reference leads to; None if it is none of the simple ones."""
+    if reference == "#":
+        return root
+    document, _, path = str(reference).partition("#/")
+    group, _, name = path.partition("/")
+    parts = root.get(group) if not document and group in _BY_NAME else None
+    return parts.get(name) if isinstance(parts, Mapping) else None
 
 
 # What describes parts of the same value.
