@@ -39,6 +39,11 @@ TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"u":1}', '{"id":"a"}'],
     ),
     (
+        {"type": "object", "allOf": [{"properties": {"b": True, "a": True}}], **CLOSED},
+        ['{"b":1,"a":2}'],
+        ['{"b":1,"a":2,"c":3}'],
+    ),
+    (
         {"type": "object", "anyOf": [TEXT, BASE["$defs"]["base"]], **CLOSED},
         ['{"t":"a"}', '{"id":1}'],
         ['{"u":1}'],

@@ -18,8 +18,7 @@ from benches.generated_schemas import generated_schema
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.grammar.processor import GrammarProcessor
-from paged_kv.integrations.grammar.token_masks import MaskedRow, token_masks
+from paged_kv.integrations.grammar.processor import GrammarProcessor, MaskedRow, token_masks
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 HOT = make_sampler(2.0)

@@ -6,8 +6,7 @@ equivalent_schemas  JSON schemas in keywords that llguidance knows
 grammar_check     grammars as llguidance takes them, checked in a process with limits
 vocabulary        compiles grammars for a tokenizer, and begins them
 followed_grammar  follows one sequence through its grammar, from the text after which it begins
-token_masks       which tokens the grammars of many sequences allow
-processor         a logits processor of mlx-lm
+processor         masks logits: of one sequence as mlx-lm's logits processor, or of many
 masked_steps      masks the logits of all sequences of a batch in one operation
 call_forms        in which forms models call tools
 call_rules        writes rules of a grammar for calls

@@ -135,13 +135,12 @@ _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 _ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
 # A model that must write a list may find no end.
 _MOST_KEYS = 64
-_JOINT = ' "," '
+_COMMA = '","'
 
 
 def _gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
-    return f'{literal(f"call:{name}{{")} {_gemma_entries(rules, parameters)} "}}"'
+    head = "call:" + _plain(name, r"[\w-]+") + "{"
+    return f'{literal(head)} {_gemma_entries(rules, parameters)} "}}"'
 
 
 def _gemma_entries(rules: CallRules, schema: Schema) -> str:
@@ -150,7 +149,7 @@ def _gemma_entries(rules: CallRules, schema: Schema) -> str:
     def entry(key: str, part: Schema) -> str:
         return f'{_gemma_key(rules, key)} ":" {_gemma_value(rules, part)}'
 
-    return in_order(rules, sorted_by_name(schema), entry, between='","')
+    return in_order(rules, sorted_by_name(schema), entry, between=_COMMA)
 
 
 def _gemma_key(rules: CallRules, key: str) -> str:
@@ -210,19 +209,17 @@ def _gemma_constant(rules: CallRules, value: Any) -> str:
             raise ValueError(f"{value!r} cannot be written")
         return f"{rules.mark(QUOTE)} {literal(value)} {rules.mark(QUOTE)}"
     if isinstance(value, list):
-        return f'"[" {_JOINT.join(_gemma_constant(rules, item) for item in value)} "]"'
+        return f'"[" {_COMMA.join(_gemma_constant(rules, item) for item in value)} "]"'
     if isinstance(value, Mapping):
         entries = [
             f'{_gemma_key(rules, key)} ":" {_gemma_constant(rules, item)}'
             for key, item in value.items()
         ]
-        return f'"{{" {_JOINT.join(entries)} "}}"'
+        return f'"{{" {_COMMA.join(entries)} "}}"'
     return literal(json.dumps(value))
 
 
 def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    if not re.fullmatch(r"\w+", name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
     # The first brace ends the call, and the first comma a value without marks.
     place = ValuePlace("<escape>", never=("}", rules.tokenizer.tool_call_end))
 
@@ -237,8 +234,9 @@ def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
         values = map(single_value, single_types(schema))
         return f"{literal(f'{_plain(key)}:')} ({' | '.join(values)})"
 
-    inner = in_order(rules, sorted_by_name(parameters), argument, between='","')
-    return f'{literal(f"call:{name}{{")} {inner} "}}"'
+    head = "call:" + _plain(name, r"\w+") + "{"
+    inner = in_order(rules, sorted_by_name(parameters), argument, between=_COMMA)
+    return f'{literal(head)} {inner} "}}"'
 
 
 def _kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
@@ -279,8 +277,8 @@ def _escaped(name: str) -> str:
     return name.replace("&", "&amp;").replace('"', "&quot;")
 
 
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", name):
+def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
+    if not re.fullmatch(allowed, name):
         raise ValueError(f"{name!r} cannot stand without quotes")
     return name
 

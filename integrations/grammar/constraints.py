@@ -42,7 +42,7 @@ class Constraint(NamedTuple):
     has_marks: bool = False
 
     def place(self, tokenizer: Any, initial_state: str) -> dict[str, Any]:
-        """The arguments of `CompiledGrammar.begin` for an answer.
+        """The options of `FollowedGrammar` for an answer.
 
         Args:
             tokenizer: mlx-lm's.

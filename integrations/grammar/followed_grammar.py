@@ -37,12 +37,12 @@ class Trigger:
         behind: list[int] = self._tokens.tokenize_bytes(rest) if rest.strip() else []
         return behind
 
-    def before(self, tokens: list[int]) -> int:
-        """How many of these tokens may come before the text ends."""
+    def before(self, tokens: list[int], barred: Sequence[int]) -> int:
+        """How many of these tokens come before the text ends, or before a barred one."""
         last = self._last
         try:
             for count, token in enumerate(tokens):
-                if self.take(token) is not None:
+                if token in barred or self.take(token) is not None:
                     return count
             return len(tokens)
         finally:
@@ -53,39 +53,41 @@ class FollowedGrammar:
     """A sequence within its grammar.
 
     Args:
-        matcher: at the beginning of the grammar, which belongs to this sequence alone.
-        vocab_size: the number of tokens that it knows.
-        trigger: the text after which the grammar begins; None means at once.
+        matcher: llguidance's, at the beginning of the grammar. It belongs to this sequence alone.
+        tokens: llguidance's tokenizer.
+        after: the text after which the grammar begins; None means at once.
         opening: a token that may come first in place of the grammar's; then the grammar begins
-            after the trigger. Models that may think write `<think>`. None: the trigger must come.
+            after that text. Models that may think write `<think>`. None: the text must come.
         repeats: whether the sequence is free again after the grammar's end; else it ends there.
-        barred: tokens that must not come before the grammar begins, such as those that end a text.
+        is_required: whether the sequence must not end before the grammar begins.
 
     Attributes:
         is_free: whether the grammar has not begun, and any token may come that is not barred.
         taken: how many tokens were generated and taken.
         error: why the matcher could not go on; None if all is well. Any token may come then, and
             the sequence should be dropped.
-        matcher, vocab_size, barred: as given.
+        barred: tokens that must not come before the grammar begins.
+        vocab_size: the number of tokens that the matcher knows.
+        matcher: as given.
     """
 
     def __init__(
         self,
         matcher: Any,
-        vocab_size: int,
+        tokens: Any,
         *,
-        trigger: Trigger | None = None,
+        after: str | None = None,
         opening: int | None = None,
         repeats: bool = False,
-        barred: Sequence[int] = (),
+        is_required: bool = False,
     ) -> None:
-        self.is_free = trigger is not None and opening is None
+        self.is_free = after is not None and opening is None
         self.taken = 0
         self.error: str | None = None
+        self.barred: Sequence[int] = tokens.eos_tokens if is_required else ()
+        self.vocab_size: int = tokens.vocab_size
         self.matcher = matcher
-        self.vocab_size = vocab_size
-        self.barred = barred
-        self._trigger = trigger
+        self._trigger = None if after is None else Trigger(after, tokens)
         self._repeats = repeats
         self._opening = opening
         self._forced: list[int] | None = None
@@ -120,10 +122,7 @@ class FollowedGrammar:
         would become free, or be free no more, do not count: masks change there."""
         if self.is_free:
             assert self._trigger is not None, "free sequences have a trigger"
-            fitting = tokens[: self._trigger.before(tokens)]
-            return next(
-                (at for at, each in enumerate(fitting) if each in self.barred), len(fitting)
-            )
+            return self._trigger.before(tokens, self.barred)
         if self.error is not None or self.opening is not None or self.matcher.is_stopped():
             return 0
         return self._before_end(tokens) if self._repeats else self.matcher.validate_tokens(tokens)

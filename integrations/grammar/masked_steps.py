@@ -14,8 +14,13 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.grammar.processor import GrammarProcessor, grammar_of
-from paged_kv.integrations.grammar.token_masks import MaskedRow, masked, token_masks
+from paged_kv.integrations.grammar.processor import (
+    GrammarProcessor,
+    MaskedRow,
+    grammar_of,
+    masked,
+    token_masks,
+)
 
 
 class MaskedBatch(GenerationBatch):

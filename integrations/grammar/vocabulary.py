@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.extras import extra_module
-from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar, Trigger
+from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.grammar_check import limits, llguidance_text
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
 
@@ -100,26 +100,10 @@ class CompiledGrammar:
             raise GrammarError(f"it is too large to follow: {one_line(matcher.get_error())}")
         self._is_tried = True
 
-    def begin(
-        self,
-        *,
-        after: str | None = None,
-        opening: int | None = None,
-        repeats: bool = False,
-        is_required: bool = False,
-    ) -> FollowedGrammar:
+    def begin(self, **place: Any) -> FollowedGrammar:
         """The grammar of one sequence, at its beginning.
 
         Args:
-            after: the text after which it begins; None means at once.
-            opening, repeats: `FollowedGrammar`'s.
-            is_required: whether the sequence must not end before the grammar begins.
+            place: where it holds, `FollowedGrammar`'s options.
         """
-        return FollowedGrammar(
-            self._matcher.deep_copy(),
-            self.tokens.vocab_size,
-            trigger=None if after is None else Trigger(after, self.tokens),
-            opening=opening,
-            repeats=repeats,
-            barred=self.tokens.eos_tokens if is_required else (),
-        )
+        return FollowedGrammar(self._matcher.deep_copy(), self.tokens, **place)
