@@ -259,8 +259,14 @@ def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
         {"properties": many, "$defs": large},
     ):
         constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "required")
-        with pytest.raises(ValueError, match=r"many parts|nested|large"):
-            constraint.for_model(of_form(form, with_tokens=True))
+        with pytest.raises(ValueError, match=r"many parts|nested|large|recursion limit"):
+            _compiled(constraint, of_form(form, with_tokens=True))
+
+
+def _compiled(constraint: CallConstraint, tokenizer: Any) -> Any:
+    written = constraint.for_model(tokenizer)
+    assert written is not None
+    return Vocabulary(tokenizer).compiled(written.grammar)
 
 
 def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
@@ -279,9 +285,7 @@ def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
         asked = {"type": "object", "properties": {"size": schema}, "required": ["size"]}
         tokenizer = of_form(form, with_tokens=False)
         constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "auto", False)
-        grammar = constraint.for_model(tokenizer)
-        assert grammar is not None
-        compiled = Vocabulary(tokenizer).compiled(grammar.grammar)
+        compiled = _compiled(constraint, tokenizer)
         head, end = PLACES[form]
         for text in texts:
             matcher = compiled.begin().matcher

@@ -146,7 +146,7 @@ def part_of(schema: Schema, part: Any) -> dict[str, Any]:
 
 
 def _definitions(schema: Schema) -> Schema:
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {key: schema[key] for key in sorted(DEFINITIONS & schema.keys())}
 
 
 def single_types(schema: Schema) -> list[dict[str, Any]]:
