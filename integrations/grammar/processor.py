@@ -63,15 +63,34 @@ class GrammarProcessor:
         known: Any = tokens[len(tokens) - missing :].tolist()
         for at, token in enumerate(known, self.grammar.taken):
             self.grammar.take(token, at)
-        if not self.grammar.is_masking:
-            return logits
-        return masked(logits, token_masks([MaskedRow(self.grammar, 0, [])], 1, logits.shape[-1]))
+        return within_grammars(logits[:, None], {0: self.grammar}, [known[-1:]])[:, 0]
 
 
 def grammar_of(processors: Any) -> FollowedGrammar | None:
     """The grammar among the logits processors of a sequence, if there is one."""
     found = (each.grammar for each in processors or () if isinstance(each, GrammarProcessor))
     return next(found, None)
+
+
+def within_grammars(
+    logits: mx.array, grammars: dict[int, FollowedGrammar], inputs: list[list[int]]
+) -> mx.array:
+    """The logits of a step, masked.
+
+    Args:
+        logits: [rows, positions, vocabulary], which the model computes already.
+        grammars: by row; each has taken the row's first input.
+        inputs: of each row: a token, and drafted ones behind it that the grammar allows.
+    """
+    if not any(grammar.is_masking for grammar in grammars.values()):
+        return logits
+    rows, positions, vocab_size = logits.shape
+    allowed = token_masks(
+        [MaskedRow(each, row * positions, inputs[row][1:]) for row, each in grammars.items()],
+        rows * positions,
+        vocab_size,
+    )
+    return mx.where(allowed.reshape(logits.shape), logits, mx.array(-mx.inf, logits.dtype))
 
 
 class MaskedRow(NamedTuple):
@@ -117,11 +136,6 @@ def token_masks(rows: Sequence[MaskedRow], positions: int, vocab_size: int) -> m
             own[:, row.grammar.barred] = False
         own |= row.grammar.error is not None
     return mx.array(allowed)
-
-
-def masked(logits: mx.array, allowed: mx.array) -> mx.array:
-    """Logits [..., vocabulary] that are -inf where `allowed`, of the same shape, is false."""
-    return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))
 
 
 @cache
