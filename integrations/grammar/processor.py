@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -63,7 +62,8 @@ class GrammarProcessor:
         known: Any = tokens[len(tokens) - missing :].tolist()
         for at, token in enumerate(known, self.grammar.taken):
             self.grammar.take(token, at)
-        return within_grammars(logits[:, None], {0: self.grammar}, [known[-1:]])[:, 0]
+        last: Any = tokens[-1:].tolist()
+        return within_grammars(logits[:, None], {0: self.grammar}, [last])[:, 0]
 
 
 def grammar_of(processors: Any) -> FollowedGrammar | None:
@@ -75,67 +75,51 @@ def grammar_of(processors: Any) -> FollowedGrammar | None:
 def within_grammars(
     logits: mx.array, grammars: dict[int, FollowedGrammar], inputs: list[list[int]]
 ) -> mx.array:
-    """The logits of a step, masked.
+    """The logits of a step, -inf for the tokens that must not follow.
 
     Args:
         logits: [rows, positions, vocabulary], which the model computes already.
         grammars: by row; each has taken the row's first input.
         inputs: of each row: a token, and drafted ones behind it that the grammar allows.
     """
-    if not any(grammar.is_masking for grammar in grammars.values()):
+    masking = {row: grammar for row, grammar in grammars.items() if grammar.is_masking}
+    if not masking:
         return logits
-    rows, positions, vocab_size = logits.shape
-    allowed = token_masks(
-        [MaskedRow(each, row * positions, inputs[row][1:]) for row, each in grammars.items()],
-        rows * positions,
-        vocab_size,
+    known = max(grammar.vocab_size for grammar in masking.values())
+    bits = np.unpackbits(
+        _masks(masking, inputs, logits.shape, known), axis=-1, bitorder="little", count=known
     )
-    return mx.where(allowed.reshape(logits.shape), logits, mx.array(-mx.inf, logits.dtype))
-
-
-class MaskedRow(NamedTuple):
-    """The positions of one sequence in a step.
-
-    Attributes:
-        grammar: of the sequence.
-        first: the number of the sequence's first mask; those of its drafts follow.
-        drafts: drafted tokens that the grammar allows; after each of them a mask is needed.
-    """
-
-    grammar: FollowedGrammar
-    first: int
-    drafts: list[int]
-
-
-def token_masks(rows: Sequence[MaskedRow], positions: int, vocab_size: int) -> mx.array:
-    """The tokens that may follow: bool [positions, vocabulary]. All may where no row has a mask.
-
-    llguidance computes the masks on its own threads, without Python's lock.
-    """
-    masking = [row for row in rows if row.grammar.is_masking]
-    known = max((row.grammar.vocab_size for row in masking), default=0)
-    masks = np.full((positions, (known + 31) // 32), -1, dtype=np.int32)
-    memory = masks.ctypes.data, masks.strides[0], positions
-    begun = [row for row in masking if not row.grammar.is_free]
-    if short := [(row.grammar.matcher, row.first) for row in begun if not row.drafts]:
-        _executor().unsafe_compute_mask_ptr(short, *memory)
-    if long := [(row.grammar.matcher, row.first, row.drafts) for row in begun if row.drafts]:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(long, *memory)
-    for row in masking:
-        if (opening := row.grammar.opening) is not None:
-            masks[row.first].view(np.uint32)[opening // 32] |= np.uint32(1 << opening % 32)
-        row.grammar.note_errors()
-    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=known)
-    allowed = np.ones((positions, vocab_size), dtype=np.bool_)
-    allowed[:, :known] = bits[:, :vocab_size]
-    for row in masking:
+    allowed = np.ones(logits.shape, np.bool_)
+    allowed[..., :known] = bits[..., : logits.shape[-1]]
+    for row, grammar in masking.items():
         # A model may have more logits than tokens. A sequence whose grammar failed is dropped.
-        own = allowed[row.first : row.first + 1 + len(row.drafts)]
+        own = allowed[row, : len(inputs[row])]
         own[:, known:] = False
-        if row.grammar.is_free:
-            own[:, row.grammar.barred] = False
-        own |= row.grammar.error is not None
-    return mx.array(allowed)
+        if grammar.is_free:
+            own[:, grammar.barred] = False
+        own |= grammar.error is not None
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
+
+
+def _masks(
+    masking: dict[int, FollowedGrammar], inputs: list[list[int]], shape: Any, known: int
+) -> Any:
+    """A bit for each of the known tokens: uint8 [rows, positions, bytes]. llguidance computes them
+    on its own threads, without Python's lock."""
+    rows, positions, _ = shape
+    masks = np.full((rows, positions, (known + 31) // 32), -1, np.int32)
+    memory = masks.ctypes.data, masks.strides[1], rows * positions
+    begun = [(grammar.matcher, row * positions, inputs[row][1:])
+             for row, grammar in masking.items() if not grammar.is_free]  # fmt: skip
+    if short := [(matcher, first) for matcher, first, drafts in begun if not drafts]:
+        _executor().unsafe_compute_mask_ptr(short, *memory)
+    if long := [work for work in begun if work[-1]]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(long, *memory)
+    for row, grammar in masking.items():
+        if (opening := grammar.opening) is not None:
+            masks[row, 0].view(np.uint32)[opening // 32] |= np.uint32(1 << opening % 32)
+        grammar.note_errors()
+    return masks.view(np.uint8)
 
 
 @cache
