@@ -198,8 +198,8 @@ def _gemma_object(rules: CallRules, schema: Schema) -> str:
         return f'"{{" {_gemma_entries(rules, schema)} "}}"'
     if schema.get("required"):
         raise ValueError("a required parameter has no schema")
-    entry = f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {_gemma_value(rules, part_of(schema, others))}'
-    entry = rules.rule(entry)
+    part = _gemma_value(rules, part_of(schema, others))
+    entry = rules.rule(f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {part}')
     return f'"{{" ({entry} ("," {entry}){{0,{_MOST_KEYS - 1}}})? "}}"'
 
 
