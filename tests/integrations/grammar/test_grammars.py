@@ -18,8 +18,7 @@ from benches.generated_schemas import generated_schema
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.grammar.processor import GrammarProcessor
-from paged_kv.integrations.grammar.token_masks import MaskedRow, token_masks
+from paged_kv.integrations.grammar.processor import GrammarProcessor, within_grammars
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 HOT = make_sampler(2.0)
@@ -161,8 +160,8 @@ def test_a_sequence_does_not_end_before_its_grammar_begins(vocabulary: Vocabular
         assert end not in allowed
         assert len(allowed) == 4095
     assert grammar.drafted([other, end, other], 9) == [other]
-    masks: Any = token_masks([MaskedRow(grammar, 0, [other])], 2, 4096).tolist()
-    assert [sum(mask) for mask in masks] == [4095, 4095]
+    masked = within_grammars(mx.zeros((1, 2, 4096)), {0: grammar}, [[other, other]])
+    assert [len(_finite(masked[:, at])) for at in range(2)] == [4095, 4095]
     assert grammar.drafted([other, trigger, seven], 9) == [other]
     assert grammar.drafted([end], 9) == [], "nothing is forced before the grammar begins"
     follow(grammar, [trigger])
