@@ -56,7 +56,7 @@ def test_sequences_of_a_batch_follow_their_own_grammars(
     uids = generator.insert(
         [tokenizer.encode(prompt) for prompt in PROMPTS],
         [30, 100, 100],
-        samplers=[HOT] * 3,
+        samplers=[make_sampler(), HOT, HOT],
         logits_processors=[[], *[[GrammarProcessor(each.begin())] for each in compiled]],
     )
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -67,6 +67,7 @@ def test_sequences_of_a_batch_follow_their_own_grammars(
     free, a, b = [tokenizer.decode(tokens[uid]) for uid in uids]
     assert re.fullmatch("a{20,40}!", a)
     assert re.fullmatch("b{20,40}!", b)
+    assert free
     assert not re.fullmatch("[ab!]*", free)
 
 
