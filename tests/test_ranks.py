@@ -29,8 +29,12 @@ from paged_kv.integrations.distributed.connections import (
     accept,
     connect,
 )
-from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
-from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
+from paged_kv.integrations.distributed.sharded_model import (
+    agreed_budget,
+    digest,
+    ranks_of,
+    require_same_prefixes,
+)
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, RankMemory, Ranks
