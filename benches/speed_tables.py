@@ -42,11 +42,11 @@ def publishing(figures: Figures) -> str:
     slower, apart = figures["with_over_without"] - 1, figures["without_over_without"] - 1
     rows: list[Row] = [
         (
-            "decode step while it is watched, against unwatched",
+            "decode step with monitoring, against without",
             f"{slower:+.1%}",
             f"{step:.1f} ms",
         ),
-        ("unwatched, against unwatched again", f"{apart:+.1%}", "noise of the measurement"),
+        ("without, against without again", f"{apart:+.1%}", "noise of the measurement"),
         (
             "one look, CPU time",
             micros(1e9 * figures["look_cpu_s"]),

@@ -204,21 +204,13 @@ def _history(arguments: argparse.Namespace) -> History:
 
 def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
     """Views of a process, until it ends or the time is over."""
-    end = time.monotonic() + duration_s
-    view = running_process(pid)
-    samples = int(duration_s / interval_s) + 1
-    bar = tqdm(total=samples, desc="plot", unit=" samples", leave=False, disable=None)
-    while True:
-        yield view
-        bar.update()
-        if time.monotonic() + interval_s > end:
-            bar.close()
-            return
-        time.sleep(interval_s)
+    samples = range(int(duration_s / interval_s) + 1)
+    for number in tqdm(samples, desc="plot", unit=" samples", leave=False, disable=None):
+        if number:
+            time.sleep(interval_s)
         try:
-            view = running_process(pid)
+            yield running_process(pid)
         except ProcessLookupError:
-            bar.close()
             return
 
 
