@@ -79,8 +79,10 @@ class Publisher:
         Raises:
             OSError: whoever has connected does not read it.
         """
+        with self._busy:
+            view = self._view()
         connection.settimeout(_SEND_S)
-        connection.sendall(json.dumps(self._view().as_dict()).encode())
+        connection.sendall(json.dumps(view.as_dict()).encode())
         # A process that was forked meanwhile may hold this connection too.
         connection.shutdown(socket.SHUT_WR)
 
@@ -128,7 +130,7 @@ class Publisher:
         except OSError:  # too many files are open, for example
             self._is_over.wait(CHECK_S)
             return
-        with connection, self._busy, suppress(OSError):
+        with connection, suppress(OSError):
             self.answer(connection)
 
 
