@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from paged_kv.store.background import StoreStats
+from paged_kv.store.background import StoreStats, stats_of
 from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
@@ -200,18 +200,7 @@ class RemoteTier:
 
     def stats(self) -> StoreStats:
         """The counts so far."""
-        counts = self._counts + self.queue.counts
-        return StoreStats(
-            tokens_found=0,
-            entries_read=counts["entries_read"],
-            bytes_read=counts["bytes_read"],
-            entries_written=counts["entries_written"],
-            bytes_written=counts["bytes_written"],
-            bytes_today=self.queue.written.bytes_today,
-            bytes_in_all=self.queue.written.in_all,
-            dropped=dict(self.faults.dropped),
-            errors=dict(self.faults.errors),
-        )
+        return stats_of(self._counts + self.queue.counts, self.queue.written, self.faults)
 
     def _reading_patience(self, waits: Waits) -> Patience:
         return waits.reading(self, self._patience_s)
