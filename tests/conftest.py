@@ -48,6 +48,13 @@ def _own_caches() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A folder with a short path: on macOS those of `tmp_path` are too long for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled_modules() -> Iterator[None]:
     """Free what a module made before the next one begins. What exists before the tests, such as

@@ -24,13 +24,6 @@ from tests.patience import wait_until
 from tests.shown_process import SCRIPT, shown_process
 
 
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    """A folder with a short path: sockets in pytest's own would have too long ones on macOS."""
-    with TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
 @pytest.fixture(autouse=True)
 def _own_runtime_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
@@ -203,7 +196,7 @@ def test_what_dead_processes_left_is_removed(
         left = socket_of(runtime, number)
         wait_until(left.exists)
         os.kill(number, signal.SIGKILL)
-        os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+        os.waitpid(number, 0)
         assert left.exists()
         assert stats() == 1
         assert not left.exists()
@@ -329,6 +322,16 @@ def test_a_linked_folder_is_refused(runtime: Path, capsys: pytest.CaptureFixture
     assert "must be a folder of yours" in capsys.readouterr().err
 
 
+def test_a_process_whose_socket_would_have_too_long_a_path_goes_on(
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runtime / ("long" * 30)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with shown_process(folder) as number:
+        assert stats("--pid", str(number)) == 1
+    assert "as where the path has more than 103 bytes" in capsys.readouterr().err
+
+
 def test_nothing_is_shown_where_nobody_wants_it(runtime: Path) -> None:
     with shown_process(runtime, PAGED_KV_PUBLISH="0"):
         time.sleep(0.3)
@@ -376,7 +379,7 @@ print("ready", flush=True)""",
                 view = processes.running_process(pid)
                 assert [pool.name for pool in view.pools] == pools
             os.kill(number, signal.SIGKILL)
-            os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+            os.waitpid(number, 0)
             assert [view.pid for view in processes.running_processes()] == [child]
             assert not socket_of(runtime, number).exists()
         finally:
