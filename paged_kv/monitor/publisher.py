@@ -1,8 +1,8 @@
 """Shows the pools of this process to other processes of the same user.
 
 A thread waits at a Unix socket of the runtime folder, and sends a view of the open pools to
-whoever connects, as `paged-kv stats` does. There is no port, and while nobody asks nothing is
-done: then each pool stands still for some microseconds while references are copied.
+whoever connects, as `paged-kv stats` does. There is no port. Only for a view do pools stand still,
+for some microseconds while references are copied.
 
 PAGED_KV_PUBLISH=0 shows nothing.
 """
