@@ -225,7 +225,7 @@ def _save_tokenizer(folder: Path, fields: Fields) -> None:
 
 def _byte_level_tokenizer(tokens: Sequence[str], merges: Sequence[str]) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
