@@ -6,6 +6,7 @@ import pytest
 
 from tests.mutation.checkout import Checkout, Run
 from tests.mutation.mutants import Mutant, all_mutants
+from tests.mutation.python_code import changed
 from tests.mutation.verdicts import Judge, Outcome, verdict_of
 from tests.support.folders import ROOT
 
@@ -16,9 +17,10 @@ MUTANTS = all_mutants()
 def test_every_mutant_still_fits_the_code(part: str) -> None:
     """If this fails, the code has changed: adapt the mutant to it, or remove it with the code."""
     for mutant in [mutant for mutant in MUTANTS if mutant.part == part]:
-        changed = mutant.applied((ROOT / mutant.file).read_text())
+        assert mutant.change != mutant.to, mutant
+        text = mutant.applied((ROOT / mutant.file).read_text())
         if mutant.file.endswith(".py"):
-            ast.parse(changed)
+            ast.parse(text)
 
 
 def test_every_test_that_is_named_exists() -> None:
@@ -35,8 +37,81 @@ def test_no_two_mutants_have_one_name() -> None:
     assert len(set(names)) == len(names)
 
 
-def mutant_of(before: str, after: str, survives: str = "", isa: str = "") -> Mutant:
-    return Mutant("sums", "a mutant", "sums.py", before, after, ("test_sums.py",), isa, survives)
+CODE = '''
+def twice(number):
+    return number * 2
+
+
+class Tally:
+    """Counts."""
+
+    @property
+    @cached
+    def total(self):
+        """The sum."""
+        # Of all.
+        if self.kept is not None:
+            return self.kept
+        self.kept = sum(
+            self.parts['a'],  # the first
+            self.parts['b'],
+        )
+        self.note()
+        return self.kept * 2
+'''
+
+
+@pytest.mark.parametrize(
+    ("within", "change", "to", "result"),
+    [
+        ("twice", "number * 2", "number", "return number\n"),
+        ("Tally.total", "self.kept * 2", "-(self.kept * 2)", "return -(self.kept * 2)"),
+        ("Tally.total", 'sum(self.parts["a"], self.parts["b"])', "0", "self.kept = 0\n"),
+        ("Tally.total", "self.note()", "", "self.parts['b'])\n        return"),
+        ("Tally.total", "return self.kept", "", "is not None:\n            pass\n"),
+        (
+            "Tally.total",
+            "self.note()\nreturn self.kept * 2",
+            "return 0",
+            "['b'])\n        return 0",
+        ),
+        ("Tally.total", "cached", "", "    @property\n    def total"),
+        ("Tally", "property", "cached", "@cached\n    @cached"),
+        ("", "def twice(number):\n    return number * 2", "twice = abs", "\ntwice = abs\n"),
+    ],
+)
+def test_python_is_changed_by_its_syntax(within: str, change: str, to: str, result: str) -> None:
+    text = changed(CODE, within, change, to)
+    ast.parse(text)
+    assert result in f"\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("within", "change", "fault"),
+    [
+        ("", "2", "occurs 2 times in the file"),
+        ("Tally.total", "self.kept", "occurs 4 times in Tally.total"),
+        ("Tally.total", "self.kept = sum()", "occurs 0 times in Tally.total"),
+        ("twice", "self.note()", "occurs 0 times in twice"),
+        ("Tally.sum", "self.note()", "occurs 0 times in Tally.sum"),
+    ],
+)
+def test_python_that_is_not_there_once_is_not_changed(within: str, change: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        changed(CODE, within, change, "pass" if "=" in change else "0")
+
+
+def test_code_of_other_languages_is_changed_by_its_text() -> None:
+    mutant = Mutant("sums", "a mutant", "sums.h", "a + b", "a - b", ("test_sums.py",))
+    assert mutant.applied("int c = a + b;") == "int c = a - b;"
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        mutant.applied("int c = a  + b;")
+
+
+def mutant_of(change: str, to: str, survives: str = "", isa: str = "") -> Mutant:
+    return Mutant(
+        "sums", "a mutant", "sums.py", change, to, ("test_sums.py",), "add", isa, survives
+    )
 
 
 @pytest.fixture(scope="module")

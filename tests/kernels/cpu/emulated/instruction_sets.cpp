@@ -1,5 +1,5 @@
 // In the place of kernels/cpu/instruction_sets.cpp: AVX-512 whatever the machine has.
-#include "../../../kernels/cpu/instruction_sets.h"
+#include "../../../../kernels/cpu/instruction_sets.h"
 
 #include <string.h>
 
