@@ -182,10 +182,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked[1] is None or asked[1] in EXTRAS
         case ["mkdocs", "serve"]:
             assert (ROOT / "mkdocs.yml").exists()
-        case ["git", "clone", "ADDRESS", folder]:
-            assert folder == "paged_kv"
-        case ["cd", "paged_kv"]:
-            pass
+        case ["git", "clone", "ADDRESS", folder, "&&", "cd", entered]:
+            assert folder == entered == "paged_kv"
         case ["python", "-m", module, *_]:
             assert find_spec(module)
         case ["python", "my_program.py"]:
