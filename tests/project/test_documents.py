@@ -170,6 +170,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             require_command(["paged-kv", *arguments], monkeypatch)
         case ["paged-kv", *arguments]:
             run_parser_only(arguments, monkeypatch)
+        case ["./demo", "--real"]:
+            assert find_spec("benches.real_models.demo")
         case ["./demo", *arguments]:
             parser = argparse.ArgumentParser()
             add_generate_parser(parser.add_subparsers())
