@@ -1,22 +1,25 @@
 """Monitoring overhead of the watched process, and of a look: python -m benches.publishing
 
-stdlib-llama decodes a batch of 8, in turns with and without the thread that publishes the pool's
-statistics at its default interval, and once more without. Ratios are medians of those within a
-turn; the ratio of the two sides without the thread is the noise. The thread's own processor time is
-measured too, which other load does not change: the time of one look, and so its share of the
-processor. Last, the times of a snapshot with 10,000 used blocks, and of reserving a token with and
-without a trace.
+stdlib-llama decodes a batch of 8, in turns with and without another process that asks for its
+statistics twice a second, as `paged-kv stats --watch` does, and once more without. Ratios are
+medians of those within a turn; the ratio of the two sides without is the noise. The processor time
+of one answer is measured too, which other load does not change, and so its share of the processor.
+Last, the times of a snapshot with 10,000 used blocks, and of reserving a token with and without a
+trace.
 """
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import thread_time
 from timeit import repeat
-
-# The thread that every process has is left out: this bench starts one of its own.
-os.environ["PAGED_KV_PUBLISH"] = "0"
 
 from benches.openblas import BLAS
 
@@ -31,11 +34,18 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.allocator.writes import reserve
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from paged_kv.monitor.pool_views import view_process
-from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
-from paged_kv.pool.page_pool import open_pools
+from paged_kv.monitor.publisher import publisher
 from paged_kv.trace.recorder import TracedPool, TraceFile
 
+INTERVAL_S = 0.5
+WATCH = """
+import sys, time
+from paged_kv.monitor.processes import running_process
+while True:
+    running_process(int(sys.argv[1]))
+    print(flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
 BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 20, 61
 BLOCKS, RESERVATIONS = 10_000, 200
 
@@ -50,46 +60,53 @@ def main() -> None:
         for _ in range(STEPS):
             decode_one()
 
-    with TemporaryDirectory() as folder:
-        os.environ["XDG_RUNTIME_DIR"] = folder
+    with watching() as watcher:
 
-        def decode_looked_at() -> None:
-            publisher = Publisher(lambda: view_process(open_pools.items()))
-            os.environ["PAGED_KV_PUBLISH"] = str(INTERVAL_S)
-            publisher.start()
+        def decode_watched() -> None:
+            watcher.send_signal(signal.SIGCONT)
             decode()
-            os.environ["PAGED_KV_PUBLISH"] = "0"
-            publisher.stop()
+            watcher.send_signal(signal.SIGSTOP)
 
-        sides = decode, decode_looked_at, decode
-        alone, looked_at, again = in_turns(*sides, repetitions=REPETITIONS)
-        publisher = Publisher(lambda: view_process(open_pools.items()))
-        looks = [look(publisher) for _ in range(200)]
-        publisher.stop()
-        figures = {
-            "blas": BLAS,
-            "backend": factory.stats().backend,
-            "batch": BATCH,
-            "context": CONTEXT,
-            "step_s": median(alone) / STEPS,
-            "with_over_without": ratio(looked_at, alone),
-            "without_over_without": ratio(again, alone),
-            "look_cpu_s": median(looks),
-            "busy_share": median(looks) / max(INTERVAL_S, SLEEPS * median(looks)),
-            **snapshot_times(),
-            **trace_times(Path(folder)),
-        }
+        sides = decode, decode_watched, decode
+        alone, watched, again = in_turns(*sides, repetitions=REPETITIONS)
+    looks = [look() for _ in range(200)]
+    figures = {
+        "blas": BLAS,
+        "backend": factory.stats().backend,
+        "batch": BATCH,
+        "context": CONTEXT,
+        "step_s": median(alone) / STEPS,
+        "with_over_without": ratio(watched, alone),
+        "without_over_without": ratio(again, alone),
+        "look_cpu_s": median(looks),
+        "busy_share": median(looks) / INTERVAL_S,
+        **snapshot_times(),
+        **trace_times(),
+    }
     for name, figure in figures.items():
         print(f"{name:24} {figure}")
     print(f"written to {write_result('publishing', figures)}")
 
 
-def look(publisher: Publisher) -> float:
-    """Seconds of the processor that one look takes, when everything has changed."""
-    publisher._published = None
-    began = thread_time()
-    publisher.publish()
-    return thread_time() - began
+@contextmanager
+def watching() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that asks this one for its statistics; stopped at first."""
+    command = [sys.executable, "-c", WATCH, str(os.getpid()), str(INTERVAL_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()  # it has asked once
+        watcher.send_signal(signal.SIGSTOP)
+        yield watcher
+        watcher.kill()
+
+
+def look() -> float:
+    """Seconds of the processor that one answer takes."""
+    own, other = socket.socketpair()
+    with own, other:
+        began = thread_time()
+        publisher.answer(own)
+        return thread_time() - began
 
 
 def snapshot_times() -> dict[str, float]:
@@ -108,19 +125,21 @@ def used_allocator() -> BlockAllocator:
     return allocator
 
 
-def trace_times(folder: Path) -> dict[str, float]:
+def trace_times() -> dict[str, float]:
     """Seconds of the processor that reserving one token for one sequence takes, with and without a
     trace, in turns."""
     budget = ByteBudget(1 << 30)
-    events = TracedPool(TraceFile(folder / "trace"), budget, "bench")
-    tables = [BlockAllocator(budget, 1, events=each).new_table() for each in (NO_EVENTS, events)]
     times: list[list[float]] = [[], []]
-    for _ in range(RESERVATIONS):
-        for table, taken in zip(tables, times, strict=True):
-            began = thread_time()
-            for at in range(table.tokens, table.tokens + 100):
-                reserve(table, at, at + 1)
-            taken.append((thread_time() - began) / 100)
+    with TemporaryDirectory() as folder:
+        events = TracedPool(TraceFile(Path(folder) / "trace"), budget, "bench")
+        kinds = NO_EVENTS, events
+        tables = [BlockAllocator(budget, 1, events=each).new_table() for each in kinds]
+        for _ in range(RESERVATIONS):
+            for table, taken in zip(tables, times, strict=True):
+                began = thread_time()
+                for at in range(table.tokens, table.tokens + 100):
+                    reserve(table, at, at + 1)
+                taken.append((thread_time() - began) / 100)
     without, with_trace = map(median, times)
     return {"reserve_s": without, "reserve_traced_s": with_trace}
 

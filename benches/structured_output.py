@@ -32,11 +32,10 @@ from benches.heldout_text import contexts, model_in_float32
 from benches.results_file import latest_figures, write_result
 from paged_kv import NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.bench.turns import ratio
-from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.grammar.processor import GrammarProcessor
-from paged_kv.integrations.grammar.vocabulary import Vocabulary
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar, Vocabulary
 
 ROWS, GENERATED = 16, 2000
 # Of texts, of which most are short: many at a time.

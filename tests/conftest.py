@@ -5,6 +5,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before mlx. The float32 models of these tests run ten times faster with it, and give the same
@@ -42,6 +43,13 @@ def _own_caches() -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setenv("PAGED_KV_COMPILE", os.environ.get("PAGED_KV_COMPILE", "0"))
         yield
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A folder with a short path: on macOS those of `tmp_path` are too long for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

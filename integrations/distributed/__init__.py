@@ -2,9 +2,8 @@
 
     connected_ranks     asks all ranks a question, through rank 0
     connections         authenticated connections between rank 0 and the others
-    digests             a short text that differs where ranks have come apart
     meeting             connects the ranks that mlx.launch has started
-    sharded_model       over which ranks a model is sharded, and what its cache is on each
+    sharded_model       over which ranks a model is sharded, and what its cache holds on each
     watch               ends this process when another rank has died or hangs
 
 mlx.distributed carries the arrays of a step. Questions go over connections of their own: they do

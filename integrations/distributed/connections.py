@@ -7,15 +7,18 @@ that say nothing, or half of it, keep no rank out.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
-import selectors
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from time import monotonic
-from typing import cast
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 # One attempt to reach an address of rank 0, of which there may be several.
 CONNECT_S = 5.0
@@ -54,6 +57,9 @@ class Meeting:
     key: bytes
 
 
+Accepted = dict[int, Connection]
+
+
 def connect(meeting: Meeting, rank: int) -> Connection:
     """A connection to rank 0.
 
@@ -63,16 +69,12 @@ def connect(meeting: Meeting, rank: int) -> Connection:
     failures = []
     for host in meeting.hosts:
         try:
-            connected = socket.create_connection((host, meeting.port), CONNECT_S)
+            with socket.create_connection((host, meeting.port), CONNECT_S) as connected:
+                connected.setblocking(False)
+                _run(_prove(connected, meeting.key, rank))
+                return _connection(connected)
         except OSError as error:
-            failures.append(f"{host}: {error}")
-            continue
-        try:
-            _prove(connected, meeting.key, rank)
-            return _connection(connected)
-        except BROKEN as error:
-            connected.close()
-            failures.append(f"{host}: {error}")
+            failures.append(f"{host}: {str(error) or 'no answer'}")
     raise NotConnected(
         f"rank {rank} cannot reach rank 0 at port {meeting.port} ({'; '.join(failures)}): let the "
         "machines connect to each other, or set PAGED_KV_RANK_HOST to an address of rank 0's"
@@ -85,137 +87,101 @@ def accept(listening: socket.socket, key: bytes, ranks: Iterable[int], seconds: 
     Raises:
         NotConnected: some have not come within `seconds`; the message names them.
     """
-    missing, found, until = set(ranks), {}, monotonic() + seconds
-    newcomers = _Newcomers(listening, key)
-    try:
-        while missing:
-            left = until - monotonic()
-            if left <= 0:
-                names = ", ".join(map(str, sorted(missing)))
-                raise NotConnected(
-                    f"rank {names} did not connect to rank 0 within {seconds:g} s: look at the "
-                    "output of that rank"
-                )
-            for rank, connected in newcomers.proven(min(left, PROOF_S)):
-                found[rank] = _connection(connected)
-                missing.discard(rank)
-    finally:
-        newcomers.close()
-    return found
+    return _run(_Door(listening, key, ranks).wait(seconds))
 
 
-Accepted = dict[int, Connection]
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    # In a thread of its own: whoever calls this may run an event loop already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
-@dataclass
-class _Newcomer:
-    """A client that has not proved yet to be a rank.
+class _Door:
+    """Where rank 0 hears all clients at once."""
 
-    Attributes:
-        challenge: what it was sent.
-        until: when it goes.
-        said: what it has answered so far.
+    def __init__(self, listening: socket.socket, key: bytes, ranks: Iterable[int]) -> None:
+        self._listening, self._key, self._missing = listening, key, set(ranks)
+        self._found: Accepted = {}
+        self._newcomers: list[asyncio.Task[None]] = []  # the earliest first
+        self._all_there = asyncio.Event()
+
+    async def wait(self, seconds: float) -> Accepted:
+        """See `accept`. The loop's end drops those that have proved nothing."""
+        opened = asyncio.create_task(self._open())
+        try:
+            async with asyncio.timeout(seconds):
+                await self._all_there.wait()
+        except TimeoutError:
+            names = ", ".join(map(str, sorted(self._missing)))
+            raise NotConnected(
+                f"rank {names} did not connect to rank 0 within {seconds:g} s: look at the output "
+                "of that rank"
+            ) from None
+        finally:
+            opened.cancel()
+        return self._found
+
+    async def _open(self) -> None:
+        self._listening.setblocking(False)
+        while True:
+            try:
+                connected, _ = await asyncio.get_running_loop().sock_accept(self._listening)
+            except OSError:  # it has left already, or too many files are open
+                await asyncio.sleep(0.01)
+                continue
+            self._newcomers = [each for each in self._newcomers if not each.done()]
+            if len(self._newcomers) == MOST_NEWCOMERS:
+                self._newcomers.pop(0).cancel()
+            self._newcomers.append(asyncio.create_task(self._greet(connected)))
+
+    async def _greet(self, connected: socket.socket) -> None:
+        with connected, suppress(OSError):  # which closes it, unless it became a connection
+            rank = await _proven(connected, self._key)
+            self._found[rank] = _connection(connected)
+            self._missing.discard(rank)
+            if not self._missing:
+                self._all_there.set()
+
+
+async def _proven(connected: socket.socket, key: bytes) -> int:
+    """The rank that a client proves to be.
+
+    Raises:
+        OSError: it does not.
     """
-
-    challenge: bytes
-    until: float
-    said: bytes = b""
-
-
-class _Newcomers:
-    """The clients that rank 0 hears, all at once."""
-
-    def __init__(self, listening: socket.socket, key: bytes) -> None:
-        self._listening, self._key = listening, key
-        self._waiting: dict[socket.socket, _Newcomer] = {}  # the earliest first
-        self._selector = selectors.DefaultSelector()
-        listening.setblocking(False)
-        self._selector.register(listening, selectors.EVENT_READ)
-
-    def proven(self, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-        """Wait at most so long for clients to say something; those that have proved a rank."""
-        for ready, _ in self._selector.select(seconds):
-            connected = cast("socket.socket", ready.fileobj)
-            if connected is self._listening:
-                self._greet()
-            elif connected in self._waiting:  # not one that has just made way for another
-                rank = self._hear(connected, self._waiting[connected])
-                if rank is not None:
-                    yield rank, connected
-        for connected, newcomer in list(self._waiting.items()):
-            if newcomer.until <= monotonic():
-                self._drop(connected)
-
-    def close(self) -> None:
-        """Drop those that have proved nothing."""
-        for connected in list(self._waiting):
-            self._drop(connected)
-        self._selector.close()
-
-    def _greet(self) -> None:
-        try:
-            connected = self._listening.accept()[0]
-        except OSError:
-            return  # it has left already
-        connected.setblocking(False)
-        if len(self._waiting) == MOST_NEWCOMERS:
-            self._drop(next(iter(self._waiting)))
-        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        self._waiting[connected] = _Newcomer(challenge, monotonic() + PROOF_S)
-        self._selector.register(connected, selectors.EVENT_READ)
-        try:
-            connected.sendall(challenge)
-        except OSError:
-            self._drop(connected)
-
-    def _hear(self, connected: socket.socket, newcomer: _Newcomer) -> int | None:
-        """The rank that a client has proved to be; None if it has not yet, or has failed to."""
-        try:
-            more = connected.recv(_PROOF_BYTES - len(newcomer.said))
-            newcomer.said += more
-            if more and len(newcomer.said) < _PROOF_BYTES:
-                return None
-            rank, challenge, digest = _parts(newcomer.said)
-            right = _digest(self._key, b"rank" + rank, newcomer.challenge, challenge)
-            if more and hmac.compare_digest(digest, right):
-                connected.sendall(_digest(self._key, b"rank 0", challenge, newcomer.challenge))
-                self._forget(connected)
-                return int.from_bytes(rank, "big")
-        except OSError:
-            pass
-        self._drop(connected)
-        return None
-
-    def _drop(self, connected: socket.socket) -> None:
-        self._forget(connected)
-        connected.close()
-
-    def _forget(self, connected: socket.socket) -> None:
-        self._selector.unregister(connected)
-        del self._waiting[connected]
+    async with asyncio.timeout(PROOF_S):
+        loop = asyncio.get_running_loop()
+        own = secrets.token_bytes(_CHALLENGE_BYTES)
+        await loop.sock_sendall(connected, own)
+        number, theirs, digest = _parts(await _received(connected, _PROOF_BYTES))
+        if not hmac.compare_digest(digest, _digest(key, b"rank" + number, own, theirs)):
+            raise ConnectionError("it does not know the ranks' key")
+        await loop.sock_sendall(connected, _digest(key, b"rank 0", theirs, own))
+    return int.from_bytes(number, "big")
 
 
-def _prove(connected: socket.socket, key: bytes, rank: int) -> None:
+async def _prove(connected: socket.socket, key: bytes, rank: int) -> None:
     """Prove to rank 0 that this is a rank, and find out that it is rank 0.
 
     Raises:
         OSError: it does not answer in time, or does not know the key.
     """
-    until = monotonic() + PROOF_S
-    theirs = _received(connected, _CHALLENGE_BYTES, until)
-    own = secrets.token_bytes(_CHALLENGE_BYTES)
-    number = rank.to_bytes(_RANK_BYTES, "big")
-    connected.sendall(number + own + _digest(key, b"rank" + number, theirs, own))
-    answer = _received(connected, _DIGEST_BYTES, until)
+    async with asyncio.timeout(PROOF_S):
+        theirs = await _received(connected, _CHALLENGE_BYTES)
+        own = secrets.token_bytes(_CHALLENGE_BYTES)
+        number = rank.to_bytes(_RANK_BYTES, "big")
+        proof = number + own + _digest(key, b"rank" + number, theirs, own)
+        await asyncio.get_running_loop().sock_sendall(connected, proof)
+        answer = await _received(connected, _DIGEST_BYTES)
     if not hmac.compare_digest(answer, _digest(key, b"rank 0", own, theirs)):
         raise ConnectionError("what answers there does not know the ranks' key")
 
 
-def _received(connected: socket.socket, nbytes: int, until: float) -> bytes:
+async def _received(connected: socket.socket, nbytes: int) -> bytes:
+    """So many bytes and no more: what follows is for whoever gets the connection."""
     data = b""
     while len(data) < nbytes:
-        connected.settimeout(max(0.001, until - monotonic()))
-        more = connected.recv(nbytes - len(data))
+        more = await asyncio.get_running_loop().sock_recv(connected, nbytes - len(data))
         if not more:
             raise ConnectionError("it has closed the connection")
         data += more
@@ -234,6 +200,6 @@ def _digest(key: bytes, purpose: bytes, *challenges: bytes) -> bytes:
 
 
 def _connection(connected: socket.socket) -> Connection:
-    connected.settimeout(None)
+    connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connected.detach())

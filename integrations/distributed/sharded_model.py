@@ -1,17 +1,22 @@
-"""Finds out over which ranks a model is sharded, and what its cache is on each of them."""
+"""Finds out over which ranks a model is sharded, and what its cache is on each of them; compares
+the prefixes that they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from paged_kv.integrations.distributed.connected_ranks import RanksDiffer
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.pool.arguments import chosen_budget
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import ALONE, Ranks
+from paged_kv.sizes import counted
 
 Tier = TypeVar("Tier")
 
@@ -52,6 +57,34 @@ def folder_of_rank(store: Tier, ranks: Ranks) -> Tier | Path:
     if not isinstance(store, Path):
         return store
     return store if ranks.size == 1 else store / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def require_same_prefixes(ranks: Ranks, pool: PagePool) -> None:
+    """Raise RanksDiffer unless all ranks cache the same prefixes.
+
+    Ranks whose blocks differ in size evict at other times, as those of a pipeline with unequal
+    parts. They are not compared: a prefix hit is the shortest of all ranks' anyway.
+    """
+    if ranks.size == 1:
+        return
+    sizes = [group.block_bytes for group in pool.groups]
+    held = ranks.gather("cached prefixes", (sizes, len(pool.index), digest(pool)))
+    if len({text for its_sizes, _, text in held if its_sizes == held[0][0]}) > 1:
+        each = [
+            f"rank {rank} {counted(count, 'block')} ({text})"
+            for rank, (_, count, text) in enumerate(held)
+        ]
+        raise RanksDiffer(f"the ranks cache different prefixes, {', '.join(each)}: start all again")
+
+
+def digest(pool: PagePool) -> str:
+    """A hash of the cached blocks' tokens, and of those before each block. O(cached tokens)."""
+    with pool.lock:
+        paths: dict[object, bytes] = {}
+        for node in pool.index.nodes():
+            before = paths.get(node.parent, b"")
+            paths[node] = sha256(before + repr(node.tokens).encode()).digest()
+    return sha256(b"".join(sorted(paths.values()))).hexdigest()[:16]
 
 
 def _sizes(model: Module) -> Iterator[int]:

@@ -17,9 +17,9 @@ from paged_kv.integrations.grammar.call_rules import (
     NOTES,
     CallRules,
     Schema,
-    definitions,
     in_order,
     literal,
+    part_of,
     single_types,
     sorted_by_name,
 )
@@ -35,117 +35,7 @@ from paged_kv.integrations.grammar.value_readings import (
     value,
 )
 
-QUOTE = '<|"|>'
-_TEXT = ValuePlace(QUOTE, never=("<tool_call|>",))
-_OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
-_OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
-_ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
-# A model that must write a list may find no end.
-_MOST_KEYS = 64
-_JOINT = ' "," '
-
-
-def gemma_value(rules: CallRules, schema: Any, shared: Schema) -> str:
-    """The expression of a value that fits a schema.
-
-    Args:
-        rules: to add to. The schema must live as long.
-        shared: `definitions` that the schema may refer to.
-
-    Raises:
-        ValueError: a grammar cannot say what the schema does.
-    """
-    if schema is True or schema == {}:
-        schema = _ANY
-    written = [_one_type(rules, each, shared) for each in single_types(schema, shared)]
-    return f"({' | '.join(written)})"
-
-
-def gemma_entries(rules: CallRules, schema: Schema, shared: Schema) -> str:
-    """The expression of an object's entries, sorted as templates of these models write them.
-
-    Args:
-        shared: `definitions` that the schema may refer to.
-
-    Raises:
-        ValueError: a grammar cannot say what the schema does.
-    """
-
-    def entry(key: str, one: Schema) -> str:
-        return f'{_name(rules, key)} ":" {gemma_value(rules, one, shared)}'
-
-    return in_order(rules, sorted_by_name(schema), entry, between='","')
-
-
-def _name(rules: CallRules, name: str) -> str:
-    if re.fullmatch(r"\w+", name):
-        return literal(name)
-    if QUOTE in name:
-        raise ValueError(f"{name!r} cannot be written")
-    return f"{rules.mark(QUOTE)} {literal(name)} {rules.mark(QUOTE)}"
-
-
-def _one_type(rules: CallRules, schema: Schema, shared: Schema) -> str:
-    kind = schema["type"]
-    if "enum" in schema:
-        if kind == "string":
-            require_known(schema)
-        return f"({' | '.join(_constant(rules, each) for each in schema['enum'])})"
-    if kind == "string":
-        return f"{rules.mark(QUOTE)} {text(rules, schema, _TEXT)}"
-    if kind not in ("array", "object"):
-        return rules.json(schema)
-    known = _OF_ARRAYS if kind == "array" else _OF_OBJECTS
-    if unknown := schema.keys() - known - NOTES - {*DEFINITIONS}:
-        raise ValueError(f"arguments of this form cannot fit {', '.join(sorted(unknown))}")
-    make = _array if kind == "array" else _object
-    # Parts of the tools' schemas, which live meanwhile: each is made once, whatever refers to it.
-    parts = [id(schema.get(each)) for each in sorted(known - {"type"})]
-    return rules.shared_rule(f"{kind} {parts}", lambda: make(rules, schema, shared))
-
-
-def _array(rules: CallRules, schema: Schema, shared: Schema) -> str:
-    least, most = schema.get("minItems", 0), schema.get("maxItems", "")
-    if schema.get("items") is False:
-        raise ValueError("arguments of this form cannot fit items: false")
-    if most == 0:
-        return '"[]"'
-    item = rules.rule(gemma_value(rules, schema.get("items", True), shared))
-    bounds = f"{max(0, least - 1)},{most and most - 1}"
-    others = item if most == 1 else f'{item} ("," {item}){{{bounds}}}'
-    return f'"[" {others} "]"' if least else f'"[" ({others})? "]"'
-
-
-def _object(rules: CallRules, schema: Schema, shared: Schema) -> str:
-    properties = schema.get("properties", {})
-    if not properties and schema.get("additionalProperties", True) is not False:
-        return _mapping(rules, schema, shared)
-    return f'"{{" {gemma_entries(rules, schema, shared)} "}}"'
-
-
-def _mapping(rules: CallRules, schema: Schema, shared: Schema) -> str:
-    if schema.get("required"):
-        raise ValueError("a required parameter has no schema")
-    entry = rules.rule(
-        f'/[A-Za-z_][A-Za-z_0-9]*/ ":" '
-        f"{gemma_value(rules, schema.get('additionalProperties', True), shared)}"
-    )
-    return f'"{{" ({entry} ("," {entry}){{0,{_MOST_KEYS - 1}}})? "}}"'
-
-
-def _constant(rules: CallRules, value: Any) -> str:
-    if isinstance(value, str):
-        if QUOTE in value or _TEXT.never[0] in value:
-            raise ValueError(f"{value!r} cannot be written")
-        return f"{rules.mark(QUOTE)} {literal(value)} {rules.mark(QUOTE)}"
-    if isinstance(value, list):
-        return f'"[" {_JOINT.join(_constant(rules, each) for each in value)} "]"'
-    if isinstance(value, Mapping):
-        entries = (f'{_name(rules, key)} ":" {_constant(rules, each)}'
-                   for key, each in value.items())  # fmt: skip
-        return f'"{{" {_JOINT.join(entries)} "}}"'
-    return literal(json.dumps(value))
-
+WriteCall = Callable[[CallRules, str, Schema], str]
 
 # Python reads other escapes of JSON as other texts.
 _PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
@@ -162,7 +52,7 @@ class CallForm(NamedTuple):
             whose answers have marks of their own; None in others.
     """
 
-    call: Callable[[CallRules, str, Schema], str]
+    call: WriteCall
     before: str = ""
     between: str | None = None
     after: str = ""
@@ -174,7 +64,7 @@ def form_of(tokenizer: Any) -> CallForm | None:
     parser = tokenizer.tool_parser
     name = "" if parser is None else parser.__module__.rpartition(".")[2]
     if name == "mistral" and "[ARGS]" in tokenizer.get_vocab():
-        return CallForm(_with_mark("[ARGS]"))
+        return CallForm(_after_name)
     return _FORMS.get(name)
 
 
@@ -187,20 +77,14 @@ def _on_its_line(rules: CallRules, name: str, parameters: Schema) -> str:
     return f'"\\n"? {_as_object(rules, name, parameters)} "\\n"?'
 
 
-def _with_mark(mark: str) -> Callable[[CallRules, str, Schema], str]:
-    def call(rules: CallRules, name: str, parameters: Schema) -> str:
-        return f"{literal(_plain(name))} {rules.mark(mark)} {rules.json(parameters)}"
-
-    return call
+def _after_name(rules: CallRules, name: str, parameters: Schema) -> str:
+    return f"{literal(_plain(name))} {rules.mark('[ARGS]')} {rules.json(parameters)}"
 
 
 def _numbered(rules: CallRules, name: str, parameters: Schema) -> str:
-    begin, argument, end = map(
-        rules.mark,
-        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    )
-    head = f"{begin} {literal(f'functions.{_plain(name)}:')} /[0-9]{{1,3}}/ {argument}"
-    return f"{head} {rules.json(parameters)} {end}"
+    head = rules.mark(f"<|tool_call_begin|>functions.{_plain(name)}:")
+    argument, end = map(rules.mark, ("<|tool_call_argument_begin|>", "<|tool_call_end|>"))
+    return f"{head} /[0-9]{{1,3}}/ {argument} {rules.json(parameters)} {end}"
 
 
 def _python(rules: CallRules, name: str, parameters: Schema) -> str:
@@ -215,48 +99,131 @@ def _python(rules: CallRules, name: str, parameters: Schema) -> str:
 
 def _tagged(
     head: str, opening: str, place: ValuePlace, end: str, read: Callable[[Schema], Reading]
-) -> Callable[..., str]:
+) -> WriteCall:
     """A call whose parameters stand between tags, texts without quotes. `{}` in heads is the name
     of the tool, or of the parameter."""
 
     def call(rules: CallRules, name: str, parameters: Schema) -> str:
         # Each parser takes the end of a call wherever it comes.
-        its = place._replace(never=(*place.never, rules.tokenizer.tool_call_end))
+        never = (*place.never, rules.tokenizer.tool_call_end)
 
         def argument(key: str, schema: Schema) -> str:
-            return f"{_marked(rules, opening, key)} ({value(rules, schema, its, read)})"
+            begun = rules.mark(opening.format(_plain(key)))
+            return f"{begun} ({value(rules, schema, place._replace(never=never), read)})"
 
         inner = in_order(rules, parameters, argument)
-        return f"{_marked(rules, head, name)} {inner} {rules.mark(end)}"
+        return f"{rules.mark(head.format(_plain(name)))} {inner} {rules.mark(end)}"
 
     return call
 
 
-def _marked(rules: CallRules, template: str, name: str) -> str:
-    return rules.mark(template.format(_plain(name)))
+def _glm(prefix: str) -> WriteCall:
+    key, argument = f"{prefix}arg_key", f"{prefix}arg_value"
+    place = ValuePlace(f"</{argument}>", trims=True)
+    return _tagged("{}\n", f"<{key}>{{}}</{key}>\n<{argument}>", place, "\n", glm_reading)
 
 
-def _of_longcat(rules: CallRules, name: str, parameters: Schema) -> str:
+def _longcat(rules: CallRules, name: str, parameters: Schema) -> str:
     # mlx-lm's parser knows a call without any parameter by its JSON alone.
-    if not parameters.get("required"):
-        return _as_object(rules, name, parameters)
-    return _LONGCAT(rules, name, parameters)
+    write = _glm("longcat_") if parameters.get("required") else _as_object
+    return write(rules, name, parameters)
 
 
-def _of_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
-    entries = gemma_entries(rules, parameters, definitions(parameters))
-    return f'{literal(f"call:{name}{{")} {entries} "}}"'
+QUOTE, _GEMMA_END = '<|"|>', "<tool_call|>"
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
+_OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
+_ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+# A model that must write a list may find no end.
+_MOST_KEYS = 64
+_COMMA = '","'
 
 
-def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    if not re.fullmatch(r"\w+", name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
+def _gemma(rules: CallRules, name: str, parameters: Schema) -> str:
+    head = "call:" + _plain(name, r"[\w-]+") + "{"
+    return f'{literal(head)} {_gemma_entries(rules, parameters)} "}}"'
+
+
+def _gemma_entries(rules: CallRules, schema: Schema) -> str:
+    """The expression of an object's entries, sorted as templates of these models write them."""
+
+    def entry(key: str, part: Schema) -> str:
+        return f'{_gemma_key(rules, key)} ":" {_gemma_value(rules, part)}'
+
+    return in_order(rules, sorted_by_name(schema), entry, between=_COMMA)
+
+
+def _gemma_key(rules: CallRules, key: str) -> str:
+    return literal(key) if re.fullmatch(r"\w+", key) else _gemma_constant(rules, key)
+
+
+def _gemma_value(rules: CallRules, schema: Schema) -> str:
+    fitting = schema if schema.keys() - DEFINITIONS else {**schema, **_ANY}
+    return f"({' | '.join(_gemma_single(rules, single) for single in single_types(fitting))})"
+
+
+def _gemma_single(rules: CallRules, schema: Schema) -> str:
+    """A value of one type."""
+    kind = schema["type"]
+    if kind == "string":
+        require_known(schema)
+    if "enum" in schema:
+        return f"({' | '.join(_gemma_constant(rules, value) for value in schema['enum'])})"
+    if kind == "string":
+        return f"{rules.mark(QUOTE)} {text(rules, schema, ValuePlace(QUOTE, (_GEMMA_END,)))}"
+    if kind not in ("array", "object"):
+        return rules.json(schema)
+    known = _OF_ARRAYS if kind == "array" else _OF_OBJECTS
+    if unknown := schema.keys() - known - NOTES - DEFINITIONS:
+        raise ValueError(f"arguments of this form cannot fit {', '.join(sorted(unknown))}")
+    write = _gemma_array if kind == "array" else _gemma_object
+    # Parts of the tools' schemas, which live meanwhile: each is made once, whatever refers to it.
+    parts = [id(schema.get(key)) for key in sorted(known - {"type"})]
+    return rules.shared_rule(f"{kind} {parts}", lambda: write(rules, schema))
+
+
+def _gemma_array(rules: CallRules, schema: Schema) -> str:
+    least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+    items = part_of(schema, schema.get("items", True))
+    if most == 0:
+        return '"[]"'
+    item = rules.rule(_gemma_value(rules, items))
+    bounds = f"{max(0, least - 1)},{most and most - 1}"
+    others = item if most == 1 else f'{item} ("," {item}){{{bounds}}}'
+    return f'"[" {others} "]"' if least else f'"[" ({others})? "]"'
+
+
+def _gemma_object(rules: CallRules, schema: Schema) -> str:
+    others = schema.get("additionalProperties", True)
+    if schema.get("properties") or others is False:
+        return f'"{{" {_gemma_entries(rules, schema)} "}}"'
+    if schema.get("required"):
+        raise ValueError("a required parameter has no schema")
+    part = _gemma_value(rules, part_of(schema, others))
+    entry = rules.rule(f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {part}')
+    return f'"{{" ({entry} ("," {entry}){{0,{_MOST_KEYS - 1}}})? "}}"'
+
+
+def _gemma_constant(rules: CallRules, value: Any) -> str:
+    if isinstance(value, str):
+        if QUOTE in value or _GEMMA_END in value:
+            raise ValueError(f"{value!r} cannot be written")
+        return f"{rules.mark(QUOTE)} {literal(value)} {rules.mark(QUOTE)}"
+    if isinstance(value, list):
+        return f'"[" {_COMMA.join(_gemma_constant(rules, item) for item in value)} "]"'
+    if isinstance(value, Mapping):
+        entries = [
+            f'{_gemma_key(rules, key)} ":" {_gemma_constant(rules, item)}'
+            for key, item in value.items()
+        ]
+        return f'"{{" {_COMMA.join(entries)} "}}"'
+    return literal(json.dumps(value))
+
+
+def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
     # The first brace ends the call, and the first comma a value without marks.
     place = ValuePlace("<escape>", never=("}", rules.tokenizer.tool_call_end))
 
-    def one(schema: Schema) -> str:
+    def single_value(schema: Schema) -> str:
         if schema["type"] == "string":
             return f"{rules.mark('<escape>')} {text(rules, schema, place)}"
         if schema["type"] in ("array", "object"):
@@ -264,27 +231,27 @@ def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
         return rules.json(schema)
 
     def argument(key: str, schema: Schema) -> str:
-        types = single_types(schema, definitions(schema))
-        return f"{literal(f'{_plain(key)}:')} ({' | '.join(map(one, types))})"
+        values = map(single_value, single_types(schema))
+        return f"{literal(f'{_plain(key)}:')} ({' | '.join(values)})"
 
-    inner = in_order(rules, sorted_by_name(parameters), argument, between='","')
-    return f'{literal(f"call:{name}{{")} {inner} "}}"'
+    head = "call:" + _plain(name, r"\w+") + "{"
+    inner = in_order(rules, sorted_by_name(parameters), argument, between=_COMMA)
+    return f'{literal(head)} {inner} "}}"'
 
 
-def _of_kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
+def _kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
     ends = ("<|close|>call<|sep|>", "<|close|>json<|sep|>", rules.tokenizer.tool_call_end)
     place = ValuePlace("<|close|>argument<|sep|>", never=ends)
 
-    def one(key: str, schema: Schema) -> str:
+    def single_argument(key: str, schema: Schema) -> str:
         kind = schema["type"]
-        head = f'<|open|>argument key="{_escaped(key)}" type="{kind}"<|sep|>'
+        head = rules.mark(f'<|open|>argument key="{_escaped(key)}" type="{kind}"<|sep|>')
         if kind == "string":
-            return f"{rules.mark(head)} {text(rules, schema, place)}"
-        return f"{rules.mark(head)} {rules.json(schema)} {place.closing(rules)}"
+            return f"{head} {text(rules, schema, place)}"
+        return f"{head} {rules.json(schema)} {place.closing(rules)}"
 
     def argument(key: str, schema: Schema) -> str:
-        types = single_types(schema, definitions(schema))
-        return " | ".join(one(key, each) for each in types)
+        return " | ".join(single_argument(key, single) for single in single_types(schema))
 
     head = rules.mark(f'<|open|>call tool="{_escaped(name)}" index="')
     begun, end = rules.mark('"<|sep|>'), rules.mark("<|close|>call<|sep|>")
@@ -310,28 +277,12 @@ def _escaped(name: str) -> str:
     return name.replace("&", "&amp;").replace('"', "&quot;")
 
 
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", name):
+def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
+    if not re.fullmatch(allowed, name):
         raise ValueError(f"{name!r} cannot stand without quotes")
     return name
 
 
-_GLM = CallForm(
-    _tagged(
-        "{}\n",
-        "<arg_key>{}</arg_key>\n<arg_value>",
-        ValuePlace("</arg_value>", trims=True),
-        "\n",
-        glm_reading,
-    )
-)
-_LONGCAT = _tagged(
-    "{}\n",
-    "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
-    ValuePlace("</longcat_arg_value>", trims=True),
-    "\n",
-    glm_reading,
-)
 _QWEN = _tagged(
     "\n<function={}>\n",
     "<parameter={}>\n",
@@ -365,14 +316,14 @@ _FORMS = {
     "mistral": CallForm(_as_object, before="[", between=", ", after="]"),
     "kimi_k2": CallForm(_numbered, between=""),
     "pythonic": CallForm(_python, before="[", between=", ", after="]"),
-    "glm47": _GLM,
-    "laguna": _GLM,
-    "longcat": CallForm(_of_longcat),
+    "glm47": CallForm(_glm("")),
+    "laguna": CallForm(_glm("")),
+    "longcat": CallForm(_longcat),
     "qwen3_coder": CallForm(_QWEN),
     "minimax_m2": CallForm(_MINIMAX, before="\n", between=""),
     "minicpm5": CallForm(_MINICPM),
-    "gemma4": CallForm(_of_gemma),
-    "function_gemma": CallForm(_of_function_gemma),
-    "kimi_k3": CallForm(_of_kimi_k3, between="", around=_around_kimi_k3),
+    "gemma4": CallForm(_gemma),
+    "function_gemma": CallForm(_function_gemma),
+    "kimi_k3": CallForm(_kimi_k3, between="", around=_around_kimi_k3),
     "muse_spark": CallForm(_MUSE, before="\n", between="", around=_around_muse),
 }

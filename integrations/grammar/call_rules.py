@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
-from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, exactly
+from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema, referenced
+from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, SOME_TEXT, exactly
 
 # Parameters one by one repeat the definitions that they refer to.
 _MOST_CHARACTERS = 1 << 21
@@ -78,24 +78,22 @@ class CallRules:
         Args:
             patterns: regular expressions that match the whole text.
             end: the mark.
-            never: what else must not come within the text.
+            never: what else must not come within the text; not empty.
             refused: regular expressions that must not match the whole text.
             before: a text before the mark.
         """
         first, *rest = self._parts(end)
-        ends_text = first.startswith('"')  # nothing but the mark's letters says where it ends
-        unfit = [f"({each}){exactly(before)}" for each in refused]
-        if ends_text:
-            unfit = [f"{each}{exactly(end)}" for each in unfit]
-        behind = r"(.|\n)+" if ends_text else ANY_TEXT
-        unfit += [f"{ANY_TEXT}{exactly(end)}{behind}"]
-        if never:
-            unfit += [f"{ANY_TEXT}({'|'.join(map(exactly, never))}){ANY_TEXT}"]
-        matched = " & ".join(f"/{each}/" for each in patterns or [ANY_TEXT])
-        closing = literal(before + end if ends_text else before)
+        is_token = not first.startswith('"')  # else its letters alone say where the text ends
+        closing = before if is_token else before + end
+        unfit = [
+            *(f"({pattern}){exactly(closing)}" for pattern in refused),
+            f"{ANY_TEXT}{exactly(end)}{ANY_TEXT if is_token else SOME_TEXT}",
+            f"{ANY_TEXT}({'|'.join(map(exactly, never))}){ANY_TEXT}",
+        ]
+        matched = " & ".join(f"/{pattern}/" for pattern in patterns or [ANY_TEXT])
         terminal = f"TEXT_{len(self._rules)}"
-        self._append(terminal, f"(({matched}) {closing}) & ~/{'|'.join(unfit)}/")
-        return self.rule(" ".join([terminal, *(rest if ends_text else [first, *rest])]))
+        self._append(terminal, f"(({matched}) {literal(closing)}) & ~/{'|'.join(unfit)}/")
+        return self.rule(" ".join([terminal, *([first, *rest] if is_token else rest)]))
 
     def _append(self, name: str, expression: str) -> None:
         self._characters += len(expression)
@@ -126,28 +124,41 @@ def literal(text: str) -> str:
 
 Schema = Mapping[str, Any]
 
-NOTES = {"description", "title", "default", "examples", "$comment", "deprecated", "readOnly"}
-DEFINITIONS = ("$defs", "definitions")
+# Keywords that say nothing of a value.
+NOTES = {
+    *("description", "title", "default", "examples", "deprecated", "readOnly"),
+    *("$schema", "$id", "$comment", "strict"),
+}
+DEFINITIONS = {"$defs", "definitions"}
 # References may lead to each other, and a few of them to very many schemas.
 _MOST_STEPS = 256
 
 
-def definitions(schema: Schema) -> Schema:
-    """What references of a schema lead to."""
-    return {key: schema[key] for key in DEFINITIONS if key in schema}
+def part_of(schema: Schema, part: Any) -> dict[str, Any]:
+    """A part of a schema, with the definitions that its references lead to.
+
+    Raises:
+        ValueError: it is no schema that a value fits.
+    """
+    if part is not True and not isinstance(part, Mapping):
+        raise ValueError("the schema names no type")
+    return {**({} if part is True else part), **_definitions(schema)}
 
 
-def single_types(schema: Any, shared: Schema) -> list[dict[str, Any]]:
+def _definitions(schema: Schema) -> Schema:
+    return {key: schema[key] for key in sorted(DEFINITIONS & schema.keys())}
+
+
+def single_types(schema: Schema) -> list[dict[str, Any]]:
     """Schemas of one type each; a value that fits one of them fits the schema.
 
     Args:
-        schema: of a parameter.
-        shared: `definitions` of the schema that it is part of.
+        schema: with the definitions that it refers to.
 
     Raises:
         ValueError: the schema names no type, or cannot be divided.
     """
-    found = list(_divided(schema, shared, iter(range(_MOST_STEPS))))
+    found = list(_divided(schema, iter(range(_MOST_STEPS))))
     if not found:
         raise ValueError("no value fits the schema")
     return found
@@ -161,37 +172,30 @@ def type_of(value: Any) -> str:
     return kinds.get(type(value), "object")
 
 
-def _divided(schema: Any, shared: Schema, steps: Iterator[int]) -> Iterator[dict[str, Any]]:
-    if not isinstance(schema, Mapping):
-        raise ValueError("the schema names no type")
+def _divided(schema: Any, steps: Iterator[int]) -> Iterator[dict[str, Any]]:
     if next(steps, None) is None:
         raise ValueError("the schema has too many parts")
     for key in ("$ref", "allOf", "anyOf", "oneOf"):
         if key in schema:
-            rest = {each: value for each, value in schema.items() if each != key}
-            options = _options(key, schema[key], shared)
-            parts = [list(_divided(_joined(rest, each), shared, steps)) for each in options]
+            rest = {other: value for other, value in schema.items() if other != key}
+            options = _options(schema, key)
+            parts = [list(_divided(_joined(rest, option), steps)) for option in options]
             if key == "oneOf":
                 _require_apart(parts)
-            yield from (each for part in parts for each in part)
+            yield from (single for part in parts for single in part)
             return
     yield from _of_values(schema) if "enum" in schema or "const" in schema else _of_types(schema)
 
 
-def _options(key: str, said: Any, shared: Schema) -> list[Any]:
+def _options(schema: Schema, key: str) -> list[Any]:
     if key == "$ref":
-        return [_target(said, shared)]
-    if key == "allOf" and len(said) != 1:
+        target = referenced(_definitions(schema), schema[key])
+        if target is None:
+            raise ValueError(f"{schema[key]} leads to no definition")
+        return [target]
+    if key == "allOf" and len(schema[key]) != 1:
         raise ValueError("allOf of several schemas cannot be divided")
-    return list(said)
-
-
-def _target(reference: Any, shared: Schema) -> Any:
-    root, _, path = str(reference).partition("#/")
-    group, _, name = path.partition("/")
-    if root or name not in shared.get(group, {}):
-        raise ValueError(f"{reference} leads to no definition")
-    return shared[group][name]
+    return list(schema[key])
 
 
 def _joined(rest: Schema, option: Any) -> dict[str, Any]:
@@ -204,8 +208,7 @@ def _joined(rest: Schema, option: Any) -> dict[str, Any]:
 
 def _require_apart(parts: list[list[dict[str, Any]]]) -> None:
     """Raise ValueError if a value may fit two of these."""
-    kinds = [{"number" if each["type"] == "integer" else each["type"] for each in part}
-             for part in parts]  # fmt: skip
+    kinds = [{single["type"].replace("integer", "number") for single in part} for part in parts]
     if sum(map(len, kinds)) > len(set().union(*kinds)):
         raise ValueError("a value may fit two schemas of oneOf: use anyOf")
 
@@ -228,16 +231,15 @@ def _of_values(schema: Schema) -> Iterator[dict[str, Any]]:
 
 
 def _of_types(schema: Schema) -> Iterator[dict[str, Any]]:
-    said = schema.get("type")
-    for kind in [said] if isinstance(said, str) else said or ():
-        yield {**schema, "type": kind}
-    if not said:
+    kinds = schema.get("type")
+    if not kinds:
         raise ValueError("the schema names no type")
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        yield {**schema, "type": kind}
 
 
 # Keywords of a tool's parameters that parameters one by one can fit.
-_KNOWN = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
-_NOTES = {"description", "title", "$schema", "$comment", "$id", "strict", "default", "examples"}
+_KNOWN = {"type", "properties", "required", "additionalProperties"}
 
 
 def in_order(
@@ -256,16 +258,18 @@ def in_order(
     Raises:
         ValueError: the schema says more than which parameters there are, or `value` raises it.
     """
-    if unknown := parameters.keys() - _KNOWN - _NOTES:
+    if unknown := parameters.keys() - _KNOWN - NOTES - DEFINITIONS:
         raise ValueError(f"parameters one by one cannot fit {', '.join(sorted(unknown))}")
-    shared, required = definitions(parameters), set(parameters.get("required", ()))
-    properties = parameters.get("properties", {})
+    properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
     if not properties.keys() >= required:
         raise ValueError("a required parameter has no schema")
     # The rest after each parameter, whether one came before it or not.
     first, later = '""', '""'
     for key, schema in reversed(properties.items()):
-        one = rules.rule(_told(key, value, {**shared, **_described(schema)}))
+        try:
+            one = rules.rule(value(key, part_of(parameters, schema)))
+        except ValueError as error:
+            raise ValueError(f"the parameter {key}: {error}") from None
         whole, joined = f"{one} {later}", f"{between} {one} {later}"
         if key in required:
             first, later = rules.rule(whole), rules.rule(joined)
@@ -278,14 +282,3 @@ def sorted_by_name(parameters: Schema) -> dict[str, Any]:
     """The same schema, its properties in the order of Jinja's `dictsort`."""
     properties = sorted(parameters.get("properties", {}).items(), key=lambda item: item[0].lower())
     return {**parameters, "properties": dict(properties)}
-
-
-def _told(key: str, value: Callable[[str, Schema], str], schema: Schema) -> str:
-    try:
-        return value(key, schema)
-    except ValueError as error:
-        raise ValueError(f"the parameter {key}: {error}") from None
-
-
-def _described(schema: Any) -> Schema:
-    return schema if isinstance(schema, dict) else {}

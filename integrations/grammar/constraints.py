@@ -1,10 +1,24 @@
-"""Where in a model's answer a grammar holds: all of it but the thinking, or only some parts."""
+"""What a model's answer must fit: where in it a grammar holds, all of it but the thinking or only
+some parts; and which tools it may, or must, call."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paged_kv.integrations.grammar.grammars import Grammar
+from paged_kv.integrations.grammar.call_forms import CallForm, form_of
+from paged_kv.integrations.grammar.call_rules import CallRules, literal
+from paged_kv.integrations.grammar.grammars import Grammar, lark
+
+# A model that must call tools may find no end.
+MOST_CALLS = 32
+# What clients write into schemas has any type, and may be nested too deeply.
+_WRONG = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
+_NO_SCHEMA = "the schema of a tool is wrong, or nested too deeply"
+
+_NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 
 
 class Constraint(NamedTuple):
@@ -27,12 +41,8 @@ class Constraint(NamedTuple):
     is_optional: bool = False
     has_marks: bool = False
 
-    def for_model(self, tokenizer: Any) -> Constraint:
-        """What this means for a model: the same for all."""
-        return self
-
     def place(self, tokenizer: Any, initial_state: str) -> dict[str, Any]:
-        """The arguments of `CompiledGrammar.begin` for an answer.
+        """The options of `FollowedGrammar` for an answer.
 
         Args:
             tokenizer: mlx-lm's.
@@ -43,7 +53,7 @@ class Constraint(NamedTuple):
         """
         if self.after is not None:
             return {"after": self.after, "repeats": self.repeats}
-        if writes_marks(tokenizer) and not self.has_marks:
+        if _writes_marks(tokenizer) and not self.has_marks:
             raise ValueError("this model writes marks into its answers that no grammar describes")
         if initial_state == "reasoning":
             return {"after": tokenizer.think_end, "is_required": True}
@@ -53,6 +63,114 @@ class Constraint(NamedTuple):
         return {"after": tokenizer.think_end, "opening": openings[0], "is_required": True}
 
 
-def writes_marks(tokenizer: Any) -> bool:
+class CallableTool(NamedTuple):
+    """A function that a model may call.
+
+    Attributes:
+        name: of the function.
+        parameters: JSON of a schema.
+    """
+
+    name: str
+    parameters: str
+
+
+class CallConstraint(NamedTuple):
+    """Which tools an answer calls, in the form of whatever model answers.
+
+    Attributes:
+        tools: that may be called.
+        choice: "auto": calls fit the schemas of their tools; "required": the answer is nothing but
+            calls; "none": no call.
+        several: whether there may be more than one call.
+        answer: what the answer must fit if it calls no tool; None for any text.
+    """
+
+    tools: tuple[CallableTool, ...]
+    choice: str
+    several: bool = True
+    answer: Constraint | None = None
+
+    @property
+    def field(self) -> str:
+        """The field of a request that asked for it."""
+        return "tools" if self.choice == "auto" else "tool_choice"
+
+    def for_model(self, tokenizer: Any) -> Constraint | None:
+        """What this means for a model; None for any text.
+
+        Args:
+            tokenizer: mlx-lm's.
+
+        Raises:
+            ValueError: no grammar describes such calls of this model.
+        """
+        form = form_of(tokenizer)
+        if self.choice == "none":
+            return self.answer or self._without_calls(tokenizer)
+        try:
+            return self._with_calls(tokenizer, form)
+        except _WRONG as error:
+            if self.choice != "auto":
+                reason = str(error) if isinstance(error, ValueError) else _NO_SCHEMA
+                raise ValueError(reason) from None
+            return self.answer
+
+    def _without_calls(self, tokenizer: Any) -> Constraint | None:
+        if not tokenizer.has_tool_calling:
+            return None
+        start = re.escape(tokenizer.tool_call_start).replace("/", r"\/")
+        text = rf"/(.|\n)*/ & ~/(.|\n)*{start}(.|\n)*/"
+        return Constraint(lark(f"start: TEXT\nTEXT: {text}\n"), self.field)
+
+    def _with_calls(self, tokenizer: Any, form: CallForm | None) -> Constraint:
+        if form is None:
+            raise ValueError("no grammar describes calls in the form of this model's template")
+        rules = CallRules(tokenizer)
+        section = rules.rule(self._section(rules, tokenizer, form))
+        start = tokenizer.tool_call_start
+        if self.choice == "auto" and self.answer is None:
+            grammar = lark(rules.grammar(section))
+            return Constraint(grammar, self.field, start, self.several, is_optional=True)
+        calls = f"{rules.mark(start)} {section}"
+        if self.several and form.between is None:
+            between = '"\\n"?' if tokenizer.tool_call_end else ""
+            calls = f"{calls} ({between} {calls}){{0,{MOST_CALLS - 1}}}"
+        if self.answer is not None and self.choice == "auto":
+            calls = f"{calls} | {_as_rule(rules, self.answer.grammar)}"
+            return Constraint(lark(rules.grammar(calls)), self.field)
+        has_marks = form.around is not None and _writes_marks(tokenizer)
+        if form.around is not None and has_marks:
+            before, after = form.around(rules)
+            calls = f"{before} {calls} {after}"
+        return Constraint(lark(rules.grammar(calls)), self.field, has_marks=has_marks)
+
+    def _section(self, rules: CallRules, tokenizer: Any, form: CallForm) -> str:
+        """The calls within one pair of marks, and the mark behind them."""
+        schemas = [_schema(tool) for tool in self.tools]
+        named = zip(self.tools, schemas, strict=True)
+        calls = [form.call(rules, tool.name, schema) for tool, schema in named]
+        call = rules.rule(" | ".join(calls))
+        more = ""
+        if self.several and form.between is not None:
+            more = f"({literal(form.between)} {call}){{0,{MOST_CALLS - 1}}}"
+        end = rules.mark(tokenizer.tool_call_end)
+        return f"{literal(form.before)} {call} {more} {literal(form.after)} {end}"
+
+
+def _schema(tool: CallableTool) -> Mapping[str, Any]:
+    parameters = json.loads(tool.parameters) or _NO_PARAMETERS
+    if parameters.get("type", "object") != "object":
+        raise ValueError(f"the parameters of {tool.name} are no object")
+    return {**parameters, "type": "object"}
+
+
+def _as_rule(rules: CallRules, grammar: Grammar) -> str:
+    if grammar.kind != "json_schema":
+        raise ValueError("with tools an answer can be text or JSON, and not of another grammar")
+    return rules.json(json.loads(grammar.text))
+
+
+def _writes_marks(tokenizer: Any) -> bool:
     """Whether a model's answers have marks besides those of thinking and of calls."""
     return bool(tokenizer.structural_markers or tokenizer.response_transitions)

@@ -6,7 +6,7 @@ keeps its own, and llguidance refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Schema = dict[str, Any]
@@ -16,15 +16,17 @@ _KNOWN_FORMATS = {
     *("uri", "unknown"),
 }
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = (
-    *("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
-    *("unevaluatedItems", "unevaluatedProperties"),
-)
-_COUNTS = (
-    *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
-    *("minContains", "maxContains"),
-)
+_NO_SCHEMAS = ("enum", "const", "default", "examples", "dependentRequired")
+# What describes parts of the same value.
+_APPLIED = {
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
+    *("dependentSchemas", "dependentRequired"),
+}
+# What properties these name depends on the value, or they name others than a few.
+_DEPENDING = {
+    *("anyOf", "oneOf", "if", "dependentSchemas", "patternProperties", "additionalProperties"),
+    *("unevaluatedProperties", "$dynamicRef", "not"),
+}
 # Each makes two alternatives of one.
 _MOST_DEPENDENT = 4
 
@@ -36,169 +38,132 @@ def equivalent_schema(schema: Mapping[str, Any]) -> Schema:
         schema: whose references lead to parts of itself. It is not changed.
     """
     try:
-        return dict(_Rewriting(schema).rewritten(schema))
+        return dict(_rewritten(schema, schema))
     except (AttributeError, TypeError):
         return dict(schema)  # llguidance says what is wrong with it
 
 
-class _Rewriting:
-    """Of a schema, to which references lead."""
+def referenced(root: Mapping[str, Any], reference: Any) -> Any:
+    """The part of a schema that a reference leads to; None if it is none of the simple ones."""
+    if reference == "#":
+        return root
+    document, _, path = str(reference).partition("#/")
+    group, _, name = path.partition("/")
+    parts = root.get(group) if not document and group in _BY_NAME else None
+    return parts.get(name) if isinstance(parts, Mapping) else None
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
 
-    def rewritten(self, schema: Any) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
-        said = {key: self._inner(key, value) for key, value in schema.items()}
-        for rewrite in _SIMPLE:
-            rewrite(said)
-        self._close_properties(said)
-        _divide(said)
-        return said
-
-    def _inner(self, key: str, value: Any) -> Any:
+def _rewritten(part: Any, root: Mapping[str, Any]) -> Any:
+    if isinstance(part, list):
+        return [_rewritten(item, root) for item in part]
+    if isinstance(part, float) and part.is_integer():
+        return int(part)  # as llguidance wants counts
+    if not isinstance(part, Mapping):
+        return part
+    schema: Schema = {}
+    for key, value in part.items():
         if key in _BY_NAME and isinstance(value, Mapping):
-            return {name: self.rewritten(each) for name, each in value.items()}
-        if key in _LISTS and isinstance(value, list):
-            return [self.rewritten(each) for each in value]
-        return self.rewritten(value) if key in _SINGLE else value
+            schema[key] = {name: _rewritten(inner, root) for name, inner in value.items()}
+        else:
+            schema[key] = value if key in _NO_SCHEMAS else _rewritten(value, root)
+    _drop_without_effect(schema)
+    _close_items(schema)
+    _close_properties(schema, root)
+    _divide(schema)
+    return schema
 
-    def _close_properties(self, said: Schema) -> None:
-        """Say what properties may have that no part of the schema names, by
-        `additionalProperties`. Of the parts of an `anyOf`, each is closed by itself, which allows
-        fewer values."""
-        if "unevaluatedProperties" not in said or "oneOf" in said:
-            return
-        rest = said["unevaluatedProperties"]
-        if not said.keys() & {*_APPLIED, "additionalProperties"}:
-            said["additionalProperties"] = said.pop("unevaluatedProperties")
-            return
-        names = self._named({key: said[key] for key in said if key not in _REST}, set())
-        branches = [self._named(each, set()) for each in said.get("anyOf", [])]
-        if "additionalProperties" in said:
-            del said["unevaluatedProperties"]
-        elif names is not None and None not in branches:
-            del said["unevaluatedProperties"]
-            if branches:
-                said["anyOf"] = [
-                    {"allOf": [each], **_closed({}, names | (more or set()), rest)}
-                    for each, more in zip(said["anyOf"], branches, strict=True)
-                ]
-            else:
-                said.update(_closed(said.get("properties", {}), names, rest))
 
-    def _named(self, schema: Any, seen: set[str]) -> set[str] | None:
-        """The properties that a schema names, whatever the value; None if these depend on the
-        value, or are not a few names. References that were seen add nothing."""
+def _drop_without_effect(schema: Schema) -> None:
+    unused = {
+        key
+        for key in ("unevaluatedItems", "unevaluatedProperties", "propertyNames")
+        if schema.get(key) in (True, {})
+    }
+    if schema.get("format") not in _KNOWN_FORMATS:
+        unused.add("format")  # a note, which validators may know or not
+    if "if" not in schema:
+        unused |= {"then", "else"}
+    elif not schema.keys() & {"then", "else"}:
+        unused.add("if")
+    fits_none = schema.get("minContains") == 0 and "maxContains" not in schema
+    if "contains" not in schema or fits_none:
+        unused |= {"contains", "minContains", "maxContains"}
+    if schema.get("uniqueItems") is False or schema.get("maxItems") in (0, 1):
+        unused.add("uniqueItems")
+    for key in unused & schema.keys():
+        del schema[key]
+
+
+def _close_items(schema: Schema) -> None:
+    """Say what items may be that no part of the schema describes, by `items`."""
+    if "items" in schema:
+        schema.pop("unevaluatedItems", None)
+    elif "unevaluatedItems" in schema and not schema.keys() & {*_APPLIED, "contains"}:
+        schema["items"] = schema.pop("unevaluatedItems")
+
+
+def _close_properties(schema: Schema, root: Mapping[str, Any]) -> None:
+    """Say what properties may have that no part of the schema names, by `additionalProperties`.
+    Of the parts of an `anyOf`, each is closed by itself, which allows fewer values."""
+    if "unevaluatedProperties" not in schema or "oneOf" in schema:
+        return
+    if "additionalProperties" in schema:
+        del schema["unevaluatedProperties"]
+        return
+    if not schema.keys() & _APPLIED:
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+        return
+    alternatives = schema.get("anyOf", [True])
+    shared = {key: schema[key] for key in schema if key not in ("unevaluatedProperties", "anyOf")}
+    names = _named([shared], root)
+    branches = [_named([alternative], root) for alternative in alternatives]
+    if names is None or None in branches:
+        return
+    rest = schema.pop("unevaluatedProperties")
+    schema["anyOf"] = [
+        {
+            "allOf": [alternative],
+            "properties": dict.fromkeys(sorted(names | (more or set())), True),
+            "additionalProperties": rest,
+        }
+        for alternative, more in zip(alternatives, branches, strict=True)
+    ]
+
+
+def _named(schemas: list[Any], root: Mapping[str, Any]) -> set[str] | None:
+    """The properties that schemas name, whatever the value; None if these depend on the value, or
+    are not a few names."""
+    names: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(schemas)
+    while waiting:
+        schema = waiting.pop()
         if isinstance(schema, bool):
-            return set()
+            continue
         if not isinstance(schema, Mapping) or schema.keys() & _DEPENDING:
             return None
-        names = set(schema.get("properties", ()))
-        parts = list(schema.get("allOf", ()))
+        names.update(schema.get("properties", ()))
+        waiting += schema.get("allOf", ())
         if "$ref" in schema and schema["$ref"] not in seen:
             seen.add(schema["$ref"])
-            parts.append(self._target(schema["$ref"]))
-        for part in parts:
-            more = self._named(part, seen)
-            if more is None:
-                return None
-            names |= more
-        return names
-
-    def _target(self, reference: Any) -> Any:
-        """What a reference leads to; None if it is none of the simple ones."""
-        if reference == "#":
-            return self._root
-        root, _, path = str(reference).partition("#/")
-        group, _, name = path.partition("/")
-        found = self._root.get(group) if not root and group in _BY_NAME else None
-        return found.get(name) if isinstance(found, Mapping) else None
+            waiting.append(referenced(root, schema["$ref"]))
+    return names
 
 
-# What describes parts of the same value.
-_APPLIED = {
-    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
-    *("dependentSchemas", "dependentRequired"),
-}
-_REST = {"unevaluatedProperties", "anyOf"}
-_DEPENDING = {
-    *("anyOf", "oneOf", "if", "dependentSchemas", "patternProperties", "additionalProperties"),
-    *("unevaluatedProperties", "$dynamicRef", "not"),
-}
-
-
-def _closed(properties: Mapping[str, Any], names: set[str], rest: Any) -> Schema:
-    others = dict.fromkeys(sorted(names - properties.keys()), True)
-    return {"properties": {**properties, **others}, "additionalProperties": rest}
-
-
-def _divide(said: Schema) -> None:
+def _divide(schema: Schema) -> None:
     """Say what depends on a property by alternatives: with all of it, or without the property."""
-    needs = [(name, {"required": others})
-             for name, others in said.get("dependentRequired", {}).items()]  # fmt: skip
-    needs += [(name, {"allOf": [each]})
-              for name, each in said.get("dependentSchemas", {}).items()]  # fmt: skip
+    required, schemas = schema.get("dependentRequired", {}), schema.get("dependentSchemas", {})
+    needs = [(name, {"required": others}) for name, others in required.items()]
+    needs += [(name, {"allOf": [part]}) for name, part in schemas.items()]
     if not needs or len(needs) > _MOST_DEPENDENT:
         return
-    _drop(said, "dependentRequired", "dependentSchemas")
-    said["allOf"] = [
-        *said.get("allOf", []),
+    schema.pop("dependentRequired", None)
+    schema.pop("dependentSchemas", None)
+    schema["allOf"] = [
+        *schema.get("allOf", []),
         *({"anyOf": [_with(name, more), {"properties": {name: False}}]} for name, more in needs),
     ]
 
 
 def _with(name: str, more: Schema) -> Schema:
     return {**more, "required": [name, *more.get("required", [])]}
-
-
-def _whole_counts(said: Schema) -> None:
-    for key in _COUNTS:
-        if isinstance(said.get(key), float) and said[key].is_integer():
-            said[key] = int(said[key])
-
-
-def _known_formats(said: Schema) -> None:
-    # A format is a note; validators may know it or not.
-    if said.get("format") not in _KNOWN_FORMATS:
-        said.pop("format", None)
-
-
-def _without_effect(said: Schema) -> None:
-    if "if" not in said:
-        _drop(said, "then", "else")
-    elif not said.keys() & {"then", "else"}:
-        _drop(said, "if")
-    if said.get("minContains") == 0 and "maxContains" not in said:
-        _drop(said, "contains")
-    if "contains" not in said:
-        _drop(said, "minContains", "maxContains")
-    if said.get("uniqueItems") is False or said.get("maxItems") in (0, 1):
-        _drop(said, "uniqueItems")
-    for key in ("unevaluatedItems", "unevaluatedProperties", "propertyNames"):
-        if said.get(key) in (True, {}):
-            _drop(said, key)
-
-
-def _closed_items(said: Schema) -> None:
-    """Say what items may be that no part of the schema describes, by `items`."""
-    if "unevaluatedItems" not in said:
-        return
-    if "items" in said:
-        _drop(said, "unevaluatedItems")
-    elif not said.keys() & {*_APPLIED, "contains"}:
-        said["items"] = said.pop("unevaluatedItems")
-
-
-def _drop(said: Schema, *keys: str) -> None:
-    for key in keys:
-        said.pop(key, None)
-
-
-_SIMPLE: tuple[Callable[[Schema], None], ...] = (
-    _whole_counts,
-    _known_formats,
-    _without_effect,
-    _closed_items,
-)

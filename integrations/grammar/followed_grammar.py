@@ -8,81 +8,111 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paged_kv.integrations.grammar.grammars import told
-from paged_kv.integrations.grammar.trigger import Trigger
+from paged_kv.integrations.grammar.grammars import one_line
+
+
+class Trigger:
+    """The text after which a grammar begins, such as `</think>`. Tokens may end within it, or go
+    on behind it.
+
+    Args:
+        text: not empty.
+        tokens: llguidance's tokenizer.
+    """
+
+    def __init__(self, text: str, tokens: Any) -> None:
+        self._text = text.encode()
+        self._tokens = tokens
+        self._last = b""
+
+    def take(self, token: int) -> list[int] | None:
+        """Take the next token. If the text ends in it, returns the tokens of what the token says
+        behind it."""
+        said = self._last + bytes(self._tokens.decode_bytes([token]))
+        _, found, rest = said.partition(self._text)
+        if not found:
+            self._last = said[max(0, len(said) - len(self._text) + 1) :]
+            return None
+        self._last = b""
+        behind: list[int] = self._tokens.tokenize_bytes(rest) if rest.strip() else []
+        return behind
+
+    def before(self, tokens: list[int], barred: Sequence[int]) -> int:
+        """How many of these tokens come before the text ends, or before a barred one."""
+        last = self._last
+        try:
+            for count, token in enumerate(tokens):
+                if token in barred or self.take(token) is not None:
+                    return count
+            return len(tokens)
+        finally:
+            self._last = last
 
 
 class FollowedGrammar:
     """A sequence within its grammar.
 
     Args:
-        matcher: at the beginning of the grammar, from `Vocabulary.matcher`. It belongs to this
-            sequence alone.
-        vocab_size: the number of tokens that it knows.
-        trigger: the text after which the grammar begins; None means at once.
+        matcher: llguidance's, at the beginning of the grammar. It belongs to this sequence alone.
+        tokens: llguidance's tokenizer.
+        after: the text after which the grammar begins; None means at once.
         opening: a token that may come first in place of the grammar's; then the grammar begins
-            after the trigger. Models that may think write `<think>`. None: the trigger must come.
+            after that text. Models that may think write `<think>`. None: the text must come.
         repeats: whether the sequence is free again after the grammar's end; else it ends there.
-        barred: tokens that must not come before the grammar begins, such as those that end a text.
+        is_required: whether the sequence must not end before the grammar begins.
 
     Attributes:
+        is_free: whether the grammar has not begun, and any token may come that is not barred.
+        taken: how many tokens were generated and taken.
         error: why the matcher could not go on; None if all is well. Any token may come then, and
             the sequence should be dropped.
-        matcher, vocab_size, barred: as given.
+        barred: tokens that must not come before the grammar begins.
+        vocab_size: the number of tokens that the matcher knows.
+        matcher: as given.
     """
 
     def __init__(
         self,
         matcher: Any,
-        vocab_size: int,
+        tokens: Any,
         *,
-        trigger: Trigger | None = None,
+        after: str | None = None,
         opening: int | None = None,
         repeats: bool = False,
-        barred: Sequence[int] = (),
+        is_required: bool = False,
     ) -> None:
+        self.is_free = after is not None and opening is None
+        self.taken = 0
         self.error: str | None = None
+        self.barred: Sequence[int] = tokens.eos_tokens if is_required else ()
+        self.vocab_size: int = tokens.vocab_size
         self.matcher = matcher
-        self.vocab_size = vocab_size
-        self.barred = barred
-        self._trigger = trigger
+        self._trigger = None if after is None else Trigger(after, tokens)
         self._repeats = repeats
-        self._is_free = trigger is not None and opening is None
         self._opening = opening
-        self._taken = 0
         self._forced: list[int] | None = None
 
     @property
     def is_masking(self) -> bool:
         """Whether some tokens must not come next."""
-        return (not self._is_free or len(self.barred) > 0) and self.error is None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the grammar has not begun, and any token may come that is not barred."""
-        return self._is_free
+        return (not self.is_free or len(self.barred) > 0) and self.error is None
 
     @property
     def opening(self) -> int | None:
         """A token that may come next besides those of the grammar."""
-        return self._opening if self._taken == 0 else None
-
-    @property
-    def taken(self) -> int:
-        """How many tokens were generated and taken."""
-        return self._taken
+        return self._opening if self.taken == 0 else None
 
     def take(self, token: int, at: int) -> None:
         """Take the generated token number `at`, unless it is taken already."""
-        assert at <= self._taken, f"token {at} comes after {self._taken} tokens"
-        if at < self._taken:
+        assert at <= self.taken, f"token {at} comes after {self.taken} tokens"
+        if at < self.taken:
             return
         is_opening = token == self.opening
-        self._taken += 1
+        self.taken += 1
         self._forced = None
         if is_opening:
-            self._is_free = True
-        elif self._is_free:
+            self.is_free = True
+        elif self.is_free:
             self._look_for_trigger(token)
         elif self.error is None:
             self._match([token])
@@ -90,12 +120,9 @@ class FollowedGrammar:
     def allowed(self, tokens: list[int]) -> int:
         """How many of these tokens may come next, one after the other. Those by which a sequence
         would become free, or be free no more, do not count: masks change there."""
-        if self._is_free:
+        if self.is_free:
             assert self._trigger is not None, "free sequences have a trigger"
-            fitting = tokens[: self._trigger.before(tokens)]
-            return next(
-                (at for at, each in enumerate(fitting) if each in self.barred), len(fitting)
-            )
+            return self._trigger.before(tokens, self.barred)
         if self.error is not None or self.opening is not None or self.matcher.is_stopped():
             return 0
         return self._before_end(tokens) if self._repeats else self.matcher.validate_tokens(tokens)
@@ -105,7 +132,7 @@ class FollowedGrammar:
         """The next tokens, as far as the grammar leaves no choice of the text. Others may stand for
         the same text."""
         if self._forced is None:
-            can_force = self.is_masking and not self._is_free and self.opening is None
+            can_force = self.is_masking and not self.is_free and self.opening is None
             self._forced = self.matcher.compute_ff_tokens() if can_force else []
         return self._forced
 
@@ -119,7 +146,7 @@ class FollowedGrammar:
     def note_errors(self) -> None:
         """Note if the matcher could not go on."""
         if self.matcher.is_error():
-            self.error = told(self.matcher.get_error())
+            self.error = one_line(self.matcher.get_error())
 
     def _before_end(self, tokens: list[int]) -> int:
         count = 0
@@ -137,7 +164,7 @@ class FollowedGrammar:
         if behind is None:
             return
         if not behind or self.matcher.validate_tokens(behind) == len(behind):
-            self._is_free = False
+            self.is_free = False
             self._match(behind)
 
     def _match(self, tokens: list[int]) -> None:
@@ -147,4 +174,4 @@ class FollowedGrammar:
             self.note_errors()
         elif self._repeats and self.matcher.is_stopped():
             self.matcher.reset()
-            self._is_free = True
+            self.is_free = True

@@ -52,7 +52,7 @@ def lark(text: str) -> Grammar:
     return Grammar("grammar", text)
 
 
-def told(message: str) -> str:
+def one_line(message: str) -> str:
     """llguidance's message in one line, without the state of its parser."""
     words = " ".join(message.partition("<state>")[0].split())
     return words[:MOST_TOLD] or "the grammar does not compile"

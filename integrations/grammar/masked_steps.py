@@ -14,8 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.grammar.processor import GrammarProcessor, grammar_of
-from paged_kv.integrations.grammar.token_masks import MaskedRow, masked, token_masks
+from paged_kv.integrations.grammar.processor import GrammarProcessor, grammar_of, within_grammars
 
 
 class MaskedBatch(GenerationBatch):
@@ -61,27 +60,6 @@ class MaskedBatchGenerator(BatchGenerator):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._generation_batch = MaskedBatch.empty(model, self.sampler)
-
-
-def within_grammars(
-    logits: mx.array, grammars: dict[int, FollowedGrammar], inputs: list[list[int]]
-) -> mx.array:
-    """The logits of a step, masked.
-
-    Args:
-        logits: [rows, positions, vocabulary], which the model computes already.
-        grammars: by row; each has taken the row's first input.
-        inputs: of each row: a token, and drafted ones behind it that the grammar allows.
-    """
-    if not any(grammar.is_masking for grammar in grammars.values()):
-        return logits
-    rows, positions, vocab_size = logits.shape
-    allowed = token_masks(
-        [MaskedRow(each, row * positions, inputs[row][1:]) for row, each in grammars.items()],
-        rows * positions,
-        vocab_size,
-    )
-    return masked(logits, allowed.reshape(logits.shape))
 
 
 def other_processors(processors: Any) -> list[Any]:

@@ -1,15 +1,16 @@
-"""Makes a grammar a logits processor of mlx-lm."""
+"""Masks logits with grammars: of one sequence as mlx-lm's logits processor, or of many at once."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.grammars import Grammar
-from paged_kv.integrations.grammar.token_masks import MaskedRow, masked, token_masks
+from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 
 class GrammarProcessor:
@@ -43,8 +44,7 @@ class GrammarProcessor:
             GrammarError: the grammar is wrong or too large, or the tokenizer is not a fast one.
             ValueError: llguidance is not installed.
         """
-        compiled: Any = extra_module("paged_kv.integrations.grammar.vocabulary", "structured")
-        return cls(compiled.Vocabulary(tokenizer).compiled(grammar).begin())
+        return cls(Vocabulary(tokenizer).compiled(grammar).begin())
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Mask the logits of the next token.
@@ -62,12 +62,69 @@ class GrammarProcessor:
         known: Any = tokens[len(tokens) - missing :].tolist()
         for at, token in enumerate(known, self.grammar.taken):
             self.grammar.take(token, at)
-        if not self.grammar.is_masking:
-            return logits
-        return masked(logits, token_masks([MaskedRow(self.grammar, 0, [])], 1, logits.shape[-1]))
+        last: Any = tokens[-1:].tolist()
+        return within_grammars(logits[:, None], {0: self.grammar}, [last])[:, 0]
 
 
 def grammar_of(processors: Any) -> FollowedGrammar | None:
     """The grammar among the logits processors of a sequence, if there is one."""
     found = (each.grammar for each in processors or () if isinstance(each, GrammarProcessor))
     return next(found, None)
+
+
+def within_grammars(
+    logits: mx.array, grammars: dict[int, FollowedGrammar], inputs: list[list[int]]
+) -> mx.array:
+    """The logits of a step, -inf for the tokens that must not follow.
+
+    Args:
+        logits: [rows, positions, vocabulary], which the model computes already.
+        grammars: by row; each has taken the row's first input.
+        inputs: of each row: a token, and drafted ones behind it that the grammar allows.
+    """
+    masking = {row: grammar for row, grammar in grammars.items() if grammar.is_masking}
+    if not masking:
+        return logits
+    known = max(grammar.vocab_size for grammar in masking.values())
+    bits = np.unpackbits(
+        _masks(masking, inputs, logits.shape, known), axis=-1, bitorder="little", count=known
+    )
+    allowed = np.ones(logits.shape, np.bool_)
+    allowed[..., :known] = bits[..., : logits.shape[-1]]
+    for row, grammar in masking.items():
+        # A model may have more logits than tokens. A sequence whose grammar failed is dropped.
+        own = allowed[row, : len(inputs[row])]
+        own[:, known:] = False
+        if grammar.is_free:
+            own[:, grammar.barred] = False
+        own |= grammar.error is not None
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
+
+
+def _masks(
+    masking: dict[int, FollowedGrammar], inputs: list[list[int]], shape: Any, known: int
+) -> Any:
+    """A bit for each of the known tokens: uint8 [rows, positions, bytes]. llguidance computes them
+    on its own threads, without Python's lock."""
+    rows, positions, _ = shape
+    masks = np.full((rows, positions, (known + 31) // 32), -1, np.int32)
+    memory = masks.ctypes.data, masks.strides[1], rows * positions
+    begun = [(grammar.matcher, row * positions, inputs[row][1:])
+             for row, grammar in masking.items() if not grammar.is_free]  # fmt: skip
+    if short := [(matcher, first) for matcher, first, drafts in begun if not drafts]:
+        _executor().unsafe_compute_mask_ptr(short, *memory)
+    if long := [work for work in begun if work[-1]]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(long, *memory)
+    for row, grammar in masking.items():
+        if (opening := grammar.opening) is not None:
+            masks[row, 0].view(np.uint32)[opening // 32] |= np.uint32(1 << opening % 32)
+        grammar.note_errors()
+    return masks.view(np.uint8)
+
+
+@cache
+def _executor() -> Any:
+    """llguidance's threads. Only who has a matcher asks: llguidance is installed."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ANY_TEXT = r"(.|\n)*"
+from paged_kv.extras import extra_module
+
+ANY_TEXT, SOME_TEXT = r"(.|\n)*", r"(.|\n)+"
 # A parser drops spaces at the ends of such texts: with them a text could get too short.
 _EDGE = r"[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200f\u2028-\u202f\u205f\u3000\ufeff]"
 TRIMMED = rf"({_EDGE}({ANY_TEXT}{_EDGE})?)?"
@@ -37,9 +39,8 @@ _FORMATS = {
         r"(\/[A-Za-z0-9_.~-]*)*(\?[A-Za-z0-9_.~&=-]*)?"
     ),
 }
-# ASCII only, as of ECMA's and within what Python's match.
-_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
-_SET_OPERATIONS = ("&&", "--", "~~")
+# In a set of characters llguidance takes these for more than letters.
+_SET_OPERATIONS = ("[", "&&", "--", "~~")
 
 
 def text_patterns(schema: Mapping[str, Any]) -> list[str]:
@@ -65,7 +66,8 @@ def found_within(pattern: str) -> str:
     """What matches a whole text in which a regular expression of a JSON schema is found.
 
     Raises:
-        ValueError: it is no text, or llguidance would read a set of characters otherwise.
+        ValueError: it is no text, llguidance would read a set of characters otherwise, or
+            llguidance is not installed.
     """
     if not isinstance(pattern, str):
         raise ValueError("a pattern is a text")
@@ -74,7 +76,8 @@ def found_within(pattern: str) -> str:
         begins, ends = part.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", part) is not None
         body = part[begins : len(part) - ends]
         whole.append(f"{'' if begins else ANY_TEXT}({body}){'' if ends else ANY_TEXT}")
-    return "|".join(whole)
+    # Sets of characters are ASCII's, as ECMA's are.
+    return str(extra_module("llguidance", "structured").regex_to_lark("|".join(whole), "dws"))
 
 
 def exactly(text: str) -> str:
@@ -83,32 +86,15 @@ def exactly(text: str) -> str:
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """The alternatives of a regular expression, in llguidance's syntax."""
+    """The alternatives of a regular expression."""
     depth, written = 0, ""
     for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        if len(part) > 2 and any(operation in part[1:] for operation in _SET_OPERATIONS):
+            raise ValueError(f"the pattern has a set of characters that is not clear: {part}")
         depth += (part == "(") - (part == ")")
         if part == "|" and depth == 0:
             yield written
             written = ""
         else:
-            written += _translated(part)
+            written += part
     yield written
-
-
-def _translated(part: str) -> str:
-    if len(part) > 2 and part.startswith("["):
-        return _set(part)
-    if part in ("/", "\n"):
-        return {"/": r"\/", "\n": r"\n"}[part]
-    if part[0] == "\\" and part[1:] in _CLASSES:
-        return f"[{_CLASSES[part[1:]]}]"
-    return part
-
-
-def _set(part: str) -> str:
-    inner = part[1:-1]
-    if "[" in inner or any(each in inner for each in _SET_OPERATIONS):
-        raise ValueError(f"the pattern has a set of characters that is not clear: {part}")
-    if not inner.startswith("^"):
-        inner = re.sub(r"\\([dws])", lambda found: _CLASSES[found[1]], inner)
-    return "[" + re.sub(r"(?<!\\)/", r"\/", inner).replace("\n", r"\n") + "]"

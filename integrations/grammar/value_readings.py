@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from mlx_lm.tool_parsers.minimax_m2 import _extract_types_from_schema
 
 from paged_kv.integrations.grammar.call_rules import (
     DEFINITIONS,
     NOTES,
     CallRules,
     Schema,
-    definitions,
     literal,
     single_types,
-    type_of,
 )
 from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, TRIMMED, text_patterns
 
@@ -56,6 +56,15 @@ _BEGINNINGS = {
     "array": rf"{_SPACES}\[{ANY_TEXT}",
     "object": rf"{_SPACES}\{{{ANY_TEXT}",
 }
+# What minimax_m2's parser makes values of these types.
+_CONVERTED = {
+    "null": _NOTHING,
+    "boolean": _WORD,
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "array": _LITERAL,
+    "object": _LITERAL,
+}
 
 
 class Reading(NamedTuple):
@@ -79,6 +88,9 @@ class Reading(NamedTuple):
         return self._replace(misread=(*self.misread, *sorted(beginnings)))
 
 
+_AS_WRITTEN = Reading()
+
+
 def glm_reading(schema: Schema) -> Reading:
     """Of glm47, laguna and longcat."""
     return Reading() if schema.get("type") == "string" else Reading((_LITERAL,), takes_quotes=True)
@@ -100,17 +112,8 @@ def qwen_reading(schema: Schema) -> Reading:
 
 def minimax_reading(schema: Schema) -> Reading:
     """Of minimax_m2 and minicpm5."""
-    types = frozenset(_named_types(schema)) or frozenset({"string"})
-    by_type = {
-        "null": _NOTHING,
-        "integer": _NUMBER,
-        "number": _NUMBER,
-        "boolean": _WORD,
-        "object": _LITERAL,
-        "array": _LITERAL,
-    }
-    misread = {by_type[each] for each in types if each in by_type}
-    return Reading((_NULL, *sorted(misread)), types=types)
+    types = frozenset(_extract_types_from_schema(schema))
+    return Reading((_NULL, *sorted({_CONVERTED[name] for name in types & _ALL})), types=types)
 
 
 def muse_reading(schema: Schema) -> Reading:
@@ -118,22 +121,9 @@ def muse_reading(schema: Schema) -> Reading:
     return Reading((_JSON,), takes_quotes=True)
 
 
-def _named_types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    said = schema.get("type", [])
-    found = {said} if isinstance(said, str) else set(said)
-    found |= {type_of(value) for value in schema.get("enum", [])}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key, []):
-            found |= _named_types(each) or {"string"}
-    return found
-
-
-_OF_TEXTS = {"type", "enum", "minLength", "maxLength", "pattern", "format", *DEFINITIONS, *NOTES}
-
 # With these a text's spaces at its ends matter.
 _LENGTHS = {"minLength", "maxLength", "pattern"}
+_OF_TEXTS = {"type", "enum", "format", *_LENGTHS, *DEFINITIONS, *NOTES}
 _QUOTE = '"'
 _UNESCAPED = r"[^\"\\\x00-\x1f]*"
 
@@ -174,39 +164,45 @@ def value(
         ValueError: the parser cannot read all that fits, or a grammar cannot say what the schema
             does.
     """
-    types = single_types(schema, definitions(schema))
-    reading = read(schema).beside({each["type"] for each in types} - {"string"})
+    types = single_types(schema)
+    reading = read(schema).beside({single["type"] for single in types} - {"string"})
     written = []
-    for each in types:
-        if each["type"] == "string":
-            written += _texts(rules, each, place, reading)
-        elif each["type"] not in reading.types:
-            raise ValueError(f"the parser of this form reads no {each['type']} of such a schema")
+    for single in types:
+        if single["type"] == "string":
+            written.append(text(rules, single, place, reading))
+        elif single["type"] not in reading.types:
+            kind = single["type"]
+            raise ValueError(f"the parser of this form reads no {kind} of such a schema")
         else:
-            written.append(f"{_other(rules, schema, each, reading)} {place.closing(rules)}")
+            written.append(f"{_other(rules, single, reading)} {place.closing(rules)}")
     return " | ".join(written)
 
 
-def text(rules: CallRules, schema: Schema, place: ValuePlace, misread: tuple[str, ...] = ()) -> str:
+def text(
+    rules: CallRules, schema: Schema, place: ValuePlace, reading: Reading = _AS_WRITTEN
+) -> str:
     """The expression of a text without quotes, and of the mark behind it.
 
     Raises:
         ValueError: a grammar cannot say what the schema does, or the parser misreads a value.
     """
     require_known(schema)
-    after = literal(place.after)
     if "enum" in schema:
-        values = " | ".join(literal(_plain_text(each, place, misread)) for each in schema["enum"])
-        return f"({values}) {place.closing(rules)}"
+        constants = (literal(_constant(value, place, reading)) for value in schema["enum"])
+        return f"({' | '.join(constants)}) {place.closing(rules)}"
     patterns = text_patterns(schema)
     trimmed = [*patterns, TRIMMED] if place.trims and _LENGTHS & schema.keys() else patterns
-    if place.wrapping is None:
-        raw = rules.text(trimmed, place.end, place.never, misread, place.before)
-        return f"{raw} {after}"
-    begin, end = place.wrapping
-    outside = rules.text(trimmed, place.end, (*place.never, begin), misread, place.before)
-    inside = rules.text(patterns, place.end, place.never, misread, end)
-    return f"({outside} | {literal(begin)} {inside}) {after}"
+    begin, end = place.wrapping or ("", "")
+    never = (*place.never, begin) if begin else place.never
+    written = [rules.text(trimmed, place.end, never, reading.misread, place.before)]
+    if begin:
+        inner = rules.text(patterns, place.end, place.never, reading.misread, end)
+        written.append(f"{literal(begin)} {inner}")
+    if reading.takes_quotes:
+        before = _QUOTE + place.before
+        inner = rules.text([*patterns, _UNESCAPED], place.end, place.never, before=before)
+        written.append(f"{literal(_QUOTE)} {inner}")
+    return f"({' | '.join(written)}) {literal(place.after)}"
 
 
 def require_known(schema: Schema) -> None:
@@ -217,34 +213,20 @@ def require_known(schema: Schema) -> None:
         raise ValueError(f"texts without quotes cannot fit enum and {', '.join(sorted(both))}")
 
 
-def _texts(rules: CallRules, schema: Schema, place: ValuePlace, reading: Reading) -> list[str]:
-    if not reading.takes_quotes:
-        return [text(rules, schema, place, reading.misread)]
-    if "enum" not in schema:
-        inner = [*text_patterns(schema), _UNESCAPED]
-        quoted = rules.text(inner, place.end, place.never, before=_QUOTE + place.before)
-        raw = text(rules, schema, place, reading.misread)
-        return [raw, f"{literal(_QUOTE)} {quoted} {literal(place.after)}"]
-    written = []
-    for each in schema["enum"]:
-        try:
-            said = _plain_text(each, place, reading.misread)
-        except ValueError:
-            said = json.dumps(each, ensure_ascii=False)
-        written.append(f"{literal(said)} {place.closing(rules)}")
-    return written
+def _constant(value: str, place: ValuePlace, reading: Reading) -> str:
+    """A text as it stands, between quotes if it must."""
+    has_mark = any(mark in value for mark in (place.end, *place.never))
+    is_trimmed = place.trims and value != value.strip()
+    is_misread = any(re.fullmatch(pattern, value) for pattern in reading.misread)
+    if not (has_mark or is_trimmed or is_misread):
+        return value
+    if has_mark or not reading.takes_quotes:
+        raise ValueError(f"{value!r} cannot be written in this form")
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _plain_text(said: str, place: ValuePlace, misread: tuple[str, ...]) -> str:
-    is_trimmed = place.trims and said != said.strip()
-    has_mark = any(mark in said for mark in (place.end, *place.never))
-    if is_trimmed or has_mark or any(re.fullmatch(each, said) for each in misread):
-        raise ValueError(f"{said!r} cannot stand without quotes")
-    return said
-
-
-def _other(rules: CallRules, schema: Schema, one: dict[str, Any], reading: Reading) -> str:
-    if reading.has_python_words and one["type"] == "boolean":
-        values = one.get("enum", [True, False])
-        return f"({' | '.join(literal(str(each)) for each in values)})"
-    return rules.json(one)
+def _other(rules: CallRules, schema: dict[str, Any], reading: Reading) -> str:
+    if reading.has_python_words and schema["type"] == "boolean":
+        values = schema.get("enum", [True, False])
+        return f"({' | '.join(literal(str(value)) for value in values)})"
+    return rules.json(schema)

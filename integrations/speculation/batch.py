@@ -19,12 +19,8 @@ from mlx_lm.generate import GenerationBatch
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.batching.rows import first_paged
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.grammar.masked_steps import (
-    MaskedBatch,
-    other_processors,
-    within_grammars,
-)
-from paged_kv.integrations.grammar.processor import grammar_of
+from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_processors
+from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
 from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step

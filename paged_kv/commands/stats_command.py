@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from paged_kv.commands.interrupts import raised
 from paged_kv.commands.output_files import require_writable
 from paged_kv.extras import extra_module
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.published import running_process, running_processes
+from paged_kv.monitor.processes import running_process, running_processes
 
 if TYPE_CHECKING:
     from paged_kv.monitor.process_view import History
@@ -31,7 +30,7 @@ _INTERVAL_S, _PLOT_S = 0.5, 10.0
 _DESCRIPTION = """\
 Where did my memory go? Shows the pages of a running process, of a snapshot that `--json` wrote, or
 of the end of a trace that PAGED_KV_TRACE recorded. It can show every process of yours that uses
-this library; such a process opens no port and is not slowed down.
+this library; such a process opens no port, and does nothing for it until it is asked.
 """
 
 
@@ -204,23 +203,14 @@ def _history(arguments: argparse.Namespace) -> History:
 
 
 def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
-    """Samples of what a process publishes, until it ends or the time is over."""
-    end = time.monotonic() + duration_s
-    view = running_process(pid)
-    samples = int(duration_s / interval_s) + 1
-    bar = tqdm(total=samples, desc="plot", unit=" samples", leave=False, disable=None)
-    while True:
-        # An idle process publishes nothing new: its last view still holds now.
-        yield replace(view, time=time.time())
-        bar.update()
-        if time.monotonic() + interval_s > end:
-            bar.close()
-            return
-        time.sleep(interval_s)
+    """Views of a process, until it ends or the time is over."""
+    samples = range(int(duration_s / interval_s) + 1)
+    for number in tqdm(samples, desc="plot", unit=" samples", leave=False, disable=None):
+        if number:
+            time.sleep(interval_s)
         try:
-            view = running_process(pid)
+            yield running_process(pid)
         except ProcessLookupError:
-            bar.close()
             return
 
 

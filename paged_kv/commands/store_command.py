@@ -1,27 +1,30 @@
-"""The command `paged-kv store`: lists, verifies, cleans, exports and imports a folder of pages. It
-needs no model."""
+"""The command `paged-kv store`: lists, verifies, cleans, copies, exports and imports stored pages.
+It needs no model."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sqlite3
+import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands import server_store
 from paged_kv.commands.arguments import path, store_size, tier
 from paged_kv.commands.cache_options import examples
 from paged_kv.commands.output_files import removed_unless_complete, require_writable
-from paged_kv.commands.printed import print_findings, print_json, print_transfer
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
 
 if TYPE_CHECKING:
     from paged_kv.store.index import Row
-    from paged_kv.store.page_store import PageStore
+    from paged_kv.store.maintenance import Transfer
+    from paged_kv.store.page_store import Finding
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -50,9 +53,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
     _add_cap(gc, None, "evict least recently used entries until the folder takes at most this")
     clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
     clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    copy = _add(
-        commands, "copy", "copy entries to another tier that lacks them", server_store.run_copy
-    )
+    copy = _add(commands, "copy", "copy entries to another tier that lacks them", run_copy)
     copy.add_argument("target", type=tier, help="the folder or server to copy to")
     _add_cap(
         copy,
@@ -72,80 +73,90 @@ def add_store_parser(subparsers: Subparsers) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """List the entries."""
-    with _opened(arguments) as store:
-        rows = store.rows()
-    if arguments.json:
-        return print_json([asdict(row) for row in rows])
-    print(f"{arguments.store}: {_summary(rows)}")
-    for (model, page_format, part), theirs in _grouped(rows).items():
-        print(f"  {model}, {page_format}, {part}: {_summary(theirs)}")
-    return 0
+    with _opened(arguments.store, arguments) as place:
+        if isinstance(arguments.store, str):
+            found = dict(place.blobs.names())
+            content = [{"name": name, "nbytes": nbytes} for name, nbytes in found.items()]
+            return _print(arguments, content, [_amount(arguments, list(found.values()))])
+        rows = place.rows()
+    groups = [
+        f"  {model}, {page_format}, {part}: {_summary(theirs)}"
+        for (model, page_format, part), theirs in _grouped(rows).items()
+    ]
+    lines = [f"{arguments.store}: {_summary(rows)}", *groups]
+    return _print(arguments, [asdict(row) for row in rows], lines)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read every file; return 1 if anything is wrong."""
-    from paged_kv.store.maintenance import verify
+    """Read every entry; return 1 if anything is wrong."""
+    from paged_kv.tiers.maintenance import verify
 
-    with _opened(arguments) as store:
-        findings, entries = verify(store), len(store.stored_keys())
-    if arguments.json:
-        print_json({"entries": entries, "findings": [asdict(each) for each in findings]})
-    else:
-        print_findings(findings)
-        print(f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found")
+    with _opened(arguments.store, arguments) as place:
+        entries, findings = verify(place)
+    content = {"entries": entries, "findings": [asdict(each) for each in findings]}
+    read = f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found"
+    _print(arguments, content, [*map(_finding, findings), read])
     return 1 if findings else 0
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Remove damaged entries, and those over the cap."""
-    from paged_kv.store.maintenance import gc
+    """Remove entries that cannot be used, and those over the cap."""
+    from paged_kv.tiers.maintenance import gc
 
-    with _opened(arguments) as store:
-        removed = gc(store)
-    if arguments.json:
-        return print_json([asdict(each) for each in removed])
-    print_findings(removed)
-    nbytes = sum(each.nbytes for each in removed)
-    print(f"{counted(len(removed), 'file')} removed, {format_size(nbytes)}")
-    return 0
+    with _opened(arguments.store, arguments) as place:
+        removed = gc(place, arguments.store_bytes)
+    total = _amount(arguments, [each.nbytes for each in removed], "removed")
+    content = [asdict(each) for each in removed]
+    return _print(arguments, content, [*map(_finding, removed), total])
 
 
 def run_clear(arguments: argparse.Namespace) -> int:
     """Remove all pages."""
-    from paged_kv.store.maintenance import clear
+    from paged_kv.tiers.maintenance import clear
 
-    with _opened(arguments) as store:
-        files, nbytes = clear(store, dry_run=arguments.dry_run)
-    if arguments.json:
-        return print_json({"files": files, "nbytes": nbytes, "dry_run": arguments.dry_run})
+    with _opened(arguments.store, arguments) as place:
+        sizes = clear(place, dry_run=arguments.dry_run)
     verb = "would be removed" if arguments.dry_run else "removed"
-    print(f"{counted(files, 'file')} {verb}, {format_size(nbytes)}")
-    return 0
+    content = {"files": len(sizes), "nbytes": sum(sizes), "dry_run": arguments.dry_run}
+    return _print(arguments, content, [_amount(arguments, sizes, verb)])
+
+
+def run_copy(arguments: argparse.Namespace) -> int:
+    """Copy all entries of one tier to another; return 1 if some were skipped."""
+    from paged_kv.tiers.maintenance import copy
+
+    with ExitStack() as stack:
+        source = stack.enter_context(_opened(arguments.store, arguments, must_exist=False))
+        target = stack.enter_context(_opened(arguments.target, arguments, must_exist=False))
+        done = copy(source, target)
+    return _print_transfer(arguments, "copied", done)
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write all pages into one file; return 1 if some could not be read."""
     from paged_kv.store.maintenance import export
 
+    _require_folder(arguments)
     if arguments.file.exists():
         raise FileExistsError(
             f"{arguments.file} exists, and export overwrites nothing: remove it, or name another "
             "file"
         )
     require_writable(arguments.file)
-    with _opened(arguments) as store, removed_unless_complete(arguments.file):
+    with _opened(arguments.store, arguments) as store, removed_unless_complete(arguments.file):
         done = export(store, arguments.file)
-    return print_transfer(arguments, "exported", done)
+    return _print_transfer(arguments, "exported", done)
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Add the pages of an exported file; return 1 if some were skipped."""
     from paged_kv.store.maintenance import import_
 
+    _require_folder(arguments)
     _require_archive(arguments.file)
-    with _opened(arguments, must_exist=False) as store:
+    with _opened(arguments.store, arguments, must_exist=False) as store:
         done = import_(store, arguments.file)
-    return print_transfer(arguments, "imported", done)
+    return _print_transfer(arguments, "imported", done)
 
 
 def _add(
@@ -187,35 +198,47 @@ def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: s
 
 
 def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    if isinstance(arguments.store, str):
-        known = {
-            run_list: server_store.run_list,
-            run_verify: server_store.run_verify,
-            run_gc: server_store.run_gc,
-            run_clear: server_store.run_clear,
-            server_store.run_copy: server_store.run_copy,
-        }
-        if run not in known:
-            raise ValueError("only folders are exported and imported: copy takes servers")
-        return known[run](arguments)
     try:
         return run(arguments)
     except sqlite3.Error as error:
         raise OSError(f"the index of {arguments.store} cannot be used: {error}") from None
 
 
-def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageStore:
-    from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
+@contextmanager
+def _opened(
+    place: str | Path, arguments: argparse.Namespace, *, must_exist: bool = True
+) -> Iterator[Any]:
+    """The `PageStore` of a folder, or the `Server` at an address.
 
-    folder = arguments.store
-    if must_exist and not (folder / TAG).exists():
+    Raises:
+        ValueError: a server lacks a secret, or a package is missing.
+        OSError: there is no store in the folder, or the server fails.
+    """
+    from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
+    from paged_kv.tiers.maintenance import opened_server
+    from paged_kv.tiers.store_options import StoreOptions
+
+    if isinstance(place, str):
+        options = StoreOptions(
+            secret=arguments.store_secret, unauthenticated=arguments.store_unauthenticated
+        )
+        with opened_server(place, options) as server:
+            yield server
+        return
+    if must_exist and not (place / TAG).exists():
         raise FileNotFoundError(
-            f"there is no page store in {folder}: name with --store the folder that the store was "
+            f"there is no page store in {place}: name with --store the folder that the store was "
             "made in"
         )
     # Listing and cleaning up need no free disk space.
     free = 0 if must_exist else MIN_FREE_BYTES
-    return PageStore(folder, arguments.store_bytes, min_free_bytes=free)
+    with PageStore(place, arguments.store_bytes, min_free_bytes=free) as store:
+        yield store
+
+
+def _require_folder(arguments: argparse.Namespace) -> None:
+    if isinstance(arguments.store, str):
+        raise ValueError("only folders are exported and imported: copy takes servers")
 
 
 def _require_archive(file: Path) -> None:
@@ -245,3 +268,29 @@ def _summary(rows: Sequence[Row]) -> str:
     tokens = sum(row.num_tokens for row in rows)
     nbytes = format_size(sum(row.nbytes for row in rows))
     return f"{counted(len(rows), 'entry')}, {counted(tokens, 'token')}, {nbytes}"
+
+
+def _amount(arguments: argparse.Namespace, sizes: Sequence[int], verb: str = "") -> str:
+    """How many files or entries there are, and their bytes."""
+    noun = "entry" if isinstance(arguments.store, str) else "file"
+    return f"{counted(len(sizes), noun)} {verb}".rstrip() + f", {format_size(sum(sizes))}"
+
+
+def _finding(finding: Finding) -> str:
+    return f"{finding.name}: {finding.problem} ({format_size(finding.nbytes)})"
+
+
+def _print_transfer(arguments: argparse.Namespace, verb: str, done: Transfer) -> int:
+    """Print what was transferred and skipped; returns 1 if something was skipped."""
+    amount = f"{counted(done.entries, 'entry')} {verb}, {format_size(done.nbytes)}"
+    _print(arguments, asdict(done), [amount])
+    if not arguments.json:
+        for reason, count in Counter(done.skipped.values()).items():
+            print(f"{count} skipped: {reason}", file=sys.stderr)
+    return 1 if done.skipped else 0
+
+
+def _print(arguments: argparse.Namespace, content: Any, lines: Sequence[str]) -> int:
+    """Print a result as JSON or as lines; returns 0."""
+    print(*[json.dumps(content, indent=2)] if arguments.json else lines, sep="\n")
+    return 0

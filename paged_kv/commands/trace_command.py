@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
             content["admission"] = asdict(admitted)
         print(json.dumps(content, indent=2))
         return 0
-    _print_table(recorded, changed, _in_words(arguments))
+    _print_outcomes(recorded, changed, _in_words(arguments))
     if admitted is not None:
         _print_admission(load, admitted, _admission_in_words(arguments))
     return 0
@@ -191,9 +192,7 @@ def _admitted(arguments: argparse.Namespace, load: TracedLoad) -> AdmissionOutco
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """An outcome, ready for JSON."""
-    names = [name for name in asdict(outcome) if name != "stats"]
-    own = {name: getattr(outcome, name) for name in names}
-    return {**own, "stats": outcome.stats.as_dict()}
+    return {**vars(outcome), "stats": outcome.stats.as_dict()}
 
 
 def _in_words(arguments: argparse.Namespace) -> str:
@@ -217,13 +216,7 @@ def _admission_in_words(arguments: argparse.Namespace) -> str:
 
 
 def _print_admission(load: TracedLoad, outcome: AdmissionOutcome, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("\n", "\nas recorded", "\n" + title, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, recorded, replayed in (
+    rows = [
         ("requests", f"{len(load.requests):,}", f"{outcome.requests:,}"),
         ("  of them too long for the pool", "", f"{outcome.impossible:,}"),
         ("running at once, on average", "", f"{outcome.running_mean:.1f}"),
@@ -231,22 +224,27 @@ def _print_admission(load: TracedLoad, outcome: AdmissionOutcome, title: str) ->
         ("steps", "", f"{outcome.steps:,}"),
         ("preemptions", f"{load.preemptions:,}", f"{outcome.preemptions:,}"),
         ("tokens computed again", "", f"{outcome.tokens_recomputed:,}"),
-    ):
-        table.add_row(name, recorded, replayed)
-    Console(highlight=False).print(table)
+    ]
+    _print_table(("\n", "\nas recorded", f"\n{title}"), rows)
 
 
-def _print_table(recorded: Outcome, changed: Outcome, title: str) -> None:
+def _print_outcomes(recorded: Outcome, changed: Outcome, title: str) -> None:
+    """Both outcomes; without a title, what was recorded alone."""
+    rows = zip(_rows(recorded), _rows(changed), strict=True)
+    columns = 3 if title else 2
+    both = [(name, cell, other)[:columns] for (name, cell), (_, other) in rows]
+    _print_table(("", "as recorded", title)[:columns], both)
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", box=None, pad_edge=False)
-    table.add_column("as recorded", justify="right")
-    if title:
-        table.add_column(title, justify="right")
-    for name, cell in _rows(recorded):
-        others = [dict(_rows(changed))[name]] if title else []
-        table.add_row(name, cell, *others)
+    table = Table(*titles, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False).print(table)
 
 

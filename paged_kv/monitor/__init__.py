@@ -2,9 +2,8 @@
 
 process_view        all pools of a process at one moment: data, and its JSON
 pool_views          makes views of pools
-publisher           writes what has changed into a file that other processes of the user read
-published           reads what other processes publish
-runtime_folder      the private folder of those files
+publisher           sends it to other processes of the user that ask
+processes           asks the processes of the user
 stats_table         the tables and maps of `paged-kv stats`
 stats_plot          plots them
 prometheus_metrics  the same as Prometheus' text

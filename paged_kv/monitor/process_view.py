@@ -1,4 +1,4 @@
-"""The content of all pools of a process at one moment, as it is shown, published and saved.
+"""The content of all pools of a process at one moment, as it is shown, sent and saved.
 
 As JSON:
 
@@ -80,10 +80,6 @@ class ProcessView:
     time: float
     pools: tuple[PoolView, ...]
     ranks: tuple[tuple[int, RankMemory], ...] = ()
-
-    def shows_the_same(self, other: ProcessView) -> bool:
-        """Whether nothing but time lies between two views of a process."""
-        return (self.pools, self.ranks) == (other.pools, other.ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form that the module describes."""

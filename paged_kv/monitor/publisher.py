@@ -1,12 +1,10 @@
-"""Publishes the pools of this process to other processes of the same user.
+"""Shows the pools of this process to other processes of the same user.
 
-A thread looks at the open pools twice a second and writes what has changed into a file of the
-runtime folder, which `paged-kv stats` reads. There is no port, and the thread that generates does
-nothing for it: its pool stands still for some microseconds while references are copied. How long
-the thread sleeps grows with how long it took, so that it never takes more than one part in 200 of
-the time.
+A thread waits at a Unix socket of the runtime folder, and sends a view of the open pools to
+whoever connects, as `paged-kv stats` does. There is no port. Only for a view do pools stand still,
+for some microseconds while references are copied.
 
-PAGED_KV_PUBLISH says how many seconds to sleep at least (0.5 by default); 0 publishes nothing.
+PAGED_KV_PUBLISH=0 shows nothing.
 """
 
 from __future__ import annotations
@@ -15,27 +13,29 @@ import atexit
 import json
 import logging
 import os
+import socket
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.published import SharedFile, remove_stale
-from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start
+from paged_kv.monitor.processes import make_runtime_folder, remove_stale, runtime_folder
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")
 
-INTERVAL_S = 0.5
-# The thread sleeps at least this many times as long as it was busy.
-SLEEPS = 200
+# How often the thread looks whether somebody has deleted its socket.
+CHECK_S = 2.0
+# A client that reads nothing keeps the others waiting no longer than this.
+_SEND_S = 1.0
 
 
 class Publisher:
-    """Publishes what `view` returns, in a thread that `start` starts.
+    """Sends what `view` returns to whoever connects, from a thread that `start` starts.
 
-    A process that is forked from this one publishes nothing until `start` is called there.
+    A process that is forked from this one shows nothing until `start` is called there.
     """
 
     def __init__(self, view: Callable[[], ProcessView]) -> None:
@@ -43,9 +43,8 @@ class Publisher:
         self._busy = threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._file: SharedFile | None = None
-        self._published: ProcessView | None = None
-        self._started: str | None = None
+        self._path: Path | None = None
+        self._listening: socket.socket | None = None
         # A fork while the thread holds a pool's lock would leave that lock held for ever.
         os.register_at_fork(
             before=lambda: self._busy.acquire(),
@@ -55,74 +54,99 @@ class Publisher:
         atexit.register(self.stop)
 
     def start(self) -> None:
-        """Publish from now on, until the process ends."""
-        interval = interval_s()
-        if self._thread is None and interval > 0:
+        """Answer from now on, until the process ends.
+
+        Raises:
+            ValueError: PAGED_KV_PUBLISH is neither 0 nor 1.
+        """
+        if self._thread is None and is_wanted():
             self._thread = threading.Thread(
-                target=self._run, args=(interval, self._is_over), name="paged-kv", daemon=True
+                target=self._run, args=(self._is_over,), name="paged-kv", daemon=True
             )
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop publishing, and remove the file."""
+        """Answer no longer, and remove the socket."""
         self._is_over.set()
         with self._busy:
-            if self._file is not None:
-                self._file.remove()
-                self._file = None
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+                self._path = None
 
-    def publish(self) -> None:
-        """Publish the present view.
+    def answer(self, connection: socket.socket) -> None:
+        """Send the present view.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: whoever has connected does not read it.
         """
-        view = self._view()
-        if self._file is None or not self._file.is_there():
-            self._file = SharedFile(make_runtime_folder() / f"{os.getpid()}.json")
-        elif self._published is not None and view.shows_the_same(self._published):
-            return
-        content = {**view.as_dict(), "started": self._started}
-        self._file.write(json.dumps(content, separators=(",", ":")).encode())
-        self._published = view
+        with self._busy:
+            view = self._view()
+        connection.settimeout(_SEND_S)
+        connection.sendall(json.dumps(view.as_dict()).encode())
+        # A process that was forked meanwhile may hold this connection too.
+        connection.shutdown(socket.SHUT_WR)
 
     def _begin_process(self) -> None:
-        """Forget the thread and file of the parent process."""
+        """Forget the parent's thread and socket, which would seem to live for as long as this
+        process."""
+        if self._listening is not None:
+            self._listening.close()
         self._busy = threading.Lock()
         self._is_over = threading.Event()
-        self._thread = self._file = self._published = self._started = None
+        self._thread = self._path = self._listening = None
 
-    def _run(self, interval: float, is_over: threading.Event) -> None:
-        self._started = process_start(os.getpid())
+    def _run(self, is_over: threading.Event) -> None:
         try:
+            path = runtime_folder() / f"{os.getpid()}.sock"
             remove_stale()
-            while not is_over.is_set():
-                began = time.perf_counter()
-                with self._busy:
-                    if not is_over.is_set():
-                        self.publish()
-                is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
+            while self._listens(path, is_over):
+                self._answer_next()
         except OSError as error:
-            logger.info("cannot publish this process: %s", error)
+            logger.info("cannot show the pools of this process: %s", error)
+
+    def _listens(self, path: Path, is_over: threading.Event) -> bool:
+        """Make the socket, anew if somebody has deleted it; false if all is over."""
+        with self._busy:
+            if is_over.is_set():
+                return False
+            if self._path is None or not path.exists():
+                if self._listening is not None:
+                    self._listening.close()
+                make_runtime_folder(path.parent)
+                path.unlink(missing_ok=True)  # of an earlier process with this number
+                self._listening = socket.socket(socket.AF_UNIX)
+                self._listening.settimeout(CHECK_S)
+                self._listening.bind(str(path))
+                self._listening.listen()
+                self._path = path
+            return True
+
+    def _answer_next(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except TimeoutError:
+            return
+        except OSError:  # too many files are open, for example
+            self._is_over.wait(CHECK_S)
+            return
+        with connection, suppress(OSError):
+            self.answer(connection)
 
 
-def interval_s() -> float:
-    """The interval that PAGED_KV_PUBLISH sets, in seconds.
+def is_wanted() -> bool:
+    """Whether PAGED_KV_PUBLISH lets others see this process.
 
     Raises:
-        ValueError: it is no number of seconds.
+        ValueError: it is neither 0 nor 1.
     """
-    text = os.environ.get("PAGED_KV_PUBLISH", "")
-    try:
-        seconds = float(text or INTERVAL_S)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
+    text = os.environ.get("PAGED_KV_PUBLISH") or "1"
+    if text not in ("0", "1"):
         raise ValueError(
-            f"PAGED_KV_PUBLISH must be the seconds between two looks at the pools, or 0 for none, "
+            "PAGED_KV_PUBLISH must be 0, so that `paged-kv stats` does not see this process, or 1, "
             f"got {text!r}"
         )
-    return seconds
+    return text == "1"
 
 
 publisher = Publisher(lambda: view_process(open_pools.items()))

@@ -5,8 +5,7 @@
     folder        the folder and its system calls
     index         entries and the order of their use; rebuilt from the files when it is lost
     sights        which prefixes prompts begin with again; only these need to be written
-    ledger        bytes written today and in all
-    eviction      chooses entries to evict
+    limits        how much it may take and write, and what to evict
     page_store    all of these together, with one writing process at a time
     lookup        finds the stored blocks of a prompt
     background    asynchronous front end to the page store

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find, read_ahead
+from paged_kv.store.limits import Written
+from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find
 from paged_kv.store.page_store import FAULTS, PageStore
 from paged_kv.store.sights import Sights
 from paged_kv.store.write_queue import Faults, WriteQueue
@@ -76,6 +77,19 @@ class StoreStats:
         )
 
 
+def stats_of(counts: Counter[str], written: Written, faults: Faults) -> StoreStats:
+    """The counts of one tier, of which tokens are not counted here."""
+    names = "entries_read", "bytes_read", "entries_written", "bytes_written"
+    return StoreStats(
+        tokens_found=0,
+        **{name: counts[name] for name in names},
+        bytes_today=written.bytes_today,
+        bytes_in_all=written.in_all,
+        dropped=dict(faults.dropped),
+        errors=dict(faults.errors),
+    )
+
+
 class BackgroundStore:
     """Reads and writes a page store without blocking on writes and without raising.
 
@@ -115,32 +129,6 @@ class BackgroundStore:
         """Write the queued entries and close the folder. Later calls do nothing."""
         self._close()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `close` has not been called yet."""
-        return self._close.alive
-
-    def flush(self) -> bool:
-        """Wait until every queued entry is written or dropped; false if that takes too long."""
-        return self.queue.flush()
-
-    def knows(self, key: str) -> bool:
-        """Whether an entry is stored or queued, as far as this process has seen."""
-        return self.queue.knows(key)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether the queue takes `nbytes` now; if not, this counts a drop."""
-        return self.queue.has_room(nbytes)
-
-    def save(self, entry: Entry, path: Sequence[str] = ()) -> None:
-        """Queue an entry to be written; ask `has_room` first. `path` are the keys of entries that
-        are needed together with it: storing it does not evict them."""
-        self.queue.save(entry, path)
-
-    def touch(self, keys: Sequence[str]) -> None:
-        """Note entries as used, the first of them most recently."""
-        self.queue.touch(keys)
-
     def see(self, digest: str) -> None:
         """Count that a block was seen."""
         self.sights.see(digest)
@@ -152,19 +140,17 @@ class BackgroundStore:
     ) -> Stored | None:
         """The stored blocks that a prompt can begin with, here and in other lookups; None if there
         are none, or the lookup failed."""
-        return self._wait(self._submit(find, wanted, Union([self.store, *beside]), without))
-
-    def read(self, places: Sequence[EntryPlace]) -> Iterator[Entry | None]:
-        """The entries at `places`, in order, read ahead. Yields None for one that cannot be read,
-        and ends."""
-        return read_ahead(places, self.start, self.finish)
+        return self._wait(self._submit(find, wanted, Union([self.store.lookups, *beside]), without))
 
     def start(self, place: EntryPlace) -> Future[Entry] | None:
         """Begin to read an entry; None while a reader hangs."""
         return self._submit(self.store.get, place)
 
-    def finish(self, reading: Future[Entry] | None, place: EntryPlace) -> Entry | None:
-        """The entry that `start` has begun to read; None if it cannot be had."""
+    def finish(
+        self, reading: Future[Entry] | None, place: EntryPlace, waits: object = None
+    ) -> Entry | None:
+        """The entry that `start` has begun to read; None if it cannot be had. How long a prompt
+        waits for servers does not matter here."""
         entry = self._wait(reading, place)
         if entry is not None:
             self._counts["entries_read"] += 1
@@ -173,18 +159,7 @@ class BackgroundStore:
 
     def stats(self) -> StoreStats:
         """The counts so far."""
-        counts, written = self._counts, self.queue.counts
-        return StoreStats(
-            tokens_found=0,
-            entries_read=counts["entries_read"],
-            bytes_read=counts["bytes_read"],
-            entries_written=written["entries_written"],
-            bytes_written=written["bytes_written"],
-            bytes_today=self.store.written.bytes_today,
-            bytes_in_all=self.store.written.in_all,
-            dropped=dict(self.faults.dropped),
-            errors=dict(self.faults.errors),
-        )
+        return stats_of(self._counts + self.queue.counts, self.store.written, self.faults)
 
     def _saved_sights(self) -> bytes:
         try:
@@ -196,7 +171,7 @@ class BackgroundStore:
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
         """Give work to a reader; None while a reader hangs on a disk that does not answer."""
         self._late = [each for each in self._late if not each.done()]
-        if self._late or not self.is_open:
+        if self._late or not self._close.alive:
             return None
         try:
             return self._readers.submit(work, *arguments)

@@ -73,35 +73,32 @@ class Row:
 
 
 class Index:
-    """One connection to the index of a folder.
+    """The index of a folder, opened at its first use, and again when another process replaced it.
+    One thread uses it at a time.
 
-    Raises:
-        sqlite3.Error: the database cannot be read or written; every method may raise it.
+    Attributes:
+        is_damaged: whether it should be replaced.
+
+    Every other method raises sqlite3.Error if it cannot be read or written, and OSError if the
+    folder is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
-        _require_no_links(folder)
-        self._connection = sqlite3.connect(
-            self._path, timeout=5, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._prepare()
-        except BaseException:
-            self._connection.close()
-            raise
-        self._file = _identity(self._path)
+    def __init__(self, folder: Folder) -> None:
+        self.is_damaged = False
+        self._folder = folder
+        self._path = folder.path / NAME
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._file = (0, 0)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-    def is_there(self) -> bool:
-        """Whether the file is still the one that was opened."""
-        try:
-            return _identity(self._path) == self._file
-        except OSError:
-            return False
+        """Close the connection, if it is open."""
+        with self._lock:
+            if self._connection is not None:
+                with suppress(sqlite3.Error):
+                    self._connection.close()
+            self._connection = None
+            self.is_damaged = False
 
     def keys(self) -> set[str]:
         """All entries."""
@@ -138,40 +135,28 @@ class Index:
     def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Add entries, each with the tokens of its block, as the most recently used, the first of
         them most recently."""
-        uses = self._next_uses(len(rows))
-        self._write(
-            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, first_used, last_used, uses) "
-            "VALUES (?,?,?,?,?,?,?,?,?,?,1)",
-            [
-                (*astuple(row), packed(tokens), use, use)
-                for (row, tokens), use in zip(rows, uses, strict=True)
-            ],
-        )
+        with self._lock:
+            uses = self._next_uses(len(rows))
+            self._write(
+                f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, first_used, last_used, uses) "
+                "VALUES (?,?,?,?,?,?,?,?,?,?,1)",
+                [
+                    (*astuple(row), packed(tokens), use, use)
+                    for (row, tokens), use in zip(rows, uses, strict=True)
+                ],
+            )
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as the most recently used, the first of them most recently."""
-        self._write(
-            "UPDATE entries SET last_used = ?, uses = uses + 1 WHERE key = ?",
-            list(zip(self._next_uses(len(keys)), keys, strict=True)),
-        )
+        with self._lock:
+            self._write(
+                "UPDATE entries SET last_used = ?, uses = uses + 1 WHERE key = ?",
+                list(zip(self._next_uses(len(keys)), keys, strict=True)),
+            )
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove entries."""
         self._write("DELETE FROM entries WHERE key = ?", [(key,) for key in keys])
-
-    def _prepare(self) -> None:
-        run = self._connection.execute
-        run("PRAGMA journal_mode = WAL").fetchall()
-        run("PRAGMA synchronous = OFF")
-        ((version,),) = self._all("PRAGMA user_version")
-        if version == _SCHEMA_VERSION:
-            return
-        run("BEGIN IMMEDIATE")
-        run("DROP TABLE IF EXISTS entries")
-        for statement in _SCHEMA.split(";")[:-1]:
-            run(statement)
-        run(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        run("COMMIT")
 
     def _next_uses(self, count: int) -> range:
         """The use counts of the next `count` entries, the latest first."""
@@ -179,59 +164,70 @@ class Index:
         return range(latest + count, latest, -1)
 
     def _write(self, statement: str, rows: Sequence[tuple[str | int | bytes, ...]]) -> None:
-        for start in range(0, len(rows), _ROWS):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._connection.executemany(statement, rows[start : start + _ROWS])
-                self._connection.execute("COMMIT")
-            except BaseException:
-                self._connection.rollback()
-                raise
-            self._all("PRAGMA wal_checkpoint(TRUNCATE)")
+        with self._opened() as connection:
+            for start in range(0, len(rows), _ROWS):
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    connection.executemany(statement, rows[start : start + _ROWS])
+                    connection.execute("COMMIT")
+                except BaseException:
+                    connection.rollback()
+                    raise
+                _fetched(connection, "PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _all(self, statement: str, *values: str | bytes) -> list[tuple[Any, ...]]:
-        with closing(self._connection.execute(statement, values)) as cursor:
-            return cursor.fetchall()
-
-
-class OpenIndex:
-    """Opens the index of a folder at its first use, and again when another process replaced it.
-
-    Attributes:
-        is_damaged: whether the index should be replaced.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        self.is_damaged = False
-        self._folder = folder
-        self._lock = threading.RLock()
-        self._index: Index | None = None
+        with self._opened() as connection:
+            return _fetched(connection, statement, *values)
 
     @contextmanager
-    def use(self) -> Iterator[Index]:
-        """The index, for one thread at a time."""
+    def _opened(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            if self._index is not None and not self._index.is_there():
+            if self._connection is not None and not self._is_there():
                 self.close()
             try:
-                if self._index is None:
+                if self._connection is None:
                     self._folder.require_there()
-                    self._index = Index(self._folder.path)
-                yield self._index
+                    _require_no_links(self._folder.path)
+                    self._connection = _connected(self._path)
+                    self._file = _identity(self._path)
+                yield self._connection
             except sqlite3.DatabaseError as error:
                 # A new index does not help against another process's lock or a full disk.
                 elsewhere = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
                 self.is_damaged = getattr(error, "sqlite_errorcode", None) not in elsewhere
                 raise
 
-    def close(self) -> None:
-        """Close it, if it is open."""
-        with self._lock:
-            if self._index is not None:
-                with suppress(sqlite3.Error):
-                    self._index.close()
-            self._index = None
-            self.is_damaged = False
+    def _is_there(self) -> bool:
+        """Whether the file is still the one that was opened."""
+        try:
+            return _identity(self._path) == self._file
+        except OSError:
+            return False
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=5, isolation_level=None, check_same_thread=False)
+    try:
+        _fetched(connection, "PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")
+        if _fetched(connection, "PRAGMA user_version") != [(_SCHEMA_VERSION,)]:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("DROP TABLE IF EXISTS entries")
+            for statement in _SCHEMA.split(";")[:-1]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _fetched(
+    connection: sqlite3.Connection, statement: str, *values: str | bytes
+) -> list[tuple[Any, ...]]:
+    with closing(connection.execute(statement, values)) as cursor:
+        return cursor.fetchall()
 
 
 def _require_no_links(folder: Path) -> None:

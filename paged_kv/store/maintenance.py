@@ -16,13 +16,16 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from paged_kv.store.entry_file import SUFFIX, decode, file_name
+from paged_kv.store.entry_file import SUFFIX, Entry, decode, file_name
 from paged_kv.store.errors import InvalidEntry
-from paged_kv.store.eviction import victims
 from paged_kv.store.folder import is_page_file
+from paged_kv.store.limits import victims
 from paged_kv.store.page_store import File, Finding, Outcome, PageStore, file_of
 
 T = TypeVar("T")
+
+Found = tuple[str, Entry, memoryview]
+"""An entry's name in its tier, its content, and the bytes of its file."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,24 @@ def gc(store: PageStore) -> list[Finding]:
     return findings + _enforce_cap(store)
 
 
-def clear(store: PageStore, *, dry_run: bool = False) -> tuple[int, int]:
-    """Remove all entries, also those of other versions; returns their number and bytes."""
+def clear(store: PageStore, *, dry_run: bool = False) -> list[int]:
+    """Remove all entries, also those of other versions; returns the bytes of their files."""
     with store.exclusive() as contents:
         files = contents.files
     if not dry_run:
         store.discard(list(files))
-    return len(files), sum(files.values())
+    return list(files.values())
+
+
+def sound_entries(store: PageStore, skipped: dict[str, str]) -> Iterator[Found]:
+    """The entries, the most recently used first; notes the others, and why, in `skipped`."""
+    for row in store.rows():
+        name = file_name(row.key)
+        try:
+            data = memoryview(store.folder.read(name))
+            yield name, decode(data, row.key), data
+        except (OSError, InvalidEntry) as error:
+            skipped[name] = str(error)
 
 
 def export(store: PageStore, path: Path) -> Transfer:
@@ -82,16 +96,10 @@ def export(store: PageStore, path: Path) -> Transfer:
     Raises:
         FileExistsError: the file exists.
     """
-    done, nbytes, skipped = 0, 0, {}
+    done, nbytes = 0, 0
+    skipped: dict[str, str] = {}
     with tarfile.open(path, "x") as archive:
-        for row in shown("export", store.rows()):
-            name = file_name(row.key)
-            try:
-                data = store.folder.read(name)
-                decode(data, row.key)
-            except (OSError, InvalidEntry) as error:
-                skipped[name] = str(error)
-                continue
+        for name, _, data in shown("export", sound_entries(store, skipped), len(store.rows())):
             about = tarfile.TarInfo(name)
             about.size = len(data)
             archive.addfile(about, io.BytesIO(data))
@@ -144,9 +152,9 @@ def _imported(archive: tarfile.TarFile, skipped: dict[str, str]) -> Iterator[Fil
         yield file_of(entry.place, [data])
 
 
-def shown(work: str, entries: Iterable[T]) -> Iterator[T]:
+def shown(work: str, entries: Iterable[T], total: int | None = None) -> Iterator[T]:
     """The entries, with a progress bar if standard error is a terminal."""
-    return iter(tqdm(entries, desc=work, unit=" entries", leave=False, disable=None))
+    return iter(tqdm(entries, work, total, unit=" entries", leave=False, disable=None))
 
 
 def _look_at(store: PageStore, key: str, nbytes: int) -> Finding | None:

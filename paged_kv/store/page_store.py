@@ -35,11 +35,17 @@ from paged_kv.store.entry_file import (
     file_name,
 )
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusable
-from paged_kv.store.eviction import Limits, victims
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
-from paged_kv.store.index import OpenIndex, Row
+from paged_kv.store.index import Index, Row
 from paged_kv.store.keys import EntryPlace
-from paged_kv.store.ledger import LEDGER, Written, read_written, write_written
+from paged_kv.store.limits import (
+    LEDGER,
+    Limits,
+    Written,
+    read_written,
+    victims,
+    write_written,
+)
 from paged_kv.store.sights import SAVED_BYTES
 
 MIN_BYTES = 8 << 20
@@ -115,6 +121,7 @@ class PageStore:
 
     Attributes:
         discarded: useless files found in the folder so far.
+        lookups: the index, on a connection of its own: it does not wait for writers of files.
         written: the bytes written by all processes, as far as this one has seen.
         lack: what the latest entry lacked for which there was no room, and what to change.
 
@@ -148,8 +155,7 @@ class PageStore:
         self.folder = Folder(self.path)
         self._thread_lock = threading.RLock()
         self._lock = FileLock(self.path / LOCK, timeout=patience_s, mode=0o600)
-        # Lookups have their own connection, so that they do not wait for writers of files.
-        self._index, self._lookups = OpenIndex(self.folder), OpenIndex(self.folder)
+        self._index, self.lookups = Index(self.folder), Index(self.folder)
         try:
             with self._alone():
                 self.folder.claim()
@@ -169,7 +175,7 @@ class PageStore:
         """Close the folder and its index."""
         with self._thread_lock:
             self._index.close()
-            self._lookups.close()
+            self.lookups.close()
             self.folder.close()
 
     def get(self, place: EntryPlace) -> Entry:
@@ -184,26 +190,13 @@ class PageStore:
             raise OtherEntry("the file holds other tokens, or pages of another model")
         return entry
 
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        """Token counts and keys of the entries whose block follows `parent`."""
-        with self._lookups.use() as index:
-            return index.children(parent)
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The tokens of blocks that follow `parent`: those with the longest common prefix with
-        `tokens`, and a few more."""
-        with self._lookups.use() as index:
-            return index.closest(parent, tokens)
-
     def stored_keys(self) -> set[str]:
         """The keys of all entries."""
-        with self._lookups.use() as index:
-            return index.keys()
+        return self.lookups.keys()
 
     def rows(self) -> list[Row]:
         """All entries, the most recently used first."""
-        with self._lookups.use() as index:
-            return index.rows()
+        return self.lookups.rows()
 
     def put(self, entries: Iterable[Entry], keep: Collection[str] = ()) -> list[Outcome]:
         """Store entries; returns an outcome for each. If there is no room, this evicts the least
@@ -221,8 +214,7 @@ class PageStore:
                     if outcomes[-1] is Outcome.STORED:
                         added.append(known)
             finally:
-                with self._index.use() as index:
-                    index.add(added)
+                self._index.add(added)
                 if self.written != before:
                     write_written(self.folder, self.written)
                 self.folder.sync()
@@ -246,13 +238,11 @@ class PageStore:
 
     def eviction_order(self) -> list[str]:
         """The keys of all entries, the first to evict first."""
-        with self._index.use() as index:
-            return index.in_order(self._policy)
+        return self._index.in_order(self._policy)
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as used now, the first of them most recently."""
-        with self._index.use() as index:
-            index.touch(keys)
+        self._index.touch(keys)
 
     def discard(self, keys: Sequence[str]) -> int:
         """Remove the entries that exist; returns how many did."""
@@ -311,8 +301,7 @@ class PageStore:
 
     def _discard(self, keys: Sequence[str]) -> None:
         removed = [key for key in keys if self.folder.remove(file_name(key))]
-        with self._index.use() as index:
-            index.remove(removed)
+        self._index.remove(removed)
         if len(removed) < len(keys):
             raise OSError(f"files that cannot be removed: {len(keys) - len(removed)}")
 
@@ -324,7 +313,7 @@ class PageStore:
         files = {
             name.removesuffix(SUFFIX): size for name, size in sizes.items() if is_page_file(name)
         }
-        if self._index.is_damaged or self._lookups.is_damaged or not self._align(files):
+        if self._index.is_damaged or self.lookups.is_damaged or not self._align(files):
             self._remove_index()
             self._align(files)
         own = {file_name(key) for key in files} | set(index_file.FILES)
@@ -336,11 +325,10 @@ class PageStore:
     def _align(self, files: dict[str, int]) -> bool:
         """Make the index list exactly these files; false if it is damaged."""
         try:
-            with self._index.use() as index:
-                known = index.keys()
-                index.remove(list(known - files.keys()))
-                found = [self._found(key, files[key]) for key in files.keys() - known]
-                index.add([known for known in found if known is not None])
+            known = self._index.keys()
+            self._index.remove(list(known - files.keys()))
+            found = [self._found(key, files[key]) for key in files.keys() - known]
+            self._index.add([known for known in found if known is not None])
         except sqlite3.DatabaseError:
             if not self._index.is_damaged:
                 raise
@@ -365,7 +353,7 @@ class PageStore:
 
     def _remove_index(self) -> None:
         self._index.close()
-        self._lookups.close()
+        self.lookups.close()
         for name in index_file.FILES:
             self.folder.remove(name)
 

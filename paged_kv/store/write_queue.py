@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.page_store import FAULTS, Outcome, PageStore
 
-# A batch scans the folder once. It is short, as other processes wait for its lock.
-_BATCH_BYTES = 64 << 20
 # Notes of use have no bytes that the queue's limit would count, so their number has a limit.
 _MOST_NOTES = 1000
-# With an uncommonly slow disk, entries still queued after this time are lost at process exit.
-CLOSE_PATIENCE_S = 60.0
 NO_ROOM = "there is no room, and nothing that could go"
 
 
@@ -65,29 +63,110 @@ class Faults:
         logger.log(level, "page store %s: %s (warned once; stats() counts)", self._name, message)
 
 
-class WriteQueue:
-    """Entries on their way into a store.
+Work = TypeVar("Work", Entry, _Job)
+
+
+class Writer(ABC, Generic[Work]):
+    """A bounded queue, and the thread that writes what is in it.
+
+    Args:
+        name: of the thread.
+        max_bytes: the most that wait.
+        faults: counts what is lost.
 
     Attributes:
         counts: "entries_written" and "bytes_written".
     """
 
-    def __init__(self, store: PageStore, max_bytes: int, faults: Faults) -> None:
+    late: str  # why what is left at the end is lost
+    batch_bytes = 1  # a batch ends with the job that reaches so many
+    patience_s: float  # how long `close` waits for the thread
+
+    def __init__(self, name: str, max_bytes: int, faults: Faults) -> None:
         self.counts: Counter[str] = Counter()
-        self._store = store
-        self._max_bytes = max_bytes
         self._faults = faults
-        self._jobs: deque[_Job] = deque()
+        self._max_bytes = max_bytes
+        self._jobs: deque[Work] = deque()
         self._waiting_bytes = 0
         self._is_writing = self._is_closing = False
         self._changed = threading.Condition()
-        self._stored = self._stored_keys()
-        self._known = set(self._stored)
-        self._thread = threading.Thread(target=self._run, name="paged-kv-write", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def flush(self) -> bool:
+        """Wait until the queue is empty; false if that takes too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._jobs and not self._is_writing, self.patience_s
+            )
+
+    def close(self) -> bool:
+        """Write what is queued and end the thread; false if it hangs."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(self.patience_s)
+        with self._changed:
+            lost = sum(job.nbytes > 0 for job in self._jobs)
+            self._jobs.clear()
+        if lost:
+            self._faults.drop(self.late, lost)
+        return not self._thread.is_alive()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit in the queue; an empty queue takes any number."""
+        with self._changed:
+            return not self._waiting_bytes or self._waiting_bytes + nbytes <= self._max_bytes
+
+    @abstractmethod
+    def write(self, jobs: Sequence[Work]) -> None:
+        """Write one batch, in the queue's thread; raises nothing."""
+
+    def _add(self, job: Work) -> bool:
+        """Queue a job; false at the end."""
+        with self._changed:
+            if not self._is_closing:
+                self._jobs.append(job)
+                self._waiting_bytes += job.nbytes
+                self._changed.notify_all()
+            return not self._is_closing
+
+    def _run(self) -> None:
+        while jobs := self._next_batch():
+            try:
+                self.write(jobs)
+            finally:
+                with self._changed:
+                    self._waiting_bytes -= sum(job.nbytes for job in jobs)
+                    self._is_writing = False
+                    self._changed.notify_all()
+
+    def _next_batch(self) -> list[Work]:
+        """Wait for the next batch; an empty one ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._is_closing)
+            batch: list[Work] = []
+            while self._jobs and sum(job.nbytes for job in batch) < self.batch_bytes:
+                batch.append(self._jobs.popleft())
+            self._is_writing = bool(batch)
+            return batch
+
+
+class WriteQueue(Writer[_Job]):
+    """Entries on their way into a store."""
+
+    late = "the disk did not take them before the end"
+    batch_bytes = 64 << 20  # which scans the folder once, while other processes wait for its lock
+    patience_s = 60.0  # for an uncommonly slow disk
+
+    def __init__(self, store: PageStore, max_bytes: int, faults: Faults) -> None:
+        super().__init__("paged-kv-write", max_bytes, faults)
+        self._store = store
+        self._stored = self._stored_keys()
+        self._known = set(self._stored)
+
     def knows(self, key: str) -> bool:
-        """Whether an entry is stored or queued."""
+        """Whether an entry is stored or queued, as far as this process has seen."""
         return key in self._known
 
     def has_stored(self, key: str) -> bool:
@@ -95,88 +174,45 @@ class WriteQueue:
         return key in self._stored
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more fit in the queue; an empty queue takes any number."""
-        with self._changed:
-            fits = not self._waiting_bytes or self._waiting_bytes + nbytes <= self._max_bytes
-        if not fits:
+        """Whether the queue takes `nbytes` now; if not, this counts a drop."""
+        if not self.fits(nbytes):
             self._faults.drop("the disk is slower than what it is given")
-        elif not self._store.may_write(nbytes):
+            return False
+        if not self._store.may_write(nbytes):
             self._faults.drop(Outcome.BUDGET_SPENT.value)
             return False
-        return fits
+        return True
 
-    def save(self, entry: Entry, path: Sequence[str]) -> None:
-        """Queue an entry to be written."""
-        self._add(_Job(entry, path))
+    def save(self, entry: Entry, path: Sequence[str] = ()) -> None:
+        """Queue an entry to be written; ask `has_room` first. `path` are the keys of entries that
+        are needed together with it: storing it does not evict them."""
+        with self._changed:
+            if self._add(_Job(entry, path)):
+                self._known.add(entry.place.key)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Queue a note that entries were used."""
-        self._add(_Job(path=keys))
+        """Queue a note that entries were used, the first of them most recently."""
+        self._note(_Job(path=keys))
 
     def discard(self, keys: Sequence[str]) -> None:
         """Queue the removal of damaged entries."""
         self._known.difference_update(keys)
-        self._add(_Job(damaged=keys))
+        self._note(_Job(damaged=keys))
 
     def add_sights(self, sights: bytes) -> None:
         """Queue sights to be saved."""
-        self._add(_Job(sights=sights))
+        self._note(_Job(sights=sights))
 
     def mend(self) -> None:
         """Queue a repair of the index, if it is damaged."""
-        self._add(_Job(damaged=()))
+        self._note(_Job(damaged=()))
 
-    def flush(self) -> bool:
-        """Wait until the queue is empty; false if that takes too long."""
+    def _note(self, job: _Job) -> None:
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._jobs and not self._is_writing, CLOSE_PATIENCE_S
-            )
+            if len(self._jobs) < _MOST_NOTES:
+                self._add(job)
 
-    def close(self) -> bool:
-        """Write the queued entries and end the thread; false if it hangs on the disk."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_PATIENCE_S)
-        with self._changed:
-            lost = sum(job.entry is not None for job in self._jobs)
-            self._jobs.clear()
-        if lost:
-            self._faults.drop("the disk did not take them before the end", lost)
-        return not self._thread.is_alive()
-
-    def _add(self, job: _Job) -> None:
-        with self._changed:
-            is_note = job.entry is None
-            if not self._is_closing and not (is_note and len(self._jobs) >= _MOST_NOTES):
-                self._jobs.append(job)
-                self._waiting_bytes += job.nbytes
-                if job.entry is not None:
-                    self._known.add(job.entry.place.key)
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        while jobs := self._next_batch():
-            try:
-                self._do(jobs)
-            finally:
-                with self._changed:
-                    self._waiting_bytes -= sum(job.nbytes for job in jobs)
-                    self._is_writing = False
-                    self._changed.notify_all()
-
-    def _next_batch(self) -> list[_Job]:
-        """Wait for the next batch; an empty one ends the thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._jobs) or self._is_closing)
-            batch: list[_Job] = []
-            while self._jobs and sum(job.nbytes for job in batch) < _BATCH_BYTES:
-                batch.append(self._jobs.popleft())
-            self._is_writing = bool(batch)
-            return batch
-
-    def _do(self, jobs: Sequence[_Job]) -> None:
+    def write(self, jobs: Sequence[_Job]) -> None:
         """Do one batch. After any failure the thread continues with the next."""
         entries = [job.entry for job in jobs if job.entry is not None]
         paths = [job.path for job in jobs if job.path]
@@ -195,9 +231,9 @@ class WriteQueue:
             self._faults.note(error)
             if lost := len(entries) - len(outcomes):
                 self._faults.drop("the disk failed", lost)
-        self._note(entries, outcomes)
+        self._count(entries, outcomes)
 
-    def _note(self, entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
+    def _count(self, entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
         stored = [
             entry
             for entry, outcome in zip(entries, outcomes, strict=False)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from paged_kv.store.entry_file import Buffer
 
 # Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
 MOST_ENTRY_BYTES = 512 << 20
+
+
+Item = TypeVar("Item")
+
+
+def round_trips(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], most_bytes: int, most: int = 1 << 20
+) -> list[list[Item]]:
+    """Items by round trip, in order: at most so many bytes and items each, or one larger item."""
+    found: list[list[Item]] = []
+    nbytes = 0
+    for item in items:
+        nbytes += nbytes_of(item)
+        if not found or nbytes > most_bytes or len(found[-1]) == most:
+            found.append([])
+            nbytes = nbytes_of(item)
+        found[-1].append(item)
+    return found
 
 
 class RemoteFault(OSError):

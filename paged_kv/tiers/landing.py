@@ -67,9 +67,9 @@ class Landing:
             taken.set_result(entry)
         return taken
 
-    def finish(self, taken: Future[Entry]) -> Entry | None:
+    def finish(self, taken: Future[Entry] | None, place: EntryPlace, waits: object) -> Entry | None:
         """The entry that `start` has taken out; None if it had gone."""
-        return None if taken.exception() else taken.result()
+        return None if taken is None or taken.exception() else taken.result()
 
     def _pop(self, key: str) -> Entry | None:
         entry = self._entries.pop(key, None)

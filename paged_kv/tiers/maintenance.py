@@ -1,20 +1,23 @@
-"""Looks after entries on servers: verify, gc and clear; and copies entries between tiers."""
+"""Looks after entries in folders and on servers: verify, gc, clear and copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from paged_kv.store.entry_file import Entry, decode, file_name
+from paged_kv.store import maintenance as folders
+from paged_kv.store.entry_file import Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.maintenance import Transfer, shown
+from paged_kv.store.maintenance import Found, Transfer
 from paged_kv.store.page_store import Finding, Outcome, PageStore, file_of
+from paged_kv.tiers.address import parse_address
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
+from paged_kv.tiers.opening import open_blobs, read_seal
 from paged_kv.tiers.remote_tier import WrongSize
 from paged_kv.tiers.seal import HEADER_BYTES, Seal
-
-Found = tuple[str, Entry, memoryview]
-"""An entry's name in its tier, its content, and the bytes of its file."""
+from paged_kv.tiers.store_options import StoreOptions
 
 
 @dataclass(frozen=True)
@@ -40,43 +43,78 @@ class Server:
         return entry, payload
 
 
-def verify(server: Server) -> tuple[int, list[Finding]]:
+Place = PageStore | Server
+
+
+@contextmanager
+def opened_server(place: str, options: StoreOptions) -> Iterator[Server]:
+    """The server at an address, with the secret of the options.
+
+    Raises:
+        ValueError: there is no secret, or a package is missing.
+        OSError: the server fails.
+    """
+    address = parse_address(place)
+    assert not isinstance(address, Path), "the caller knows that this is a server"
+    blobs = open_blobs(address)
+    try:
+        yield Server(blobs, read_seal(options))
+    finally:
+        blobs.close()
+
+
+def verify(place: Place) -> tuple[int, list[Finding]]:
     """Read every entry; returns how many there are, and what is wrong with some."""
-    names = list(server.blobs.names())
-    findings = []
-    for name, nbytes in shown("verify", names):
+    if isinstance(place, PageStore):
+        findings = folders.verify(place)
+        return len(place.stored_keys()), findings
+    names, findings = list(place.blobs.names()), []
+    for name, nbytes in folders.shown("verify", names):
         try:
-            server.entry(name, nbytes)
+            place.entry(name, nbytes)
         except InvalidEntry as error:
             findings.append(Finding(name, f"{error.kind}: {error}", nbytes, True))
     return len(names), findings
 
 
-def gc(server: Server, max_bytes: int) -> list[Finding]:
-    """Remove entries that cannot be used, and of the others the oldest above a cap, where the
-    server tells their age; returns what was removed."""
-    _, removed = verify(server)
+def gc(place: Place, max_bytes: int) -> list[Finding]:
+    """Remove entries that cannot be used, and of the others those above a cap: of a folder, whose
+    cap is its own, the first in its order; of a server the oldest, if it tells their age. Returns
+    what was removed."""
+    if isinstance(place, PageStore):
+        return folders.gc(place)
+    _, removed = verify(place)
     useless = {finding.name for finding in removed}
-    kept = [each for each in server.blobs.names() if each[0] not in useless]
+    kept = [each for each in place.blobs.names() if each[0] not in useless]
     excess = sum(nbytes for _, nbytes in kept) - max_bytes
     for name, nbytes in kept:
         if excess > 0:
             removed.append(Finding(name, "more than the cap allows", nbytes, True))
             excess -= nbytes
-    server.blobs.remove([finding.name for finding in removed])
+    place.blobs.remove([finding.name for finding in removed])
     return removed
 
 
-def copy(source: PageStore | Server, target: PageStore | Server) -> Transfer:
+def clear(place: Place, *, dry_run: bool = False) -> list[int]:
+    """Remove all entries, also those of other versions of this package; returns their bytes."""
+    if isinstance(place, PageStore):
+        return folders.clear(place, dry_run=dry_run)
+    found = dict(place.blobs.names())
+    if not dry_run:
+        place.blobs.remove(list(found))
+    return list(found.values())
+
+
+def copy(source: Place, target: Place) -> Transfer:
     """Copy all sound entries that the target lacks. Servers take full blocks only."""
     done, nbytes = 0, 0
     skipped: dict[str, str] = {}
     entries = (
-        _of_folder(source, skipped)
+        folders.sound_entries(source, skipped)
         if isinstance(source, PageStore)
         else _of_server(source, skipped)
     )
-    for name, entry, data in shown("copy", entries):
+    for name, entry, data in folders.shown("copy", entries):
         if isinstance(target, PageStore):
             (outcome,) = target.put_files([file_of(entry.place, [data])])
         else:
@@ -94,16 +132,6 @@ def _put(target: Server, entry: Entry, data: memoryview) -> Outcome:
         return Outcome.KNOWN
     target.blobs.put(name, target.seal.sealed(name, [data]))
     return Outcome.STORED
-
-
-def _of_folder(store: PageStore, skipped: dict[str, str]) -> Iterator[Found]:
-    for row in store.rows():
-        name = file_name(row.key)
-        try:
-            data = memoryview(store.folder.read(name))
-            yield name, decode(data, row.key), data
-        except (OSError, InvalidEntry) as error:
-            skipped[name] = str(error)
 
 
 def _of_server(server: Server, skipped: dict[str, str]) -> Iterator[Found]:

@@ -17,7 +17,7 @@ from redis.retry import Retry
 
 from paged_kv.store.entry_file import Buffer
 from paged_kv.tiers.address import RedisAddress
-from paged_kv.tiers.blobs import RemoteFault
+from paged_kv.tiers.blobs import RemoteFault, round_trips
 
 PREFIX = "paged-kv:"
 # Of reads of 4 MB on loopback, 64 kB gave 2.4 GB/s, 1 MiB 4.4 GB/s and 4 MiB 3.0 GB/s.
@@ -81,7 +81,7 @@ class RedisBlobs:
             for start in range(0, nbytes, _PIECE_BYTES)
         ]
         with _faults():
-            for at_once in _round_trips(pieces):
+            for at_once in round_trips(pieces, _piece_bytes, _PIECES_AT_ONCE * _PIECE_BYTES):
                 with self._client.pipeline(transaction=False) as asked:
                     for at, start, end in at_once:
                         asked.getrange(PREFIX + wanted[at][0], start, end - 1)
@@ -148,19 +148,8 @@ def _joined(before: Buffer, piece: bytes, start: int, nbytes: int) -> Buffer:
     return whole
 
 
-def _round_trips(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Some pieces after the other: as many as `_PIECES_AT_ONCE` of the largest."""
-    some: list[_Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        _, start, end = piece
-        nbytes += end - start
-        if some and nbytes > _PIECES_AT_ONCE * _PIECE_BYTES:
-            yield some
-            some, nbytes = [], end - start
-        some.append(piece)
-    if some:
-        yield some
+def _piece_bytes(piece: _Piece) -> int:
+    return piece[2] - piece[1]
 
 
 @contextmanager

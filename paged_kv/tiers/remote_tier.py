@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
-from paged_kv.store.background import StoreStats
+from paged_kv.store.background import StoreStats, stats_of
 from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted
 from paged_kv.store.write_queue import Faults
-from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
+from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs, round_trips
 from paged_kv.tiers.remote_writer import RemoteWriter
 from paged_kv.tiers.seal import HEADER_BYTES, Seal
 from paged_kv.tiers.waits import Patience, Pause, Waits
@@ -54,7 +55,7 @@ class RemoteRead:
         wanted: Iterable[Sized],
         begin: Callable[[Sequence[Sized]], Sequence[Future[Entry] | None]],
     ) -> None:
-        self._batches = batches(wanted)
+        self._batches = round_trips(wanted, itemgetter(1), BATCH_BYTES, MOST_IN_BATCH)
         self._batch_of = {place: at for at, batch in enumerate(self._batches) for place, _ in batch}
         self._begin = begin
         self._num_begun = 0
@@ -68,19 +69,6 @@ class RemoteRead:
             self._begun.update(zip(places, self._begin(batch), strict=True))
             self._num_begun += 1
         return self._begun.pop(place)
-
-
-def batches(wanted: Iterable[Sized]) -> list[list[Sized]]:
-    """Entries by round trip, in order."""
-    found: list[list[Sized]] = []
-    nbytes = 0
-    for each in wanted:
-        nbytes += each[1]
-        if not found or nbytes > BATCH_BYTES or len(found[-1]) == MOST_IN_BATCH:
-            found.append([])
-            nbytes = each[1]
-        found[-1].append(each)
-    return found
 
 
 @dataclass
@@ -200,18 +188,7 @@ class RemoteTier:
 
     def stats(self) -> StoreStats:
         """The counts so far."""
-        counts = self._counts + self.queue.counts
-        return StoreStats(
-            tokens_found=0,
-            entries_read=counts["entries_read"],
-            bytes_read=counts["bytes_read"],
-            entries_written=counts["entries_written"],
-            bytes_written=counts["bytes_written"],
-            bytes_today=self.queue.written.bytes_today,
-            bytes_in_all=self.queue.written.in_all,
-            dropped=dict(self.faults.dropped),
-            errors=dict(self.faults.errors),
-        )
+        return stats_of(self._counts + self.queue.counts, self.queue.written, self.faults)
 
     def _reading_patience(self, waits: Waits) -> Patience:
         return waits.reading(self, self._patience_s)

@@ -104,7 +104,7 @@ class TieredStore:
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as used, the first of them most recently. Servers note it themselves."""
         if self.folder is not None:
-            self.folder.touch(keys)
+            self.folder.queue.touch(keys)
 
     def see(self, digest: str) -> None:
         """Count that a block was seen."""
@@ -181,11 +181,11 @@ class TieredStore:
 
         def finish(future: Future[Entry] | None, place: EntryPlace) -> Entry | None:
             first, *others = holders[place]
-            entry, source = _finish(first, future, place, offer), first
+            entry, source = first.finish(future, place, offer.waits), first
             for tier in others:
                 if entry is None:
                     again = _read([place], tier, offer) if isinstance(tier, RemoteTier) else tier
-                    entry, source = _finish(tier, again.start(place), place, offer), tier
+                    entry, source = tier.finish(again.start(place), place, offer.waits), tier
             if entry is not None and not isinstance(source, Landing):
                 quicker = self._tiers[: self._tiers.index(source)]
                 self.save(entry, _takers(quicker, place, entry.nbytes), offer.stored.keys)
@@ -262,16 +262,6 @@ def _read(places: Sequence[EntryPlace], server: RemoteTier, offer: Offer) -> Rem
     """A read of what a server has said to hold."""
     wanted = [(place, offer.remote[server].sizes[place.key]) for place in places]
     return server.read(wanted, offer.waits)
-
-
-def _finish(
-    tier: Source, future: Future[Entry] | None, place: EntryPlace, offer: Offer
-) -> Entry | None:
-    if isinstance(tier, Landing):
-        return None if future is None else tier.finish(future)
-    if isinstance(tier, BackgroundStore):
-        return tier.finish(future, place)
-    return tier.finish(future, place, offer.waits)
 
 
 def _takers(tiers: Sequence[Tier], place: EntryPlace, nbytes: int) -> list[Tier]:

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -244,7 +245,7 @@ def _stopping(method: Told[Arguments]) -> Told[Arguments]:
 
 
 class TracedPool(Events):
-    """Writes the events of one pool. Called under the pool's lock."""
+    """Writes the events of one pool, which `Events` describes. Called under the pool's lock."""
 
     def __init__(self, file: TraceFile, budget: ByteBudget, name: str) -> None:
         self.file = file
@@ -266,7 +267,6 @@ class TracedPool(Events):
         self._prompts: dict[int, int] = {}
         file.line(TraceEvent.POOL, self._pool, file.number_of(budget), budget.max_bytes, name)
 
-    @_stopping
     def flush(self) -> None:
         """Write joined events and flush the file."""
         for table in list(self._joined):
@@ -275,12 +275,9 @@ class TracedPool(Events):
 
     @property
     def has_stopped(self) -> bool:
-        """See `Events`."""
         return self.file.has_stopped
 
-    @_stopping
     def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
-        """See `Events`."""
         if allocator not in self._groups:
             self._groups[allocator] = next(self.file.numbers["group"])
         for name, size in block_bytes.items():
@@ -288,9 +285,7 @@ class TracedPool(Events):
                 self._sizes[allocator, name] = size
                 self.file.line(TraceEvent.BLOCK_BYTES, self._groups[allocator], size, name)
 
-    @_stopping
     def made(self, table: Table) -> None:
-        """See `Events`."""
         group = self._groups[table.allocator]
         if table.allocator not in self._rings:
             self._rings[table.allocator] = table.ring
@@ -299,14 +294,10 @@ class TracedPool(Events):
             self.file.line(TraceEvent.GROUP, group, self._pool, *shape)
         self.file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
 
-    @_stopping
     def forked(self, table: Table, fork: Table) -> None:
-        """See `Events`."""
         self.file.line(TraceEvent.FORK, self._flushed_table(table), self._number(fork))
 
-    @_stopping
     def written(self, table: Table, start: int, end: int, fresh: int, copied: int) -> None:
-        """See `Events`."""
         first, last = self._joined.get(table, (start, start))
         joins = not fresh and not copied and last == start and end - first <= JOINED_TOKENS
         if joins:
@@ -320,9 +311,7 @@ class TracedPool(Events):
         else:
             self._joined[table] = start, end
 
-    @_stopping
     def trimmed(self, table: Table) -> None:
-        """See `Events`."""
         number = self._flushed_table(table)
         if table not in self._adopting:
             self.file.line(TraceEvent.TRIM, number, table.tokens)
@@ -335,16 +324,12 @@ class TracedPool(Events):
             event = TraceEvent.ADOPT_PREFIX if table.ring is None else TraceEvent.BEGIN_RING
             self.file.line(event, number, table.tokens, known)
 
-    @_stopping
     def dropped(self, table: Table) -> None:
-        """See `Events`."""
         self.file.line(TraceEvent.DROP, self._flushed_table(table))
         del self._tables[table]
         self._adopting.pop(table, None)
 
-    @_stopping
     def kept(self, allocator: Group, block: int) -> None:
-        """See `Events`."""
         if self._rings.get(allocator) is None:
             self._fresh[allocator, block] = None
             return
@@ -360,9 +345,7 @@ class TracedPool(Events):
             table = self._flushed_table(holder)
             self.file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
 
-    @_stopping
     def inserted(self, table: Table, num_tokens: int) -> None:
-        """See `Events`."""
         mine = [each for each in self._fresh if each[0] is table.allocator]
         for each in mine:
             del self._fresh[each]
@@ -373,9 +356,7 @@ class TracedPool(Events):
                 TraceEvent.INSERT_PREFIX, self._flushed_table(table), num_tokens, prefix, len(mine)
             )
 
-    @_stopping
     def adopted(self, table: Table, blocks: Sequence[int]) -> None:
-        """See `Events`."""
         # The next event, `trimmed`, gives the number of tokens.
         known = [(table.allocator, block) for block in blocks]
         if table.ring is None:
@@ -384,21 +365,15 @@ class TracedPool(Events):
         else:
             self._adopting[table] = " ".join([str(self._out_of_window[each]) for each in known])
 
-    @_stopping
     def looked_up(self, num_tokens: int, found: int) -> None:
-        """See `Events`."""
         self.file.line(TraceEvent.LOOK_UP, self._pool, num_tokens, found)
 
-    @_stopping
     def arrived(self, request: Hashable, prompt_tokens: int, max_tokens: int) -> None:
-        """See `Events`."""
         if request not in self._requests:
             number = self._requests[request] = next(self.file.numbers["request"])
             self.file.line(TraceEvent.ARRIVE, number, self._pool, prompt_tokens, max_tokens)
 
-    @_stopping
     def shares(self, request: Hashable, prompt: Sequence[int], salt: Hashable) -> None:
-        """See `Events`."""
         number = self._requests[request]
         pages, other, shared = hash(salt), number, 0
         # Each request computes the last token of its prompt itself.
@@ -412,31 +387,21 @@ class TracedPool(Events):
         if shared:
             self.file.line(TraceEvent.SHARE_PROMPT, number, other, shared)
 
-    @_stopping
     def begun(self, request: Hashable) -> None:
-        """See `Events`."""
         self.file.line(TraceEvent.BEGIN, self._requests[request])
 
-    @_stopping
     def generated(self, request: Hashable) -> None:
-        """See `Events`."""
         self._generated[request] += 1
 
-    @_stopping
     def preempted(self, request: Hashable) -> None:
-        """See `Events`."""
         self.file.line(TraceEvent.PREEMPT, self._requests[request])
 
-    @_stopping
     def ended(self, request: Hashable) -> None:
-        """See `Events`."""
         if request in self._requests:
             generated = self._generated.pop(request, 0)
             self.file.line(TraceEvent.END, self._requests.pop(request), generated)
 
-    @_stopping
     def evicted(self, allocator: Group, block: int) -> None:
-        """See `Events`."""
         if (allocator, block) in self._out_of_window:
             self.file.line(TraceEvent.EVICT_BLOCK, self._out_of_window.pop((allocator, block)))
         self._fresh.pop((allocator, block), None)
@@ -444,9 +409,7 @@ class TracedPool(Events):
         if prefix is not None:
             self.file.line(TraceEvent.EVICT_PREFIX, prefix, 1)
 
-    @_stopping
     def moved(self, allocator: Group, moves: Mapping[int, int]) -> None:
-        """See `Events`."""
         _move(self._prefix_of, allocator, moves)
         _move(self._out_of_window, allocator, moves)
         _move(self._fresh, allocator, moves)
@@ -461,6 +424,11 @@ class TracedPool(Events):
         if table in self._joined:
             self.file.line(TraceEvent.WRITE, number, *self._joined.pop(table), 0)
         return number
+
+
+# A change that is told of has been made, so nothing here may raise an error.
+for _name in ("flush", *[name for name, each in vars(Events).items() if inspect.isfunction(each)]):
+    setattr(TracedPool, _name, _stopping(getattr(TracedPool, _name)))
 
 
 def _move(

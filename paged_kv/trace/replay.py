@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -39,6 +39,12 @@ from paged_kv.trace.simulated_pool import (
 
 # The least number of snapshots; a plot is about this many pixels wide.
 SAMPLES = 500
+
+# They differ with other parameters, or `requests` reads them.
+IGNORED = {
+    *(TraceEvent.COPY_ON_WRITE, TraceEvent.EVICT_PREFIX, TraceEvent.ARRIVE, TraceEvent.BEGIN),
+    *(TraceEvent.SHARE_PROMPT, TraceEvent.PREEMPT, TraceEvent.END),
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def _header(line: str) -> dict[str, object]:
 
 
 class Replay:
-    """One run of a trace.
+    """One run of a trace. The method with the name of an event gets the words of its line.
 
     Args:
         events: of `read_trace`.
@@ -150,10 +156,11 @@ class Replay:
             ValueError: an event is not one of this version's; the message says which.
         """
         every = max(1, len(self._events) // SAMPLES)
-        handlers = self._handlers()
         for number, (letter, *words) in enumerate(self._events):
             try:
-                handlers[TraceEvent(letter)](*words)
+                event = TraceEvent(letter)
+                if event not in IGNORED:
+                    getattr(self, f"_{event.name.lower()}")(*words)
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"line {number + 2} of the trace makes no sense: {letter} {' '.join(words)}"
@@ -171,52 +178,21 @@ class Replay:
         """Views of the pools, with their maps."""
         return tuple([pool.view(number) for number, pool in self._pools.items()])
 
-    def _handlers(self) -> dict[TraceEvent, Callable[..., None]]:
-        """The method that replays an event; it gets the words of its line."""
-        return {
-            TraceEvent.TIME: self._pass,
-            TraceEvent.POOL: self._add_pool,
-            TraceEvent.GROUP: self._add_group,
-            TraceEvent.BLOCK_BYTES: self._size,
-            TraceEvent.NEW_TABLE: self._make,
-            TraceEvent.WRITE: self._write,
-            TraceEvent.COPY_ON_WRITE: self._ignore,
-            TraceEvent.FORK: self._fork,
-            TraceEvent.TRIM: self._trim,
-            TraceEvent.DROP: self._drop,
-            TraceEvent.INSERT_PREFIX: self._keep,
-            TraceEvent.ADOPT_PREFIX: self._adopt,
-            TraceEvent.CACHE_RING_BLOCK: self._cache_ring_block,
-            TraceEvent.CACHE_UNSEEN_BLOCK: self._cache_unseen_block,
-            TraceEvent.EVICT_BLOCK: self._evict_ring_block,
-            TraceEvent.BEGIN_RING: self._begin_ring,
-            TraceEvent.LOOK_UP: self._look_up,
-            TraceEvent.EVICT_PREFIX: self._ignore,
-            TraceEvent.ARRIVE: self._ignore,
-            TraceEvent.SHARE_PROMPT: self._ignore,
-            TraceEvent.BEGIN: self._ignore,
-            TraceEvent.PREEMPT: self._ignore,
-            TraceEvent.END: self._ignore,
-        }
-
-    def _ignore(self, *_: str) -> None:
-        """Ignore an event that differs with other parameters, or of which `requests` reads."""
-
-    def _pass(self, milliseconds: str) -> None:
+    def _time(self, milliseconds: str) -> None:
         self._seconds += int(milliseconds) / 1000
 
-    def _add_pool(self, number: str, budget: str, nbytes: str, name: str = "") -> None:
+    def _pool(self, number: str, budget: str, nbytes: str, name: str = "") -> None:
         max_bytes = self._parameters.max_bytes or int(nbytes)
         shared = self._budgets.setdefault(int(budget), ByteBudget(max_bytes))
         self._pools[int(number)] = SimulatedPool(name, shared, self._parameters.page_size)
 
-    def _size(self, group: str, nbytes: str, page_format: str) -> None:
+    def _block_bytes(self, group: str, nbytes: str, page_format: str) -> None:
         size = -(-int(nbytes) * self._parameters.page_size // PAGE_SIZE)
         self._sizes.setdefault(int(group), {})[page_format] = size
         if int(group) in self._groups:
             self._groups[int(group)].resize(page_format, size)
 
-    def _add_group(self, number: str, pool: str, *shape: str) -> None:
+    def _group(self, number: str, pool: str, *shape: str) -> None:
         entries, head, window, keep = map(int, " ".join(shape).split())
         ring = None
         if window:
@@ -231,7 +207,7 @@ class Replay:
         self._groups[int(number)] = group
         owner.groups.append(group)
 
-    def _make(self, table: str, group: str, page_format: str) -> None:
+    def _new_table(self, table: str, group: str, page_format: str) -> None:
         owner = self._groups[int(group)]
         made = owner.allocator.new_table(owner.ring, page_format)
         self._tables[int(table)] = SimulatedTable(owner, made, next(self._tags))
@@ -286,7 +262,7 @@ class Replay:
         if table is not None:
             table.group.allocator.drop(table.table)
 
-    def _keep(self, number: str, tokens: str, prefix: str, _: str) -> None:
+    def _insert_prefix(self, number: str, tokens: str, prefix: str, _: str) -> None:
         table = self._tables.get(int(number))
         if table is None:
             return
@@ -297,7 +273,7 @@ class Replay:
             blocks = [{allocator: b} for b in table.table.blocks[: -(-len(known) // size)]]
             table.group.pool.index.insert("", known, blocks)
 
-    def _adopt(self, number: str, tokens: str, prefix: str) -> None:
+    def _adopt_prefix(self, number: str, tokens: str, prefix: str) -> None:
         table = self._tables.get(int(number))
         if table is None:
             return
@@ -341,7 +317,7 @@ class Replay:
             )
             owner.allocator.release(blocks)
 
-    def _evict_ring_block(self, number: str) -> None:
+    def _evict_block(self, number: str) -> None:
         self._out_of_window.pop(int(number), None)
 
     def _begin_ring(self, number: str, tokens: str, *out_of_window: str) -> None:

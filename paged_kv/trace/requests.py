@@ -3,7 +3,6 @@ many ran at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -67,7 +66,8 @@ def _slack(groups: list[_Group], budget: ByteBudget) -> int:
 
 
 class TracedLoad:
-    """The requests of a trace, and the memory of its pools.
+    """The requests of a trace, and the memory of its pools. The method with the name of an event
+    gets the words of its line.
 
     Args:
         events: of `read_trace`.
@@ -88,21 +88,10 @@ class TracedLoad:
         self._groups: dict[int, _Group] = {}
         self._requests: dict[int, TracedRequest] = {}
         self._running: set[int] = set()
-        handlers: dict[str, Callable[..., None]] = {
-            TraceEvent.TIME: self._pass,
-            TraceEvent.POOL: self._add_pool,
-            TraceEvent.GROUP: self._add_group,
-            TraceEvent.BLOCK_BYTES: self._size,
-            TraceEvent.NEW_TABLE: self._make,
-            TraceEvent.ARRIVE: self._arrive,
-            TraceEvent.SHARE_PROMPT: self._share,
-            TraceEvent.BEGIN: self._begin,
-            TraceEvent.PREEMPT: self._preempt,
-            TraceEvent.END: self._end,
-        }
         for letter, *words in events:
-            if letter in handlers:
-                handlers[letter](*words)
+            handle = getattr(self, f"_{TraceEvent(letter).name.lower()}", None)
+            if handle is not None:
+                handle(*words)
 
     @property
     def requests(self) -> list[TracedRequest]:
@@ -145,22 +134,22 @@ class TracedLoad:
         ]
         return max(sizes, default=0)
 
-    def _pass(self, milliseconds: str) -> None:
+    def _time(self, milliseconds: str) -> None:
         self._now += int(milliseconds)
 
-    def _add_pool(self, number: str, _: str, nbytes: str, name: str = "") -> None:
+    def _pool(self, number: str, _: str, nbytes: str, name: str = "") -> None:
         self._budgets[int(number)] = int(nbytes)
 
-    def _add_group(self, number: str, pool: str, *shape: str) -> None:
+    def _group(self, number: str, pool: str, *shape: str) -> None:
         entries, head, *_ = map(int, " ".join(shape).split())
         known = self._groups.setdefault(int(number), _Group(int(pool), 0))
         known.pool, known.entries = int(pool), entries + head if entries else 0
 
-    def _size(self, group: str, nbytes: str, page_format: str) -> None:
+    def _block_bytes(self, group: str, nbytes: str, page_format: str) -> None:
         known = self._groups.setdefault(int(group), _Group(-1, 0))
         known.sizes[page_format] = int(nbytes)
 
-    def _make(self, table: str, group: str, page_format: str) -> None:
+    def _new_table(self, table: str, group: str, page_format: str) -> None:
         self._groups[int(group)].page_format = page_format
 
     def _arrive(self, number: str, pool: str, prompt: str, most: str) -> None:
@@ -168,7 +157,7 @@ class TracedLoad:
         request.runs = self._runs(int(number), request)
         self._requests[int(number)] = request
 
-    def _share(self, number: str, other: str, pages: str) -> None:
+    def _share_prompt(self, number: str, other: str, pages: str) -> None:
         request, like = self._requests[int(number)], self._requests[int(other)]
         request.runs = self._runs(int(number), request, like.runs, int(pages))
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar import grammar_check, grammars
-from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
-from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
-from paged_kv.integrations.grammar.constraints import Constraint
-from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
+from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
+from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.server.completions.limited_process import run_python
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.begun_grammars import model_constraint
@@ -219,4 +218,4 @@ async def _check(grammar: Grammar) -> None:
     if ended.status < 0:
         raise ValueError(f"compiling it takes more than {MOST_BYTES:,} bytes: make it smaller")
     if ended.status:
-        raise ValueError(told(ended.reason))
+        raise ValueError(one_line(ended.reason))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.integrations.grammar.call_constraints import CallConstraint
-from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.server.engine.jobs import Job, Prompt
 from paged_kv.server.engine.paged_model_provider import (

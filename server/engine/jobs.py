@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from mlx_lm.server import GenerationArguments
 
-from paged_kv.integrations.grammar.call_constraints import CallConstraint
-from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
-from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.speculation.batch import SpeculationCounts
 from paged_kv.server.engine.ending import Ending

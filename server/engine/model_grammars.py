@@ -9,10 +9,9 @@ from functools import partial
 from threading import Lock, Thread
 from typing import Any
 
-from paged_kv.extras import extra_module
-from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar, Vocabulary
 from paged_kv.server.http.api_errors import APIError, wrong_value
 
 _MOST_KNOWN = 64
@@ -31,7 +30,7 @@ class ModelGrammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._vocabulary: Any = None
+        self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = Lock()
         self._lock = Lock()
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
@@ -74,8 +73,7 @@ class ModelGrammars:
         try:
             with self._vocabulary_lock:
                 if self._vocabulary is None:
-                    library: Any = extra_module(_LIBRARY, "structured")
-                    self._vocabulary = library.Vocabulary(self._tokenizer, self._vocab_size)
+                    self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
             future.set_result(self._vocabulary.compiled(grammar))
         except BaseException as error:
             with self._lock:
@@ -89,6 +87,3 @@ class ModelGrammars:
             or sum(len(each.text) for each in self._known) > _MOST_KNOWN_CHARACTERS
         ):
             self._known.popitem(last=False)
-
-
-_LIBRARY = "paged_kv.integrations.grammar.vocabulary"

@@ -20,8 +20,8 @@ from mlx_lm.utils import _download, load, load_config
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.commands.cache_options import store_options
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.speculation.draft_models import (

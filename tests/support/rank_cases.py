@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
 from paged_kv import PagedCacheFactory, PoolExhausted, command_line
-from paged_kv.integrations.distributed.digests import digest
+from paged_kv.integrations.distributed.sharded_model import digest
 from tests.support.zoo import small_model
 
 # Enough for every sequence of a story, and little.

@@ -1,7 +1,9 @@
 """How ranks agree and fail, without processes: each rank is a thread."""
 
+import hmac
 import pickle
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +31,12 @@ from paged_kv.integrations.distributed.connections import (
     accept,
     connect,
 )
-from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
-from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
+from paged_kv.integrations.distributed.sharded_model import (
+    agreed_budget,
+    digest,
+    ranks_of,
+    require_same_prefixes,
+)
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, RankMemory, Ranks
@@ -201,6 +207,22 @@ def test_a_client_that_proves_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         connect(Meeting(["127.0.0.1"], port, KEY), 1)
         accepted.result()
+
+
+def test_what_rank_0_sends_right_behind_its_proof_is_a_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+        meeting = Meeting(["127.0.0.1"], listening.getsockname()[1], KEY)
+        connected = threads.submit(connect, meeting, 1)
+        with listening.accept()[0] as rank_0:
+            challenge = b"c" * 32
+            rank_0.sendall(challenge)
+            proof = b""
+            while len(proof) < 68:
+                proof += rank_0.recv(68 - len(proof))
+            digest = hmac.digest(KEY, b"rank 0\0\0" + proof[4:36] + challenge, "sha256")
+            # As `Connection.send_bytes` does: the length comes first.
+            rank_0.sendall(digest + struct.pack("!i", 5) + b"hello")
+            assert connected.result().recv_bytes() == b"hello"
 
 
 @pytest.mark.parametrize("said", [b"", b"half", b"\0" * 64])

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AddedToken, AutoTokenizer
 
 from benches.generated_schemas import generated_schema
-from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
+from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint
 from paged_kv.integrations.grammar.grammars import GrammarError
 from paged_kv.integrations.grammar.text_patterns import found_within
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
@@ -213,6 +213,8 @@ def test_patterns_are_searched_for(pattern: str) -> None:
         ("kimi_k3", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ("kimi_k3", {"description": "anything"}, "no type"),
         ("minicpm5", {"enum": ["null"], "type": "string"}, "null"),
+        ("glm47", {"enum": ["a</arg_value>", None]}, "a</arg_value>"),
+        ("gemma4", False, "no type"),
     ],
 )
 def test_what_a_form_cannot_write_is_named(form: str, schema: Any, said: str) -> None:
@@ -257,8 +259,14 @@ def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
         {"properties": many, "$defs": large},
     ):
         constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "required")
-        with pytest.raises(ValueError, match=r"many parts|nested|large"):
-            constraint.for_model(of_form(form, with_tokens=True))
+        with pytest.raises(ValueError, match=r"many parts|nested|large|recursion limit"):
+            _compiled(constraint, of_form(form, with_tokens=True))
+
+
+def _compiled(constraint: CallConstraint, tokenizer: Any) -> Any:
+    written = constraint.for_model(tokenizer)
+    assert written is not None
+    return Vocabulary(tokenizer).compiled(written.grammar)
 
 
 def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
@@ -277,9 +285,7 @@ def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
         asked = {"type": "object", "properties": {"size": schema}, "required": ["size"]}
         tokenizer = of_form(form, with_tokens=False)
         constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "auto", False)
-        grammar = constraint.for_model(tokenizer)
-        assert grammar is not None
-        compiled = Vocabulary(tokenizer).compiled(grammar.grammar)
+        compiled = _compiled(constraint, tokenizer)
         head, end = PLACES[form]
         for text in texts:
             matcher = compiled.begin().matcher

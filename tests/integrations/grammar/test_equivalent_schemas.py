@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
-from paged_kv.integrations.grammar.grammar_texts import require_valid
+from paged_kv.integrations.grammar.grammar_check import require_valid
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 from tests.support.grammar_walks import walked_text
@@ -37,6 +37,11 @@ TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {"type": "object", **BASE, "$ref": "#/$defs/base", **TEXT, **CLOSED},
         ['{"id":1,"t":"a"}', "{}"],
         ['{"u":1}', '{"id":"a"}'],
+    ),
+    (
+        {"type": "object", "allOf": [{"properties": {"b": True, "a": True}}], **CLOSED},
+        ['{"b":1,"a":2}'],
+        ['{"b":1,"a":2,"c":3}'],
     ),
     (
         {"type": "object", "anyOf": [TEXT, BASE["$defs"]["base"]], **CLOSED},

@@ -18,8 +18,7 @@ from benches.generated_schemas import generated_schema
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.grammar.processor import GrammarProcessor
-from paged_kv.integrations.grammar.token_masks import MaskedRow, token_masks
+from paged_kv.integrations.grammar.processor import GrammarProcessor, within_grammars
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 HOT = make_sampler(2.0)
@@ -57,7 +56,7 @@ def test_sequences_of_a_batch_follow_their_own_grammars(
     uids = generator.insert(
         [tokenizer.encode(prompt) for prompt in PROMPTS],
         [30, 100, 100],
-        samplers=[HOT] * 3,
+        samplers=[make_sampler(), HOT, HOT],
         logits_processors=[[], *[[GrammarProcessor(each.begin())] for each in compiled]],
     )
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -68,6 +67,7 @@ def test_sequences_of_a_batch_follow_their_own_grammars(
     free, a, b = [tokenizer.decode(tokens[uid]) for uid in uids]
     assert re.fullmatch("a{20,40}!", a)
     assert re.fullmatch("b{20,40}!", b)
+    assert free
     assert not re.fullmatch("[ab!]*", free)
 
 
@@ -161,8 +161,8 @@ def test_a_sequence_does_not_end_before_its_grammar_begins(vocabulary: Vocabular
         assert end not in allowed
         assert len(allowed) == 4095
     assert grammar.drafted([other, end, other], 9) == [other]
-    masks: Any = token_masks([MaskedRow(grammar, 0, [other])], 2, 4096).tolist()
-    assert [sum(mask) for mask in masks] == [4095, 4095]
+    masked = within_grammars(mx.zeros((1, 2, 4096)), {0: grammar}, [[other, other]])
+    assert [len(_finite(masked[:, at])) for at in range(2)] == [4095, 4095]
     assert grammar.drafted([other, trigger, seven], 9) == [other]
     assert grammar.drafted([end], 9) == [], "nothing is forced before the grammar begins"
     follow(grammar, [trigger])

@@ -22,9 +22,9 @@ PROMPT = "import os\n" * 90  # more than a page of tokens
 
 
 @pytest.fixture(autouse=True)
-def _another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _another_folder(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 

@@ -123,12 +123,12 @@ def test_a_prompt_is_stored_when_its_text_is_interrupted(tmp_path: Path) -> None
     assert "of them cached" in errors
 
 
-def test_a_terminal_is_as_before(tmp_path: Path) -> None:
+def test_a_terminal_is_as_before(runtime: Path) -> None:
     pty = pytest.importorskip("pty")
-    with shown_process(tmp_path):
+    with shown_process(runtime):
         pid, terminal = pty.fork()
         if pid == 0:
-            os.environ |= {"XDG_RUNTIME_DIR": str(tmp_path), "TERM": "xterm"}
+            os.environ |= {"XDG_RUNTIME_DIR": str(runtime), "TERM": "xterm"}
             os.execv(MODULE[0], [*MODULE, "stats", "--watch", "--interval", "0.05"])
         drawn = b""
         while b"process " not in drawn:

@@ -3,46 +3,55 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from itertools import cycle
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.monitor import stats_table
+from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.published import SharedFile, read_shared
-from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start, runtime_folder
+from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
+from paged_kv.monitor.publisher import Publisher, publisher
 from paged_kv.pool.page_pool import PagePool
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
 
 
 @pytest.fixture(autouse=True)
-def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def _own_runtime_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def wait_until_published(folder: Path, pid: int) -> None:
-    """Wait until the process shows everything."""
-    published = folder / "paged-kv" / f"{pid}.json"
-    wait_until(lambda: published.exists() and '"used":3' in published.read_text())
+def socket_of(folder: Path, pid: int) -> Path:
+    return folder / "paged-kv" / f"{pid}.sock"
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """A socket that stands for a process."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+        made.listen()
+        yield made
+    path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+def shown() -> Iterator[tuple[int, Path]]:
     """A process that others can look at, and its runtime folder."""
-    folder = tmp_path_factory.mktemp("runtime")
-    with shown_process(folder) as pid:
-        wait_until_published(folder, pid)
-        yield pid, folder
+    with TemporaryDirectory(dir="/tmp") as folder, shown_process(Path(folder)) as pid:
+        wait_until(socket_of(Path(folder), pid).exists)
+        yield pid, Path(folder)
 
 
 @pytest.fixture
@@ -91,12 +100,14 @@ def test_json_is_a_snapshot_that_can_be_shown_later(
     assert capsys.readouterr().out == live
 
 
-def test_making_a_pool_starts_the_thread_that_publishes() -> None:
+def test_making_a_pool_starts_the_thread_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Publisher] = []
+    monkeypatch.setattr(publisher, "start", lambda: started.append(publisher))
     PagePool(1, max_bytes=1 << 20)
-    assert "paged-kv" in [thread.name for thread in threading.enumerate()]
+    assert started == [publisher]
 
 
-def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(tmp_path: Path) -> None:
+def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(runtime: Path) -> None:
     """As the commands do."""
     modules = (
         "from paged_kv.cache.paged_kv_cache import PagedKVCache\n"
@@ -105,8 +116,8 @@ def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(tmp_p
     )
     script = SCRIPT.replace("from paged_kv import PagedKVCache, PagePool, Sequence", modules)
     assert script != SCRIPT
-    with shown_process(tmp_path, script) as number:
-        wait_until_published(tmp_path, number)
+    with shown_process(runtime, script) as number:
+        wait_until(socket_of(runtime, number).exists)
 
 
 def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +133,9 @@ def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_watch_draws_a_map_until_the_process_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over = tmp_path / "over"
+    over = runtime / "over"
     draw, times = stats_table.screen, iter(range(10_000))
 
     def drawn(*arguments: Any) -> Any:
@@ -136,8 +147,8 @@ def test_watch_draws_a_map_until_the_process_ends(
         "sys.stdin.readline()",
         f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)",
     )
-    with shown_process(tmp_path, ends) as number:
-        wait_until_published(tmp_path, number)
+    with shown_process(runtime, ends) as number:
+        wait_until(socket_of(runtime, number).exists)
         monkeypatch.setattr(stats_table, "screen", drawn)
         assert stats("--watch", "--interval", "0.1") == 1
     captured = capsys.readouterr()
@@ -164,7 +175,7 @@ def test_several_processes_are_listed_and_chosen(
     pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with shown_process(shown[1]) as other:
-        wait_until(lambda: (shown[1] / "paged-kv" / f"{other}.json").exists())
+        wait_until(socket_of(shown[1], other).exists)
         assert stats() == 1
         message = capsys.readouterr().err
         assert "2 processes have pools; choose one" in message
@@ -175,61 +186,104 @@ def test_several_processes_are_listed_and_chosen(
         assert set(pids) >= {str(pid), str(other)}
         assert stats("--pid", str(other)) == 0
         assert f"process {other}:" in capsys.readouterr().out
-    assert not (shown[1] / "paged-kv" / f"{other}.json").exists()
+    assert not socket_of(shown[1], other).exists()
 
 
 def test_what_dead_processes_left_is_removed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with shown_process(tmp_path) as number:
-        published = tmp_path / "paged-kv" / f"{number}.json"
-        wait_until(published.exists)
+    with shown_process(runtime) as number:
+        left = socket_of(runtime, number)
+        wait_until(left.exists)
         os.kill(number, signal.SIGKILL)
-        wait_until(lambda: process_start(number) is None)
-        assert published.exists()
+        os.waitpid(number, 0)
+        assert left.exists()
         assert stats() == 1
-        assert not published.exists()
+        assert not left.exists()
     assert "no process of yours has a pool of pages" in capsys.readouterr().err
 
 
-def test_an_earlier_process_of_the_same_number_is_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "paged-kv"
-    folder.mkdir(mode=0o700)
-    published = folder / f"{os.getpid()}.json"
-    SharedFile(published).write(b'{"paged_kv": 1, "started": "another time"}')
-    assert stats("--pid", str(os.getpid())) == 1
-    assert not published.exists()
-    assert f"process {os.getpid()} runs, and publishes nothing" in capsys.readouterr().err
+def test_a_new_process_removes_what_dead_ones_left(runtime: Path) -> None:
+    with listening(socket_of(runtime, 99999999)) as dead:
+        dead.close()
+        (runtime / "paged-kv" / "other").write_text("not ours")
+        with shown_process(runtime) as number:
+            wait_until(socket_of(runtime, number).exists)
+            names = {path.name for path in (runtime / "paged-kv").iterdir()}
+            assert names == {f"{number}.sock", "other"}
 
 
-def test_a_new_process_removes_what_dead_ones_left(tmp_path: Path) -> None:
-    folder = tmp_path / "paged-kv"
-    folder.mkdir(mode=0o700)
-    (folder / "99999999.json").write_text("left")
-    (folder / "other").write_text("not ours")
-    with shown_process(tmp_path) as number:
-        wait_until((folder / f"{number}.json").exists)
-        assert {file.name for file in folder.iterdir()} == {f"{number}.json", "other"}
+def test_a_process_with_the_number_of_a_dead_one_is_shown(runtime: Path) -> None:
+    with listening(socket_of(runtime, os.getpid())) as dead:
+        dead.close()
+        view = ProcessView(os.getpid(), "anew", 1.0, ())
+        anew = Publisher(lambda: view)
+        anew.start()
+        wait_until(lambda: processes.running_processes() == [view])
+        anew.stop()
+        assert not socket_of(runtime, os.getpid()).exists()
 
 
 def test_a_process_with_another_version_is_left_out_unless_asked_for(
     pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = os.getppid()
-    published = shown[1] / "paged-kv" / f"{parent}.json"
-    content = {"paged_kv": 99, "started": process_start(parent)}
-    SharedFile(published).write(json.dumps(content).encode())
-    try:
+    path = socket_of(shown[1], parent)
+    with listening(path) as other:
+
+        def answer() -> None:
+            for _ in range(2):
+                with other.accept()[0] as connection:
+                    connection.sendall(b'{"paged_kv": 99}')
+
+        answering = threading.Thread(target=answer)
+        answering.start()
         assert stats("--list") == 0
         listed = capsys.readouterr().out
         assert f"{pid} " in listed
         assert f"{parent} " not in listed
         assert stats("--pid", str(parent)) == 1
         assert "it has version 99" in capsys.readouterr().err
-    finally:
-        published.unlink()
+        answering.join()
+
+
+def test_a_process_that_hangs_is_named_and_the_others_are_shown(
+    pid: int,
+    shown: tuple[int, Path],
+    runtime: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(processes, "PATIENCE_S", 1.0)
+    parent = os.getppid()
+    with listening(socket_of(shown[1], parent)):
+        assert stats() == 0
+        assert f"process {pid}:" in capsys.readouterr().out
+        assert f"process {parent} has not answered within 1 s" in caplog.text
+        assert stats("--pid", str(parent)) == 1
+        assert f"process {parent} has not answered" in capsys.readouterr().err
+        assert socket_of(shown[1], parent).exists()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    with listening(socket_of(runtime, parent)):
+        assert stats() == 1
+        assert f"process {parent} has not answered" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_while_it_answers_has_ended(
+    runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(socket_of(runtime, os.getpid())) as dying:
+
+        def answer() -> None:
+            with dying.accept()[0] as connection:
+                connection.sendall(b'{"paged_kv": ')
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert stats() == 1
+        assert "no process of yours has a pool of pages" in capsys.readouterr().err
+        answering.join()
 
 
 def test_no_process_of_that_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,61 +303,87 @@ def test_another_users_process(
 
 
 def test_a_folder_that_others_can_enter_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "paged-kv").mkdir()
-    (tmp_path / "paged-kv").chmod(0o755)
+    (runtime / "paged-kv").mkdir()
+    (runtime / "paged-kv").chmod(0o755)
     assert stats() == 1
     assert "that nobody else can enter: chmod 700" in capsys.readouterr().err
     # The process continues all the same.
-    with shown_process(tmp_path):
+    with shown_process(runtime):
         time.sleep(0.2)
-    assert not list((tmp_path / "paged-kv").iterdir())
+    assert not list((runtime / "paged-kv").iterdir())
 
 
-def test_a_linked_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "paged-kv").symlink_to(tmp_path / "real")
+def test_a_linked_folder_is_refused(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runtime / "real").mkdir(mode=0o700)
+    (runtime / "paged-kv").symlink_to(runtime / "real")
     assert stats() == 1
     assert "must be a folder of yours" in capsys.readouterr().err
 
 
-def test_nothing_is_published_where_nobody_wants_it(tmp_path: Path) -> None:
-    with shown_process(tmp_path, PAGED_KV_PUBLISH="0"):
+def test_a_process_whose_socket_would_have_too_long_a_path_goes_on(
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runtime / ("long" * 30)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with shown_process(folder) as number:
+        assert stats("--pid", str(number)) == 1
+    assert "as where the path has more than 103 bytes" in capsys.readouterr().err
+
+
+def test_nothing_is_shown_where_nobody_wants_it(runtime: Path) -> None:
+    with shown_process(runtime, PAGED_KV_PUBLISH="0"):
         time.sleep(0.3)
-        assert not (tmp_path / "paged-kv").exists()
+        assert not (runtime / "paged-kv").exists()
 
 
-def test_a_bad_interval_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError), shown_process(tmp_path, PAGED_KV_PUBLISH="soon"):
-        pass
+def test_a_bad_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_PUBLISH", "soon")
+    with pytest.raises(ValueError, match="or 1, got 'soon'"):
+        Publisher(lambda: ProcessView(1, "", 1.0, ())).start()
 
 
-def test_a_forked_process_publishes_its_own_pools_and_leaves_its_parents_file(
-    tmp_path: Path,
+def test_a_forked_process_shows_its_own_pools_and_leaves_its_parents_socket(
+    runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forks = SCRIPT.replace(
         'print("ready", flush=True)',
         """
 import os, time
-for _ in range(50):
+own = f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/%d.sock"
+def wait_until_shown():
+    while not os.path.exists(own % os.getpid()):
+        time.sleep(0.01)
+wait_until_shown()
+for number in range(50):
     child = os.fork()
     if not child:
         assert pool.stats().blocks_used == 3
-        if _ == 49:
+        if number == 49:
             other = PagePool(1, max_bytes=1 << 20, name="child")
-            published = f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/{os.getpid()}.json"
-            while not os.path.exists(published):
-                time.sleep(0.01)
+            wait_until_shown()
+            time.sleep(1000)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    if number < 49:
+        assert os.waitpid(child, 0)[1] == 0
+while not os.path.exists(own % child):
+    time.sleep(0.01)
 print("ready", flush=True)""",
     )
-    with shown_process(tmp_path, forks) as number:
-        files = {file.name for file in (tmp_path / "paged-kv").iterdir()}
-        assert f"{number}.json" in files
-        # The last child published too, and did not notice its own end.
-        assert len([name for name in files if name.endswith(".json")]) == 2
+    with shown_process(runtime, forks) as number:
+        paths = set((runtime / "paged-kv").iterdir()) - {socket_of(runtime, number)}
+        (child,) = [int(path.stem) for path in paths]
+        try:
+            for pid, pools in ((number, ["shown"]), (child, ["shown", "child"])):
+                view = processes.running_process(pid)
+                assert [pool.name for pool in view.pools] == pools
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
+            assert [view.pid for view in processes.running_processes()] == [child]
+            assert not socket_of(runtime, number).exists()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
@@ -312,7 +392,8 @@ def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert runtime_folder() == tmp_path / "paged-kv" / "run"
-    assert make_runtime_folder().stat().st_mode & 0o777 == 0o700
+    make_runtime_folder(runtime_folder())
+    assert runtime_folder().stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "paged-kv" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
 
 
@@ -356,38 +437,11 @@ def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
     assert exit_info.value.code == 2
 
 
-def test_a_file_that_is_written_while_it_is_read_is_seen_whole(tmp_path: Path) -> None:
-    file = SharedFile(tmp_path / "shared")
-    with pytest.raises(FileNotFoundError):
-        read_shared(tmp_path / "shared")
-    is_over = Event()
-
-    def write() -> None:
-        for number in cycle([3, 40_000, 7, 9_000_000]):
-            file.write(bytes([number % 251]) * number)
-            if is_over.is_set():
-                return
-
-    file.write(b"anew")
-    writing = Thread(target=write)
-    writing.start()
-    try:
-        for _ in range(300):
-            assert len(set(read_shared(tmp_path / "shared"))) in (1, 4)
-    finally:
-        is_over.set()
-        writing.join()
-    (tmp_path / "shared").write_bytes(b"0000000500000000\nwrong")
-    with pytest.raises(OSError, match="is broken"):
-        read_shared(tmp_path / "shared")
-    file.remove()
-    assert not (tmp_path / "shared").exists()
-
-
 @pytest.mark.slow
-def test_what_somebody_deletes_is_published_again(tmp_path: Path) -> None:
-    with shown_process(tmp_path) as number:
-        published = tmp_path / "paged-kv" / f"{number}.json"
-        wait_until(published.exists)
-        published.unlink()
-        wait_until(published.exists)
+def test_what_somebody_deletes_is_made_again(runtime: Path) -> None:
+    with shown_process(runtime) as number:
+        path = socket_of(runtime, number)
+        wait_until(path.exists)
+        path.unlink()
+        wait_until(path.exists)
+        assert processes.running_process(number).pid == number

@@ -21,7 +21,7 @@ from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.lookup import Wanted, read_ahead
 from paged_kv.store.maintenance import verify
 from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
 from paged_kv.store.write_queue import NO_ROOM
@@ -60,7 +60,7 @@ def found(store: BackgroundStore, tokens: list[int]) -> int:
     stored = store.find(wanted(tokens))
     if stored is None:
         return 0
-    for read in store.read(stored.places):
+    for read in read_ahead(stored.places, store.start, store.finish):
         if read is None:
             return 0
         assert is_right(read)
@@ -70,8 +70,8 @@ def found(store: BackgroundStore, tokens: list[int]) -> int:
 def save(store: BackgroundStore, tokens: list[int], words: int = 1000) -> None:
     for link in links(tokens):
         made = entry(link, words=words)
-        if not store.knows(made.place.key) and store.has_room(made.nbytes):
-            store.save(made)
+        if not store.queue.knows(made.place.key) and store.queue.has_room(made.nbytes):
+            store.queue.save(made)
 
 
 def assert_sound(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_every_system_call_may_fail_in_the_background(
             refused += 1
         else:
             save(store, TEXT)
-            store.flush()
+            store.queue.flush()
             assert found(store, TEXT) in (0, 256, 512, 600)
             store.close()
             stats = store.stats()
@@ -155,7 +155,7 @@ def test_every_statement_to_the_index_may_fail(
         with statement_fails(monkeypatch, number) as count, suppress(StoreError):
             store = BackgroundStore(open_store(folder, MIN_BYTES))
             save(store, TEXT)
-            store.flush()
+            store.queue.flush()
             assert found(store, TEXT) in (0, 256, 512, 600)
             store.close()
         assert_sound(folder)
@@ -249,17 +249,17 @@ def test_a_folder_that_vanishes_is_a_miss(
     folder = tmp_path / "store"
     store = BackgroundStore(open_store(folder))
     save(store, TEXT)
-    assert store.flush()
+    assert store.queue.flush()
     assert found(store, TEXT) == 600
     shutil.rmtree(folder)
     if returns:
         folder.mkdir()
     for seed in range(3):
         save(store, prompt(seed, 300))
-        store.flush()
+        store.queue.flush()
         assert found(store, TEXT) == 0
         # Entries that could not be stored do not count as stored.
-        assert not store.knows(EntryPlace(links(prompt(seed, 300))[0], PAGES).key)
+        assert not store.queue.knows(EntryPlace(links(prompt(seed, 300))[0], PAGES).key)
     store.close()
     assert store.stats().dropped == {"the disk failed": 6}
     assert sum(store.stats().errors.values()) >= 6
@@ -271,17 +271,17 @@ def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with_store = BackgroundStore(open_store(folder))
     save(with_store, TEXT)
-    with_store.flush()
+    with_store.queue.flush()
     middle = folder / f"{EntryPlace(links(TEXT)[1], PAGES).key}.safetensors"
     data = bytearray(middle.read_bytes())
     data[-5] ^= 4
     middle.write_bytes(data)
     assert found(with_store, TEXT) == 0
-    with_store.flush()
+    with_store.queue.flush()
     assert not middle.exists()
     assert found(with_store, TEXT) == 256
     save(with_store, TEXT)
-    with_store.flush()
+    with_store.queue.flush()
     assert found(with_store, TEXT) == 600
     assert with_store.stats().errors == {"damaged": 1}
     with_store.close()
@@ -292,7 +292,7 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 ) -> None:
     store = BackgroundStore(open_store(tmp_path / "store"), patience_s=0.1)
     save(store, TEXT)
-    store.flush()
+    store.queue.flush()
     answers = threading.Event()
     real = PageStore.get
 
@@ -332,11 +332,11 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     assert dropped == 101 - 100_000 // 4000
     assert len(caplog.records) == 1
     answers.set()
-    assert store.flush()
+    assert store.queue.flush()
     assert store.stats().entries_written == 101 - dropped
     # Dropped entries do not count as stored.
-    assert store.knows(EntryPlace(links(prompt(0))[0], PAGES).key)
-    assert not store.knows(EntryPlace(links(prompt(99))[0], PAGES).key)
+    assert store.queue.knows(EntryPlace(links(prompt(0))[0], PAGES).key)
+    assert not store.queue.knows(EntryPlace(links(prompt(99))[0], PAGES).key)
     store.close()
 
 
@@ -358,7 +358,7 @@ from paged_kv.store.background import BackgroundStore
 from tests.support.store_entries import *
 store = BackgroundStore(open_store(Path({str(tmp_path / "store")!r})))
 for seed in range(50):
-    store.save(entry(links(prompt(seed))[0], words=50_000))
+    store.queue.save(entry(links(prompt(seed))[0], words=50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -17,7 +17,7 @@ from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder
 from paged_kv.store.index import FILES, NAME
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.ledger import LEDGER
+from paged_kv.store.limits import LEDGER
 from paged_kv.store.lookup import CHECKPOINT
 from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
 from tests.support.folders import ROOT
@@ -37,7 +37,7 @@ def test_what_is_stored_is_found_by_the_next_process(tmp_path: Path) -> None:
         assert put(store, chain[:1]) == [Outcome.KNOWN]
     with open_store(tmp_path / "a" / "store") as store:
         assert all(is_right(store.get(EntryPlace(link, PAGES))) for link in chain)
-        (child,) = store.children(chain[1].digest)
+        (child,) = store.lookups.children(chain[1].digest)
         assert child == (700 - 512, EntryPlace(chain[2], PAGES).key)
         with pytest.raises(FileNotFoundError):
             store.get(EntryPlace(chain[0], CHECKPOINT))
@@ -52,12 +52,12 @@ def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
                 store.put([entry(first.then(tail), part, words=10)])
         for _ in range(2):
             for asked in ([1, 2, 3, 7, 7], [1, 2, 4, 5], [1, 2, 3], [300, 1], [-1], [1, 5], [2]):
-                found = store.closest(first.digest, asked)
+                found = store.lookups.closest(first.digest, asked)
                 assert len(found) == len(set(found)) <= 8
                 assert max(common_prefix(each, asked) for each in found) == max(
                     common_prefix(each, asked) for each in tails
                 )
-            assert store.closest("another", [1]) == []
+            assert store.lookups.closest("another", [1]) == []
             # A rebuilt index takes the tokens from the files.
             for name in FILES:
                 (tmp_path / "store" / name).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def test_a_lost_index_is_made_again_from_the_files(tmp_path: Path, harm: str) ->
             connection.execute("DROP TABLE entries")
     with open_store(folder) as store:
         assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
-        assert len(store.children(chain[3].digest)) == 1
+        assert len(store.lookups.children(chain[3].digest)) == 1
 
 
 def test_an_index_that_is_lost_while_it_is_open_is_made_again(tmp_path: Path) -> None:

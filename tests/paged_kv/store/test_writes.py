@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions, Unstored
-from paged_kv.store import ledger
+from paged_kv.store import limits
 from paged_kv.store.page_store import Outcome
 from paged_kv.store.sights import MOST_SIGHTS, SAVED_SIGHTS, Sights, WriteRule
 from tests.support.folders import MODEL_FOLDERS
@@ -133,7 +133,7 @@ def test_a_day_has_a_budget_that_outlives_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     day = [20_000]
-    monkeypatch.setattr(ledger, "today", lambda: day[0])
+    monkeypatch.setattr(limits, "today", lambda: day[0])
     entries = [entry(link) for link in links(prompt(0, 1024))]
     with open_store(folder) as store:
         store.put(entries[:1])
@@ -166,7 +166,7 @@ def test_a_damaged_count_begins_again(folder: Path) -> None:
     with open_store(folder) as store:
         store.put([entry(link) for link in links(prompt(0))])
     for content in ("", "[]", '{"day": null}', "{" * 1000):
-        (folder / ledger.LEDGER).write_text(content)
+        (folder / limits.LEDGER).write_text(content)
         with open_store(folder) as store:
             assert store.written.in_all == 0
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +14,9 @@ from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers import remote_tier, waits
 from paged_kv.tiers.address import RedisAddress, parse_address
-from paged_kv.tiers.blobs import Blobs
+from paged_kv.tiers.blobs import Blobs, round_trips
 from paged_kv.tiers.opening import open_blobs
-from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteRead, RemoteTier, batches
+from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteRead, RemoteTier
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Patience, Waits
@@ -116,7 +117,7 @@ def test_round_trips_are_of_bounded_size() -> None:
     places = [entry(link).place for link in links(TOKENS)]
     large = remote_tier.BATCH_BYTES
     sizes = [large // 4, large // 4, large // 2, 1, 3 * large, large, 1, 1]
-    found = batches(zip(places, sizes, strict=False))
+    found = round_trips(zip(places, sizes, strict=False), itemgetter(1), large)
     assert [[nbytes for _, nbytes in batch] for batch in found] == [
         [large // 4, large // 4, large // 2],
         [1],

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openai import APIError, BadRequestError
 
-from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft

@@ -38,8 +38,7 @@ class Compiling:
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     vocabulary = Compiling()
-    library = SimpleNamespace(Vocabulary=lambda *_: vocabulary)
-    monkeypatch.setattr(model_grammars, "extra_module", lambda *_: library)
+    monkeypatch.setattr(model_grammars, "Vocabulary", lambda *_: vocabulary)
     return vocabulary
 
 

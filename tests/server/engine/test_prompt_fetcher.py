@@ -15,6 +15,7 @@ from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.store.entry_file import Entry
 from paged_kv.tiers.landing import Landing
 from paged_kv.tiers.remote_tier import RemoteTier
+from paged_kv.tiers.waits import Waits
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 from tests.support.store_entries import entry, is_right, links, prompt
@@ -173,12 +174,12 @@ def test_what_lands_is_bounded_and_the_earliest_goes_first() -> None:
     for each in made:
         landing.put(each, "redis")
     assert landing.presence().sizes.keys() == {each.place.key for each in made[1:]}
-    assert landing.finish(landing.start(made[0].place)) is None
-    taken = landing.finish(landing.start(made[1].place))
+    assert landing.finish(landing.start(made[0].place), made[0].place, Waits()) is None
+    taken = landing.finish(landing.start(made[1].place), made[1].place, Waits())
     assert taken is not None
     assert is_right(taken)
     # Each is taken once, and the memory of what was taken is free again.
-    assert landing.finish(landing.start(made[1].place)) is None
+    assert landing.finish(landing.start(made[1].place), made[1].place, Waits()) is None
     landing.put(made[0], "redis")
     landing.put(made[0], "redis")
     assert len(landing.presence().sizes) == 3
