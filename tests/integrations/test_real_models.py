@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ from tests.support.generation import (
     greedy,
     runs_of,
 )
+from tests.support.launched_ranks import told
 from tests.support.running_server import RunningServer, in_float32, paged_server, stock_server
 
 pytestmark = pytest.mark.slow
@@ -104,7 +106,7 @@ def test_the_converted_models_know_what_they_should(real: Real) -> None:
         assert found.startswith(" the capital of the country of France")
 
 
-@pytest.mark.parametrize(("path", "length"), [(CODE, 30), (CODE, 700), (PROSE, 3000)])
+@pytest.mark.parametrize(("path", "length"), [(CODE, 30), (CODE, 700), (PROSE, 2000)])
 def test_a_prompt_alone_gets_the_tokens_of_mlx_lm(real: Real, path: str, length: int) -> None:
     """Windows of Gemma 3 have 512 tokens, so those of the longer two wrap."""
     prompt, factory = real.prompt(path, length), real.factory()
@@ -114,10 +116,12 @@ def test_a_prompt_alone_gets_the_tokens_of_mlx_lm(real: Real, path: str, length:
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.timeout(900)  # mlx-lm's attention takes most of it
 def test_a_prompt_of_6000_tokens_gets_the_tokens_of_mlx_lm(smollm2: Real) -> None:
-    prompt = smollm2.prompt("docs/benchmarks.md", 6000)
-    ours = greedy(smollm2.model, prompt, smollm2.factory().make_cache(), NEW_TOKENS)
-    assert_same_run(ours, smollm2.stock(prompt), TOLERANCE)
+    prompt, factory = smollm2.prompt("docs/benchmarks.md", 6000), smollm2.factory()
+    ours = greedy(smollm2.model, prompt, factory.make_cache(), NEW_TOKENS, step=512)
+    stock = greedy(smollm2.model, prompt, make_prompt_cache(smollm2.model), NEW_TOKENS, step=512)
+    assert_same_run(ours, stock, TOLERANCE)
 
 
 def test_a_ragged_batch_gets_the_tokens_of_each_alone(real: Real) -> None:
@@ -151,17 +155,17 @@ def test_forks_go_on_as_prompts_of_their_own(real: Real) -> None:
     assert factory.stats().blocks_used == used
 
 
-def test_preempted_sequences_get_the_tokens_that_they_would_have_got(real: Real) -> None:
-    prompts = [real.prompt(CODE, 500, at) for at in (0, 700, 1400)]
-    large = real.factory()
+def test_preempted_sequences_get_the_tokens_that_they_would_have_got(smollm2: Real) -> None:
+    # Each begins with one page and needs a second one.
+    prompts = [smollm2.prompt(CODE, 240, at) for at in (0, 700, 1400)]
+    large = smollm2.factory()
     assert large.can_admit(1)
     block = sum(group.written_block_bytes for group in large.pool.groups)
-    small = real.factory(max_bytes=7 * block)
-    most = 280  # each crosses a border of pages twice
+    small = smollm2.factory(max_bytes=4 * block)
     given = []
     for factory in (large, small):
         with factory:
-            generator = BatchGenerator(real.model, max_tokens=most, prefill_batch_size=2)
+            generator = BatchGenerator(smollm2.model, max_tokens=40)
             given.append(runs_of_dropped_caches(generator, generator.insert(prompts)))
     assert large.stats().preemptions == 0 < small.stats().preemptions
     assert_same_runs(given[1], given[0], TOLERANCE)
@@ -200,12 +204,10 @@ def test_auto_recodes_under_pressure_and_changes_nothing_before(smollm2: Real) -
         factory = smollm2.factory(page_format="auto", max_bytes=budget)
         ours = greedy(smollm2.model, prompt, factory.make_cache(), NEW_TOKENS)
         formats = factory.stats().blocks_by_format
-        assert (set(formats) - {"fp16"} != set()) == recodes
-        # What is recoded loses: the first token is far from a tie.
-        assert (
-            ours.tokens[: 1 if recodes else NEW_TOKENS]
-            == stock.tokens[: len(ours.tokens)][: 1 if recodes else NEW_TOKENS]
-        )
+        assert bool(formats["q8"] or formats["q4"]) == recodes
+        # What is recoded loses some of its bits: only the first token is far from a tie.
+        equal = 1 if recodes else NEW_TOKENS
+        assert ours.tokens[:equal] == stock.tokens[:equal]
 
 
 @pytest.mark.parametrize("options", [[], ["--draft-model", "ngram", "--num-draft-tokens", "4"]])
@@ -223,3 +225,11 @@ def text_of(running: RunningServer, prompt: str) -> str:
     with running.client() as client:
         answer = client.completions.create(model="default_model", prompt=prompt)
         return answer.choices[0].text
+
+
+def test_three_ranks_give_the_tokens_of_one(smollm2: Real, tmp_path: Path) -> None:
+    """Its three heads of keys and values cannot be shared by two."""
+    prompt, cache = smollm2.prompt(CODE, 300), smollm2.factory().make_cache()
+    expected = greedy(smollm2.model, prompt, cache, NEW_TOKENS).tokens
+    folder = str(model_folder(SMOLLM2))
+    assert told(tmp_path, 3, "real", folder, ",".join(map(str, prompt))) == [expected] * 3
