@@ -156,16 +156,16 @@ def test_forks_go_on_as_prompts_of_their_own(real: Real) -> None:
 
 
 def test_preempted_sequences_get_the_tokens_that_they_would_have_got(smollm2: Real) -> None:
-    # Each begins with one page and needs a second one.
-    prompts = [smollm2.prompt(CODE, 240, at) for at in (0, 700, 1400)]
+    # Each begins with two pages and needs two more.
+    prompts = [smollm2.prompt(CODE, 500, at) for at in (0, 700, 1400)]
     large = smollm2.factory()
     assert large.can_admit(1)
     block = sum(group.written_block_bytes for group in large.pool.groups)
-    small = smollm2.factory(max_bytes=4 * block)
+    small = smollm2.factory(max_bytes=7 * block)
     given = []
     for factory in (large, small):
         with factory:
-            generator = BatchGenerator(smollm2.model, max_tokens=40)
+            generator = BatchGenerator(smollm2.model, max_tokens=280)
             given.append(runs_of_dropped_caches(generator, generator.insert(prompts)))
     assert large.stats().preemptions == 0 < small.stats().preemptions
     assert_same_runs(given[1], given[0], TOLERANCE)
@@ -200,14 +200,16 @@ def test_drafts_change_no_token(real: Real) -> None:
 def test_auto_recodes_under_pressure_and_changes_nothing_before(smollm2: Real) -> None:
     prompt = smollm2.prompt(PROSE, 2000)
     stock = smollm2.stock(prompt)
-    for budget, recodes in ((LARGE, False), ("30MB", True)):
+    for budget, recodes in ((LARGE, False), ("70MB", True)):
         factory = smollm2.factory(page_format="auto", max_bytes=budget)
         ours = greedy(smollm2.model, prompt, factory.make_cache(), NEW_TOKENS)
         formats = factory.stats().blocks_by_format
         assert bool(formats["q8"] or formats["q4"]) == recodes
-        # What is recoded loses some of its bits: only the first token is far from a tie.
-        equal = 1 if recodes else NEW_TOKENS
-        assert ours.tokens[:equal] == stock.tokens[:equal]
+        if not recodes:
+            assert_same_run(ours, stock, TOLERANCE)
+        # What is recoded loses some of its bits, and no more.
+        first = stock.logprobs[0]
+        assert float(first.max() - first[ours.tokens[0]]) < 1.5
 
 
 @pytest.mark.parametrize("options", [[], ["--draft-model", "ngram", "--num-draft-tokens", "4"]])
