@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 
+from benches.real_models.folders import CACHE_VARIABLE, cache_folder
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from tests.support.failures import Failures, failing_calls
@@ -38,6 +39,7 @@ def _own_caches() -> Iterator[None]:
     Steps are compiled in tests that say so, or where the whole run says so.
     """
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(cache_folder()))  # models are the same for all
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setenv("PAGED_KV_COMPILE", os.environ.get("PAGED_KV_COMPILE", "0"))
         yield

@@ -170,6 +170,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             require_command(["paged-kv", *arguments], monkeypatch)
         case ["paged-kv", *arguments]:
             run_parser_only(arguments, monkeypatch)
+        case ["./demo", "--real"]:
+            assert find_spec("benches.real_models.demo")
         case ["./demo", *arguments]:
             parser = argparse.ArgumentParser()
             add_generate_parser(parser.add_subparsers())
@@ -182,10 +184,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked[1] is None or asked[1] in EXTRAS
         case ["mkdocs", "serve"]:
             assert (ROOT / "mkdocs.yml").exists()
-        case ["git", "clone", "ADDRESS", folder]:
-            assert folder == "paged_kv"
-        case ["cd", "paged_kv"]:
-            pass
+        case ["git", "clone", "ADDRESS", folder, "&&", "cd", entered]:
+            assert folder == entered == "paged_kv"
         case ["python", "-m", module, *_]:
             assert find_spec(module)
         case ["python", "my_program.py"]:

@@ -18,13 +18,14 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.distributed import shard_linear
-from mlx_lm import server
+from mlx_lm import load, server
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
 from paged_kv import PagedCacheFactory, PoolExhausted, command_line
 from paged_kv.integrations.distributed.sharded_model import digest
+from tests.support.generation import greedy
 from tests.support.zoo import small_model
 
 # Enough for every sequence of a story, and little.
@@ -225,6 +226,15 @@ def history(group: mx.distributed.Group, seed: str) -> list[Any]:
 def three(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
     """As `stories`, of models whose heads three ranks can share."""
     return stories(group, *names, size=3)
+
+
+def real(group: mx.distributed.Group, folder: str, tokens: str) -> list[int]:
+    """The greedy tokens behind a prompt, of a model that the ranks share."""
+    model: Any = load(folder)[0]
+    model.set_dtype(mx.float32)
+    model.shard(group)
+    cache = PagedCacheFactory(model, max_bytes="1GB").make_cache()
+    return greedy(model, [int(token) for token in tokens.split(",")], cache, 24).tokens
 
 
 def restart(group: mx.distributed.Group, folder: str) -> list[dict[str, Any]]:
