@@ -1,24 +1,34 @@
-"""The loss of quantised pages in a real model: python -m benches.real_model_quality FOLDER
+"""The loss of quantised pages in real models: python -m benches.real_model_quality [NAME ...]
 
-FOLDER holds a model that mlx-lm loads. It computes in float32, so that "fp16" pages hold its own
-numbers bit for bit, and what is compared with them has lost nothing else. The figures in the
-documents are of SmolLM2-135M-Instruct, whose weights of 4 bits (GGUF, Q4_1) were made float32.
+Models of `benches.real_models` compute in float32, so that "fp16" pages hold their own numbers bit
+for bit, and what is compared with them has lost nothing else. mlx-lm's caches are its own
+`QuantizedKVCache`, with groups of 64, in layers without a window: it has none for windows.
 
-Three texts come with Python: the source of a module, its reference, and the changes of IDLE. Each
-gives as many contexts of 2,048 tokens, which are read in the steps of `quantised_quality`.
-`loss_percent` is how much larger the perplexity is than with "fp16" pages, with its standard error
-over contexts.
+Three kinds of text: the source of Python's module statistics, Python's reference, and a chat of
+paragraphs of this project's pages. The first tokens of each are read by all caches side by side, a
+step at a time. `auto` may take two thirds of what 16-bit pages take, beside rings. A row is one
+model, one number of tokens and one cache, over all texts:
 
-Contexts run in two processes, as nothing here is a time; each writes the results file anew.
+    loss_percent             how much larger the perplexity is than with "fp16" pages, and its
+    standard_error_percent   standard error over blocks of 512 tokens
+    by_text                  the loss for each kind of text
+    equal_percent            of all tokens, those whose likeliest next token is the same
+    kl_mean, kl_99           nats a token by which the distributions diverge: the mean, and what
+                             99 of 100 tokens stay below
+
+Texts run in two processes, as nothing here is a time; the results file is written anew after each.
 """
 
 import argparse
+import math
 import multiprocessing
 import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import mean, stdev
 from typing import Any
 
 from benches.openblas import BLAS
@@ -26,80 +36,175 @@ from benches.openblas import BLAS
 # isort: split
 import mlx.core as mx
 from mlx_lm import load
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from benches.cache_kinds import KINDS
-from benches.quantised_quality import STEP, TOKENS, all_log_probs, compared, nats
+from benches.real_models.folders import MODELS, model_folder
 from benches.results_file import write_result
-from paged_kv import PagePool
+from paged_kv import PagedCacheFactory, PagePool
+from paged_kv.integrations.batching.pool_memory import pool_size
 
-CONTEXTS_OF_A_TEXT = 3
-FORMATS = ("fp16", "q8", "q4")
+ROOT = Path(__file__).parent.parent
+LENGTHS = (2048, 4096, 8192)
+STEP, BLOCK, GROUP = 128, 512, 64
+FORMATS: dict[str, Any] = {"q8": "q8", "q8/q4": ("q8", "q4"), "q4": "q4", "auto": "auto"}
+PAGES = ("docs/troubleshooting.md", "docs/quickstart.md", "docs/server.md", "README.md")
 
 Figures = dict[str, Any]
+Caches = list[Any]
 
 
-def texts() -> dict[str, str]:
-    """What is read, by name."""
-    library = Path(sysconfig.get_path("stdlib"))
-    return {
-        "source of statistics": (library / "statistics.py").read_text(encoding="utf-8"),
-        "reference of the language": "\n\n".join(topics.values()),
-        "changes of IDLE": (library / "idlelib" / "NEWS.txt").read_text(encoding="utf-8"),
-    }
+@dataclass
+class Losses:
+    """What one cache loses over one text, token by token."""
+
+    nats: list[float] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    equal: int = 0
+
+    def note(self, found: mx.array, exact: mx.array, following: list[int]) -> None:
+        """Add a step: log probabilities [tokens, vocabulary] with this cache and with "fp16"."""
+        indices = mx.array(following)[:, None]
+        nats: Any = -mx.take_along_axis(found, indices, -1)[:, 0]
+        divergences: Any = mx.sum(mx.exp(exact) * (exact - found), axis=-1)
+        self.nats += nats.tolist()
+        self.divergences += divergences.tolist()
+        self.equal += int(mx.sum(mx.argmax(found, -1) == mx.argmax(exact, -1)))
 
 
-@cache
-def loaded(folder: str) -> tuple[Any, Any]:
-    """A model in float32, and its tokenizer."""
-    model, tokenizer = load(folder)[:2]
+def text_of(kind: str, tokenizer: Any) -> list[int]:
+    """The tokens of a kind of text."""
+    if kind == "code":
+        library = Path(sysconfig.get_path("stdlib"))
+        text = (library / "statistics.py").read_text(encoding="utf-8")
+        return list(tokenizer.encode(text))
+    if kind == "prose":
+        return list(tokenizer.encode("\n\n".join(topics.values())))
+    paragraphs = [
+        paragraph
+        for page in PAGES
+        for paragraph in (ROOT / page).read_text(encoding="utf-8").split("\n\n")
+    ]
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[number % 2], "content": paragraph}
+        for number, paragraph in enumerate(paragraphs)
+    ]
+    if tokenizer.has_chat_template:
+        return list(tokenizer.apply_chat_template(messages))
+    lines = [f"{message['role']}: {message['content']}" for message in messages]
+    return list(tokenizer.encode("\n\n".join(lines)))
+
+
+KINDS = ("code", "prose", "chat")
+
+
+def caches_of(model: Any, tokens: int) -> dict[str, Caches]:
+    """A cache of each kind; "fp16" comes first."""
+    exact = PagedCacheFactory(model, max_bytes="4GB")
+    assert exact.can_admit(tokens)
+    size = pool_size(exact.pool)
+    rings = sum(group.bytes_for(tokens) for group in size.groups if group.is_ring)
+    budget = rings + 2 * (size.bytes_for(tokens) - rings) // 3 + size.slack
+    caches: dict[str, Caches] = {"fp16": exact.make_cache()}
+    for name, page_format in FORMATS.items():
+        most = budget if name == "auto" else "4GB"
+        factory = PagedCacheFactory(model, page_format=page_format, max_bytes=most)
+        caches[name] = factory.make_cache()
+    for bits in (8, 4):
+        caches[f"mlx-lm {bits} bits"] = [
+            QuantizedKVCache(GROUP, bits) if type(cache) is KVCache else cache
+            for cache in make_prompt_cache(model)
+        ]
+    return caches
+
+
+def log_probs(model: Any, cache: Caches, tokens: list[int]) -> mx.array:
+    """Log probabilities [tokens, vocabulary] of what follows each token of a step."""
+    logits = model(mx.array([tokens]), cache=cache)[0].astype(mx.float32)
+    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(found)
+    return found
+
+
+def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
+    """What each cache loses over the first tokens of a text."""
+    model, tokenizer = load(str(model_folder(name)))[:2]
     model.set_dtype(mx.float32)
-    return model, tokenizer
+    text = text_of(kind, tokenizer)[: length + 1]
+    assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
+    caches = caches_of(model, length)
+    losses = {cache: Losses() for cache in caches}
+    for start in range(0, length, STEP):
+        step, following = text[start : start + STEP], text[start + 1 : start + 1 + STEP]
+        exact = mx.array(0.0)
+        for cache, layers in caches.items():
+            found = log_probs(model, layers, step)
+            exact = found if cache == "fp16" else exact
+            losses[cache].note(found, exact, following)
+    return losses
 
 
-def losses(folder: str, text: str, number: int) -> dict[str, float]:
-    """Nats a token of one context of a text, with pages of each format."""
-    model, tokenizer = loaded(folder)
-    tokens = tokenizer.encode(texts()[text])[number * TOKENS :][: TOKENS + 1]
-    assert len(tokens) == TOKENS + 1, f"{text} is too short"
+def blocks(losses: Losses, exact: Losses) -> Iterator[float]:
+    """The nats a token that each block of tokens loses."""
+    for start in range(0, len(losses.nats), BLOCK):
+        own, others = (each.nats[start : start + BLOCK] for each in (losses, exact))
+        yield mean(own) - mean(others)
+
+
+def row_of(of_texts: dict[str, dict[str, Losses]], cache: str) -> Figures:
+    """The figures of one cache over texts."""
+    pairs = {kind: (losses[cache], losses["fp16"]) for kind, losses in of_texts.items()}
+    differences = [each for pair in pairs.values() for each in blocks(*pair)]
+    divergences = sorted(each for own, _ in pairs.values() for each in own.divergences)
+    nats = [each for own, _ in pairs.values() for each in own.nats]
     return {
-        name: nats(all_log_probs(model, KINDS[name](model), tokens), tokens[1:]) for name in FORMATS
+        "cache": cache,
+        "perplexity": math.exp(mean(nats)),
+        "loss_percent": 100 * math.expm1(mean(differences)),
+        "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
+        "by_text": {k: 100 * math.expm1(mean(blocks(*pair))) for k, pair in pairs.items()},
+        "equal_percent": 100 * sum(own.equal for own, _ in pairs.values()) / len(nats),
+        "kl_mean": mean(divergences),
+        "kl_99": divergences[int(0.99 * len(divergences))],
     }
 
 
-def figures_of(model: str, done: list[dict[str, float]]) -> Figures:
-    """What a results file holds of the contexts that are done."""
-    of_formats = {name: [context[name] for context in done] for name in FORMATS}
-    return {
-        "model": model,
-        "backend": PagePool(1, max_bytes=1 << 20).stats().backend,
-        "blas": BLAS,
-        "texts": list(texts()),
-        "contexts": len(done),
-        "tokens": len(done) * TOKENS,
-        "step": STEP,
-        "rows": {name: compared(of, of_formats["fp16"]) for name, of in of_formats.items()},
-    }
+Done = dict[tuple[str, int], dict[str, dict[str, Losses]]]
+
+
+def figures_of(done: Done) -> Figures:
+    """What the results file holds of the texts that are done."""
+    rows = [
+        {"model": model, "tokens": length, "texts": list(of_texts), **row_of(of_texts, cache)}
+        for (model, length), of_texts in sorted(done.items())
+        for cache in next(iter(of_texts.values()))
+    ]
+    backend = PagePool(1, max_bytes=1 << 20).stats().backend
+    return {"backend": backend, "blas": BLAS, "step": STEP, "block": BLOCK, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what quantised pages of a model lose.")
-    parser.add_argument("folder", type=Path, help="a model that mlx-lm loads")
-    parser.add_argument("--name", help="what documents call it (default: the folder's name)")
+    parser = argparse.ArgumentParser(description="Measure what quantised pages of models lose.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--most-tokens", type=int, default=max(LENGTHS), metavar="N")
     arguments = parser.parse_args()
-    model = arguments.name or arguments.folder.name
-    done: list[dict[str, float]] = []
+    done: Done = {}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as processes:
-        running = [
-            processes.submit(losses, str(arguments.folder), text, number)
-            for number in range(CONTEXTS_OF_A_TEXT)
-            for text in texts()
-        ]
-        for context in as_completed(running):
-            done.append(context.result())
-            print(done[-1], flush=True)
-            if len(done) > 1:  # a standard error needs two
-                print(f"written to {write_result('real_model_quality', figures_of(model, done))}")
+    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
+        running = {
+            processes.submit(losses_of, name, kind, length): (name, length, kind)
+            for length in LENGTHS
+            if length <= arguments.most_tokens
+            for name in arguments.names or MODELS
+            for kind in KINDS
+        }
+        for part in as_completed(running):
+            name, length, kind = running[part]
+            done.setdefault((name, length), {})[kind] = part.result()
+            figures = figures_of(done)
+            print(f"{name}, {length}, {kind}: {write_result('real_model_quality', figures).name}")
+            for row in figures["rows"]:
+                print(row, flush=True)
 
 
 if __name__ == "__main__":
