@@ -16,6 +16,26 @@ def quantised_quality(figures: Figures) -> str:
     return "\n\n".join([*tables, *long_runs(figures["long"])])
 
 
+def real_model_quality(figures: Figures) -> str:
+    """What each cache of a real model loses, by its length."""
+    rows = [
+        (
+            f"{row['model']}, {count(row['tokens'])} tokens: {row['cache']}",
+            f"{row['loss_percent']:+.2f} ± {row['standard_error_percent']:.2f} %",
+            *(f"{row['by_text'][kind]:+.2f} %" for kind in ("code", "prose", "chat")),
+            f"{row['equal_percent']:.1f} %",
+            f"{row['kl_mean']:.1e}, {row['kl_99']:.1e}",
+        )
+        for row in figures["rows"]
+        if row["cache"] != "fp16"
+    ]
+    losses = ("loss of perplexity", "code", "prose", "chat")
+    return table(
+        ("of each text, in float32", *losses, "same likeliest token", "divergence: mean, 99 %"),
+        rows,
+    )
+
+
 def held_bytes(figures: Figures) -> str:
     """Bits held for a number by length, with what that is over pages that are all quantised; and
     beside that a model with windows."""
@@ -485,6 +505,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         page_codecs,
         held_bytes,
         quantised_quality,
+        real_model_quality,
         copying,
         step_lengths,
         page_store,

@@ -51,6 +51,8 @@ ROWS = {
     "held_bytes": "| 4,097 tokens, 8 rows | 9.00 (+16%) | 5.20 (+16%) | 9.50 | 16.00 "
     "| 9.00 | 5.20 |",
     "page_codecs": "| q4 | 4.5 | +0.17 ± 0.13 % |",
+    "real_model_quality": "| smollm2, 2,048 tokens: q4 | +0.75 ± 0.14 % | +0.87 % | +0.71 % "
+    "| +0.66 % | 95.5 % | 1.2e-02, 2.0e-01 |",
     "quantised_quality": "| q4 | 864 (1 / 3.56) | 4.5 | +0.65 ± 0.08 % | 7.1e-03 | 17.5 of 128 |",
     "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
     "20 times; logits equal |",
@@ -245,8 +247,8 @@ NUMBERS_OF_SAMPLES = {
     "steps of a comparison": "32",
     "files with compiled steps": "1",
     "bits of q4": "5.20",
-    "loss of q8": "0.04 % (stdlib-llama)",
-    "loss of q4": "0.65 % (stdlib-llama)",
+    "loss of q8": "0.02 % (smollm2)",
+    "loss of q4": "0.75 % (smollm2)",
     "prompt speed of q8": "0.96",
     "prompt speed of q4": "0.91",
     "bytes of mlx-lm's windows": "1.0 MB",

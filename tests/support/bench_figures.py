@@ -388,6 +388,22 @@ FIGURES: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "real_model_quality": {
+        "rows": [
+            {
+                "model": "smollm2",
+                "tokens": 2048,
+                "cache": cache,
+                "loss_percent": loss,
+                "standard_error_percent": 0.14,
+                "by_text": {"code": 0.87, "prose": 0.71, "chat": 0.66},
+                "equal_percent": 95.54,
+                "kl_mean": 0.0123,
+                "kl_99": 0.2,
+            }
+            for cache, loss in (("fp16", 0.0), ("q8", 0.02), ("q4", 0.75))
+        ],
+    },
     "quantised_quality": {
         "backend": "plain",
         "tokens": 20480,
