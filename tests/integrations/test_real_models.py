@@ -6,6 +6,7 @@ python -m benches.real_models        fetches them; without them these tests are 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -79,20 +80,28 @@ class Real:
         return run, cached
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _unloaded() -> Iterator[None]:
+    """Free the models before the next module begins."""
+    yield
+    loaded.cache_clear()
+
+
+def real_or_skip(name: str) -> Real:
+    try:
+        return Real(name)
+    except RealModelError as error:
+        pytest.skip(str(error))  # the message says how to get it
+
+
 @pytest.fixture(params=[SMOLLM2, GEMMA3])
 def real(request: pytest.FixtureRequest) -> Real:
-    try:
-        return Real(request.param)
-    except RealModelError as error:
-        pytest.skip(str(error))
+    return real_or_skip(request.param)
 
 
 @pytest.fixture
 def smollm2() -> Real:
-    try:
-        return Real(SMOLLM2)
-    except RealModelError as error:
-        pytest.skip(str(error))
+    return real_or_skip(SMOLLM2)
 
 
 def test_the_converted_models_know_what_they_should(real: Real) -> None:
@@ -166,22 +175,9 @@ def test_preempted_sequences_get_the_tokens_that_they_would_have_got(smollm2: Re
     for factory in (large, small):
         with factory:
             generator = BatchGenerator(smollm2.model, max_tokens=280)
-            given.append(runs_of_dropped_caches(generator, generator.insert(prompts)))
+            given.append(runs_of(generator, generator.insert(prompts)))
     assert large.stats().preemptions == 0 < small.stats().preemptions
     assert_same_runs(given[1], given[0], TOLERANCE)
-
-
-def runs_of_dropped_caches(generator: BatchGenerator, uids: list[int]) -> list[Run]:
-    """What a batch gives; other sequences need the pages of those that have ended."""
-    given: dict[int, list[Any]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            response.prompt_cache = None
-            given[response.uid].append((response.token, response.logprobs))
-    return [
-        Run([token for token, _ in given[uid]], mx.stack([row for _, row in given[uid]]))
-        for uid in uids
-    ]
 
 
 def test_drafts_change_no_token(real: Real) -> None:

@@ -34,10 +34,12 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int 
 
 
 def runs_of(generator: BatchGenerator, uids: Sequence[int]) -> list[Run]:
-    """Everything that a batch generator still gives for its sequences."""
+    """Everything that a batch generator still gives for its sequences. Caches are dropped at once:
+    other sequences may need their pages."""
     given: dict[int, list[Any]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():
         for response in responses:
+            response.prompt_cache = None
             given[response.uid].append(response)
     return [
         Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))

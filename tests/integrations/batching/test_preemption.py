@@ -18,7 +18,7 @@ from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.rates import Rates
 from paged_kv.server.engine.sampling import RandomSampler
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs
+from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
 from tests.support.grids import plain_only
 from tests.support.zoo import small_model
 
@@ -46,19 +46,6 @@ def generator_of(model: Any, **options: Any) -> BatchGenerator:
     return BatchGenerator(model, **{**defaults, **options})
 
 
-def finish(generator: BatchGenerator, uids: list[int]) -> list[Run]:
-    """What it gives; its caches are dropped at once, as other sequences need their pages."""
-    given: dict[int, list[Any]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            response.prompt_cache = None
-            given[response.uid].append(response)
-    return [
-        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
-        for uid in uids
-    ]
-
-
 def served(
     factory: PagedCacheFactory,
     model: Any,
@@ -69,7 +56,7 @@ def served(
     with factory:
         generator = generator_of(model)
         options = {"max_tokens": [NEW_TOKENS] * len(prompts), **make_options()}
-        return finish(generator, generator.insert(prompts, **options))
+        return runs_of(generator, generator.insert(prompts, **options))
 
 
 def assert_equal_under_pressure(
@@ -223,7 +210,7 @@ def test_a_stop_word_matches_across_a_preemption() -> None:
         kept.stop_sequences = [StopSequences([stop])]
         kept._matchers = [kept.stop_sequences[0].matcher()]
         kept._matchers[0].advance(stop[0])
-        runs = finish(generator, uids)
+        runs = runs_of(generator, uids)
     assert runs[uid].tokens == stop[1:]
     assert_nothing_is_used(factory)
 
@@ -274,7 +261,7 @@ def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() ->
         assert cache[0].size() == len(tokens)
         assert generator.remove([waiting[0]], return_prompt_caches=True)
         left = [uid for uid in uids if uid != waiting[0]]
-        runs = finish(generator, left)
+        runs = runs_of(generator, left)
         assert all(run.tokens for run in runs)
         del cache
     assert_nothing_is_used(factory)
@@ -292,7 +279,7 @@ def test_a_sequence_whose_prompt_is_half_computed_can_be_preempted() -> None:
             first = generator.insert(prompts[:1], max_tokens=[60])
             assert len(generator.next_generated()) == 1
             second = generator.insert(prompts[1:], max_tokens=[3])
-            runs.append(finish(generator, [*first, *second]))
+            runs.append(runs_of(generator, [*first, *second]))
     assert_same_runs(runs[1], runs[0], TOLERANCE)
     assert (large.stats().preemptions, small.stats().preemptions) == (0, 1)
     assert_nothing_is_used(large, small)
@@ -311,7 +298,7 @@ def test_what_nothing_could_compute_again_is_not_preempted() -> None:
         generator.insert([[7]] * 4, max_tokens=[NEW_TOKENS] * 4, caches=caches)
         caches.clear()
         with pytest.raises(PoolExhausted):
-            finish(generator, [0, 1, 2, 3])
+            runs_of(generator, [0, 1, 2, 3])
         assert factory.stats().preemptions == 0
         generator.remove([0, 1, 2, 3])
     del cache
@@ -325,9 +312,9 @@ def test_a_sequence_too_long_for_the_pool_is_told_and_the_rest_continues() -> No
         generator = generator_of(model)
         long, short = generator.insert([PROMPTS[1] * 2, PROMPTS[1]], max_tokens=[60, 20])
         with pytest.raises(PoolExhausted):
-            finish(generator, [long, short])
+            runs_of(generator, [long, short])
         generator.remove([long])
-        (run,) = finish(generator, [short])
+        (run,) = runs_of(generator, [short])
         assert len(run.tokens) == 20
     assert_nothing_is_used(factory)
 
@@ -348,7 +335,7 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
         generator.next()
         assert running_uids(generator) == uids
         assert factory.stats().blocks_used == 3
-        finish(generator, uids)
+        runs_of(generator, uids)
     assert factory.stats().preemptions == 0
 
 
