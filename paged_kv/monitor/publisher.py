@@ -57,7 +57,7 @@ class Publisher:
         """Answer from now on, until the process ends.
 
         Raises:
-            ValueError: PAGED_KV_PUBLISH is neither 0 nor 1.
+            ValueError: PAGED_KV_PUBLISH is no number from 0 on.
         """
         if self._thread is None and is_wanted():
             self._thread = threading.Thread(
@@ -135,18 +135,29 @@ class Publisher:
 
 
 def is_wanted() -> bool:
-    """Whether PAGED_KV_PUBLISH lets others see this process.
+    """Whether PAGED_KV_PUBLISH lets others see this process. Other numbers from 0 on were seconds
+    between looks, and count as 1 now, with a warning.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: it is no such number.
     """
     text = os.environ.get("PAGED_KV_PUBLISH") or "1"
-    if text not in ("0", "1"):
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
         raise ValueError(
             "PAGED_KV_PUBLISH must be 0, so that `paged-kv stats` does not see this process, or 1, "
             f"got {text!r}"
         )
-    return text == "1"
+    if seconds not in (0, 1):
+        logger.warning(
+            "PAGED_KV_PUBLISH=%s has no seconds between looks any more: set 1, which does nothing "
+            "until somebody looks",
+            text,
+        )
+    return seconds > 0
 
 
 publisher = Publisher(lambda: view_process(open_pools.items()))

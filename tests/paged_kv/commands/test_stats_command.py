@@ -18,7 +18,7 @@ from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
-from paged_kv.monitor.publisher import Publisher, publisher
+from paged_kv.monitor.publisher import Publisher, is_wanted, publisher
 from paged_kv.pool.page_pool import PagePool
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
@@ -336,6 +336,32 @@ def test_nothing_is_shown_where_nobody_wants_it(runtime: Path) -> None:
     with shown_process(runtime, PAGED_KV_PUBLISH="0"):
         time.sleep(0.3)
         assert not (runtime / "paged-kv").exists()
+
+
+@pytest.mark.parametrize(("text", "shown"), [("0", False), ("0.0", False), ("1", True)])
+def test_a_wish_is_a_number(
+    text: str, shown: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGED_KV_PUBLISH", text)
+    assert is_wanted() is shown
+    assert not caplog.records
+
+
+def test_seconds_between_looks_show_a_process_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions before this one took them."""
+    monkeypatch.setenv("PAGED_KV_PUBLISH", "0.5")
+    assert is_wanted()
+    (record,) = caplog.records
+    assert "PAGED_KV_PUBLISH=0.5 has no seconds between looks any more" in record.getMessage()
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "nan"])
+def test_other_numbers_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_PUBLISH", text)
+    with pytest.raises(ValueError, match=f"or 1, got '{text}'"):
+        is_wanted()
 
 
 def test_a_bad_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
