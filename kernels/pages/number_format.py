@@ -65,6 +65,11 @@ class NumberFormat(Protocol):
         """Whether numbers are stored in the basis of `rotate`."""
         ...
 
+    @property
+    def first(self) -> "NumberFormat":
+        """The format of the same numbers in a sequence's first page: see `PageFormat.first`."""
+        ...
+
     def encoding(self, dtype: mx.Dtype) -> Encoding:
         """How numbers of the model's `dtype` lie in a slot.
 
@@ -96,6 +101,10 @@ class SixteenBit:
 
     name = "fp16"
     is_rotated = False
+
+    @property
+    def first(self) -> NumberFormat:
+        return self
 
     def encoding(self, dtype: mx.Dtype) -> Encoding:
         _require_floats(self.name, dtype)
@@ -143,6 +152,10 @@ class Quantised:
     @property
     def name(self) -> str:
         return f"q{self.bits}" if self.is_rotated else f"q{self.bits}-unrotated"
+
+    @property
+    def first(self) -> NumberFormat:
+        return Quantised(8, self.is_rotated) if self.bits == 4 else self
 
     def encoding(self, dtype: mx.Dtype) -> Encoding:
         _require_floats(self.name, dtype)

@@ -45,6 +45,17 @@ class PageFormat:
         keys, values = self.keys.name, self.values.name
         return keys if keys == values else f"{keys}/{values}"
 
+    @cached_property
+    def first(self) -> "PageFormat":
+        """The format of a sequence's first page: 8 bits instead of 4, in the same basis.
+
+        Nearly every query attends to the first tokens, whatever they are: attention sinks (Xiao et
+        al., "Efficient Streaming Language Models with Attention Sinks", 2023). So with 4 bits most
+        of the loss comes from this page: 8 there halve the divergence of SmolLM2-135M, and leave a
+        third of Gemma 3 270M's. With 16 bits it is no less.
+        """
+        return PageFormat(self.keys.first, self.values.first)
+
     def planes(self, geometry: LayerGeometry) -> tuple[Plane, ...]:
         """The planes of a page, in order.
 
