@@ -12,10 +12,17 @@ from paged_kv.allocator.slabs import block_range, slab_of
 class BlockAllocator(SlabAllocator[BlockTable]):
     """The blocks of one group of layers, and the tables that hold them."""
 
-    def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
-        """Make an empty block table, known to this allocator until it is dropped."""
+    def new_table(
+        self,
+        ring: Ring | None = None,
+        page_format: str | None = None,
+        first_format: str | None = None,
+    ) -> BlockTable:
+        """Make an empty block table, known to this allocator until it is dropped. Its full blocks
+        get `page_format`, and the first of them `first_format`, if that is another."""
         self.drain()
-        table = BlockTable(self, (), page_format or self.page_format, ring)
+        name = page_format or self.page_format
+        table = BlockTable(self, (), name, first_format or name, ring)
         self.tables.add(table)
         self.events.made(table)
         return table
@@ -28,7 +35,7 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         """
         self.drain()
         blocks = tuple(self.take_free({page_format: 1})[page_format])
-        table = BlockTable(self, (), page_format, None)
+        table = BlockTable(self, (), page_format, page_format, None)
         table.is_scratch = True
         self.tables.add(table)
         table.change(blocks, self.page_size)
@@ -39,7 +46,7 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        fork = BlockTable(self, (), table.page_format, table.ring)
+        fork = BlockTable(self, (), table.page_format, table.first_format, table.ring)
         self.tables.add(fork)
         fork.change(table.blocks, table.tokens)
         self.events.forked(table, fork)

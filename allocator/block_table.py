@@ -22,6 +22,8 @@ class BlockTable:
         blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
             identities to see that nothing has changed.
         page_format: the format of full blocks. A block that is written has the allocator's own.
+        first_format: the format of the first block once it is full. It differs from `page_format`
+            only if that is not the allocator's own.
         ring: how a sliding window reuses entries; None if entries are not reused.
         last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
         tokens: number of tokens, including those reserved but not yet written.
@@ -35,11 +37,13 @@ class BlockTable:
         allocator: SlabAllocator[BlockTable],
         blocks: tuple[int, ...],
         page_format: str,
+        first_format: str,
         ring: Ring | None,
     ) -> None:
         self.allocator = allocator
         self.blocks = blocks
         self.page_format = page_format
+        self.first_format = first_format
         self.ring = ring
         self.last_reserved = allocator.tokens_reserved
         self.tokens = 0
@@ -99,12 +103,29 @@ class BlockTable:
             or tokens // self.allocator.page_size == self._recoded_pages
         )
 
-    def unrecoded(self, tokens: int) -> list[int]:
-        """The full blocks of the first `tokens` tokens that still have the allocator's format, not
-        `page_format`. O(entries)."""
+    @property
+    def recodes(self) -> bool:
+        """Whether full blocks get another format than those that are written."""
+        return self.page_format != self.allocator.page_format
+
+    @property
+    def full_formats(self) -> tuple[str, ...]:
+        """The formats of full blocks."""
+        return tuple(dict.fromkeys((self.first_format, self.page_format)))
+
+    def full_format(self, page: int) -> str:
+        """The format of a page's block once it is full."""
+        return self.page_format if page else self.first_format
+
+    def unrecoded(self, tokens: int) -> dict[str, list[int]]:
+        """The full blocks of the first `tokens` tokens that still have the allocator's format, by
+        the format that they are to get. O(entries)."""
+        found: dict[str, list[int]] = {}
         if self.is_recoded(tokens):
-            return []
-        found = [block for block in self.full_blocks(tokens) if self.allocator.is_writable(block)]
+            return found
+        for page, block in enumerate(self.full_blocks(tokens)):
+            if self.allocator.is_writable(block):
+                found.setdefault(self.full_format(page), []).append(block)
         if not found:
             self._recoded_pages = tokens // self.allocator.page_size
         return found

@@ -20,6 +20,7 @@ class Table(Protocol):
 
     blocks: tuple[int, ...]
     page_format: str
+    first_format: str
     ring: Ring | None
     tokens: int
 

@@ -44,9 +44,8 @@ class Write:
     @property
     def recoded_pages(self) -> range:
         """Those of `left_pages` that are to be recoded within the write: its later tokens read them
-        in the table's `page_format`."""
-        recodes = self.table.page_format != self.table.allocator.page_format
-        return self.left_pages if recodes else range(0)
+        in the table's formats of full blocks."""
+        return self.left_pages if self.table.recodes else range(0)
 
     @property
     def needs_scratch(self) -> bool:
@@ -55,14 +54,20 @@ class Write:
         table holds the recoded page meanwhile."""
         return bool(self.recoded_pages) and self.begins_within_page
 
+    @property
+    def scratch_format(self) -> str:
+        """The format of that block."""
+        return self.table.full_format(self.recoded_pages.start)
+
     def format_of(self, page: int) -> str:
         """The format that a page's block must have when the write begins.
 
-        A page that the write fills whole and leaves gets a block of the table's format: its tokens
-        are first written in the block of the last page, and then recoded into this one. All other
-        pages are written in their own blocks, so these have the allocator's format."""
+        A page that the write fills whole and leaves gets a block of the format that it has when it
+        is full: its tokens are first written in the block of the last page, and then recoded into
+        this one. All other pages are written in their own blocks, so these have the allocator's
+        format."""
         whole = self.recoded_pages[1:] if self.needs_scratch else self.recoded_pages
-        return self.table.page_format if page in whole else self.table.allocator.page_format
+        return self.table.full_format(page) if page in whole else self.table.allocator.page_format
 
     def missing_formats(self) -> list[str]:
         """The formats of the blocks to append."""

@@ -24,7 +24,13 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageLayout, page_format_named
+from paged_kv.kernels.pages.page_format import (
+    FP16,
+    PAGE_SIZE,
+    PageFormat,
+    PageLayout,
+    page_format_named,
+)
 from paged_kv.pool.page_pool import PagePool, open_pools
 from paged_kv.pool.window import Window
 from paged_kv.sizes import counted
@@ -159,9 +165,15 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
             formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
             lengths = int(row["context_len"]), int(row["written_len"])
             load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
-            held = {FP16.name, sequence.page_format.name}
-            sequence.is_converting |= any(name not in held for name in formats)
+            sequence.is_converting |= _is_converting(sequence.page_format, formats)
     return pool, layer, sequences
+
+
+def _is_converting(page_format: PageFormat, formats: list[str]) -> bool:
+    """Whether pages are left that have neither 16 bits nor the format of full pages. Earlier
+    versions held the first page in that too."""
+    held = {FP16.name, page_format.name}
+    return not held | {page_format.first.name} >= set(formats[:1]) or not held >= set(formats[1:])
 
 
 def _require_version(state: dict[str, Any]) -> None:

@@ -37,8 +37,8 @@ REQUANTISED_SHARE = 16
 class LayerGroup:
     """Layers that share block tables. Block i owns page i of every layer of the group.
 
-    A page that is written has 16 bits. Full pages are recoded to the format of their sequence, but
-    not those of rings, which are written again.
+    A page that is written has 16 bits. Full pages are recoded to the format of their sequence, the
+    first one to `PageFormat.first` of it, but not those of rings, which are written again.
 
     A layer's shapes are known from its first write, never from the model's configuration. Until
     every layer has written once, the group assumes that the others are as large as the first.
@@ -73,7 +73,8 @@ class LayerGroup:
         self.layers = layers
         self.window = window
         self.page_format = page_format
-        self.formats = {each.name: each for each in (FP16, page_format, *smaller_formats)}
+        formats = (FP16, page_format, page_format.first, *smaller_formats)
+        self.formats = {each.name: each for each in formats}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
         self.moves = 0
@@ -88,8 +89,8 @@ class LayerGroup:
         the group has a window."""
         if self.window:
             return self.allocator.new_table(self.window.ring)
-        self.add_format(page_format)
-        return self.allocator.new_table(None, page_format.name)
+        self.add_formats(page_format, page_format.first)
+        return self.allocator.new_table(None, page_format.name, page_format.first.name)
 
     def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
         """A copy of the group with another allocator and without pages, for a rehearsal."""
@@ -97,18 +98,21 @@ class LayerGroup:
         group.allocator, group.pages = allocator, {}
         return group
 
-    def add_format(self, page_format: PageFormat) -> None:
-        """Add a page format.
+    def add_formats(self, *page_formats: PageFormat) -> None:
+        """Add page formats; all or none.
 
         Raises:
-            ValueError: it cannot hold the keys and values of a layer; nothing was changed.
+            ValueError: one cannot hold the keys and values of a layer; nothing was changed.
         """
-        if page_format.name in self.formats or not self.is_open:
+        new = [each for each in page_formats if each.name not in self.formats]
+        if not new or not self.is_open:
             return
-        for layer, pages in self.pages.items():
-            self._require_holds(page_format, layer, pages)
-        self.allocator.add_format(page_format.name, self._block_bytes(self.pages, page_format))
-        self.formats[page_format.name] = page_format
+        for page_format in new:
+            for layer, pages in self.pages.items():
+                self._require_holds(page_format, layer, pages)
+        for page_format in new:
+            self.allocator.add_format(page_format.name, self._block_bytes(self.pages, page_format))
+            self.formats[page_format.name] = page_format
         self._note_page_sizes()
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
@@ -134,8 +138,13 @@ class LayerGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a full block."""
+        """Bytes of a full block that is no sequence's first."""
         return self.allocator.format_named(self.page_format.name).block_bytes
+
+    @property
+    def first_block_bytes(self) -> int:
+        """Bytes of a full block that sequences begin with."""
+        return self.allocator.format_named(self.page_format.first.name).block_bytes
 
     @property
     def written_block_bytes(self) -> int:
@@ -157,8 +166,13 @@ class LayerGroup:
         blocks = self.blocks_for(tokens)
         if not self.recodes:
             return Counter({FP16.name: blocks})
-        written = min(blocks, WRITTEN_BLOCKS)
-        return Counter({FP16.name: written, self.page_format.name: blocks - 1})
+        # One of those that are written becomes a recoded one.
+        first = min(1, max(0, blocks - 1))
+        needs = Counter(
+            {FP16.name: min(blocks, WRITTEN_BLOCKS), self.page_format.first.name: first}
+        )
+        needs[self.page_format.name] += max(0, blocks - 1 - first)
+        return needs
 
     def note_second_step(self) -> None:
         """Note that a second step begins: layers that wrote nothing in the first never write."""

@@ -231,8 +231,7 @@ class PagePool:
         """
         if not formats:
             return
-        for name in formats:
-            group.add_format(page_format_named(name))
+        group.add_formats(*map(page_format_named, formats))
         self.reclaimer.make_room(lambda: {group: Counter(formats)})
         table.append(formats)
 

@@ -76,7 +76,7 @@ def _copy_of(
             copy.format_of(block).take_block(block)
     copy.refs.begin([block for block in allocator.refs.kept if block not in unwanted])
     for table in allocator.tables:
-        twin = copy.new_table(table.ring, table.page_format)
+        twin = copy.new_table(table.ring, table.page_format, table.first_format)
         first_held = [block for block in table.blocks if not copy.ref_count(block)]
         copy.retain([block for block in table.blocks if copy.ref_count(block)])
         copy.refs.begin(first_held)

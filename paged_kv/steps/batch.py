@@ -128,8 +128,9 @@ class Batch:
             return step.read(layer, unwritten)
 
     def convert(self, page_format: PageFormat) -> None:
-        """Convert all full pages of the sequences to a format, but for those of rings; later ones
-        get it too, once they are full. Other sequences that share the pages keep them unchanged.
+        """Convert all full pages of the sequences to a format, but for those of rings, and first
+        ones to `PageFormat.first` of it; later ones get it too, once they are full. Other sequences
+        that share the pages keep them unchanged.
 
         O(1) for a sequence that was converted before. Memory holds the pages of one slab at a time
         in both formats.
@@ -146,14 +147,17 @@ class Batch:
                 return
             open_groups = [group for group in pool.groups if group.is_open and group.window is None]
             for group in open_groups:
-                group.add_format(page_format)
+                group.add_formats(page_format, page_format.first)
             commit(others)
             for sequence in others:
                 sequence.begin_conversion(page_format)
+            parts = {page_format: slice(1, None), page_format.first: slice(1)}
+            if page_format == page_format.first:
+                parts = {page_format: slice(None)}
             for group in open_groups:
-                full = partial(_full_blocks, others, group)
-                make_room = partial(_make_room, pool, group, page_format.name)
-                group.convert(full, page_format, make_room)
+                for each, pages in parts.items():
+                    full = partial(_full_blocks, others, group, pages)
+                    group.convert(full, each, partial(_make_room, pool, group, each.name))
             for sequence in others:
                 sequence.is_converting = False
 
@@ -178,8 +182,11 @@ def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> Non
         sequence.commit(layers)
 
 
-def _full_blocks(sequences: list[Sequence], group: LayerGroup) -> dict[BlockTable, tuple[int, ...]]:
-    return {sequence.table(group): full_blocks(sequence, group) for sequence in sequences}
+def _full_blocks(
+    sequences: list[Sequence], group: LayerGroup, pages: slice
+) -> dict[BlockTable, tuple[int, ...]]:
+    """Those of the full blocks of each table."""
+    return {sequence.table(group): full_blocks(sequence, group)[pages] for sequence in sequences}
 
 
 def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:

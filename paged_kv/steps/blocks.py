@@ -2,7 +2,8 @@
 
 The law of full pages: a token attends to its own page in 16 bits, and to every earlier page in the
 sequence's format, whatever steps the tokens came in. The latest tokens matter most: quantising them
-at once costs most of the quality that quantisation costs at all.
+at once costs most of the quality that quantisation costs at all. The first page matters next, so it
+has more bits where the others have 4: see `PageFormat.first`.
 
 The page that a step ends in keeps 16 bits, and so does the one that it begins in. When the next
 step begins, those of them that are full are recoded, in all layers of a group together. A page that
@@ -88,14 +89,14 @@ def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratc
     needs: dict[LayerGroup, Counter[str]] = {}
     for group, _, write in step_writes:
         if write.needs_scratch:
-            needs.setdefault(group, Counter())[write.table.page_format] += 1
+            needs.setdefault(group, Counter())[write.scratch_format] += 1
     if not needs:
         return None
     pool.reclaimer.make_room(lambda: needs)
     scratch = Scratch()
     for group, sequence, write in step_writes:
         if write.needs_scratch:
-            table = group.allocator.new_scratch(write.table.page_format)
+            table = group.allocator.new_scratch(write.scratch_format)
             scratch.setdefault(group, {})[sequence.uid] = table
     return scratch
 
@@ -108,7 +109,7 @@ def _by_group(step_writes: list[SequenceWrite]) -> Writes:
 
 
 def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:
-    """Recode the full pages before each write, in its group, to the format of their sequence.
+    """Recode the full pages before each write, in its group, to the formats of their sequence.
 
     Raises:
         PoolExhausted: the budget does not hold them in both formats. Those that were recoded stay
@@ -119,9 +120,11 @@ def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> 
     for each in writes:
         # A conversion that ran out of memory resumes by itself: others may hold the same pages.
         if not each.write.table.is_recoded(each.write.start) and not each.sequence.is_converting:
-            left[each.group, each.write.table.page_format].append(each)
+            for name in each.write.table.full_formats:
+                left[each.group, name].append(each)
     for (group, name), theirs in left.items():
-        group.recode(partial(_unrecoded, theirs), name, partial(_make_room, reclaimer, group, name))
+        make_room = partial(_make_room, reclaimer, group, name)
+        group.recode(partial(_unrecoded, theirs, name), name, make_room)
 
 
 def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
@@ -154,11 +157,12 @@ def common_len(sequence: Sequence, group: LayerGroup) -> int:
     return min(sequence.progress(layer).tokens for layer in layers)
 
 
-def _unrecoded(writes: list[SequenceWrite]) -> set[int]:
+def _unrecoded(writes: list[SequenceWrite], name: str) -> set[int]:
+    """The blocks that are to be recoded to that format."""
     blocks: set[int] = set()
     for group, sequence, write in writes:
         written = min(write.start, common_len(sequence, group))
-        blocks.update(write.table.unrecoded(written))
+        blocks.update(write.table.unrecoded(written).get(name, ()))
     return blocks
 
 

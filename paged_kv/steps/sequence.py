@@ -40,7 +40,8 @@ class Sequence:
 
     Attributes:
         uid: the sequence's name, the same for all its layers.
-        page_format: the format of full pages; pages that are written have 16 bits.
+        page_format: the format of full pages, the first one but for `PageFormat.first`; pages that
+            are written have 16 bits.
         is_converting: whether some full pages may still have another format, because a conversion
             ran out of memory.
         model_version: the version of the model's weights at the sequence's start, or None.
@@ -110,8 +111,8 @@ class Sequence:
         return () if table is None else table.blocks
 
     def is_held_in(self, page_format: PageFormat) -> bool:
-        """Whether all full pages have that format, or get it when the next step begins, so that a
-        conversion has nothing to do."""
+        """Whether all full pages have the formats of a sequence of that format, or get them when
+        the next step begins, so that a conversion has nothing to do."""
         return self.page_format == page_format and not self.is_converting
 
     def begin_conversion(self, page_format: PageFormat) -> None:
@@ -121,6 +122,7 @@ class Sequence:
         for group, table in self.tables.items():
             if group.window is None:
                 table.page_format = page_format.name
+                table.first_format = page_format.first.name
 
     def begin_step(self, step: Transaction, *, grows: bool) -> dict[int, Progress]:
         """Take part in a step, which adds tokens if it `grows`; returns where it notes the layers

@@ -25,6 +25,8 @@ from tests.support.invariants import assert_invariants, live_rows, used_rows
 
 PAGE_SIZE, BUDGET_BYTES, MAX_TABLES, MAX_SLABS = 4, 320, 6, 5
 BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}
+# The format of a table's first full block where the others have these.
+FIRST = {"large": "large", "medium": "medium", "small": "medium"}
 NEVER_WRITTEN, FREED = -1, -2
 
 picks = st.integers(0, MAX_TABLES - 1)
@@ -112,11 +114,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(page_format=formats)
     def new_table(self, page_format: str = "large") -> None:
         if len(self.contents) < MAX_TABLES:
-            self.contents[self.allocator.new_table(page_format=page_format)] = []
+            table = self.allocator.new_table(None, page_format, FIRST[page_format])
+            self.contents[table] = []
 
     @rule(pick=picks, page_format=formats)
     def full_blocks_get_another_format(self, pick: int, page_format: str) -> None:
-        self.table(pick).page_format = page_format
+        table = self.table(pick)
+        table.page_format, table.first_format = page_format, FIRST[page_format]
 
     @rule(names=st.lists(formats, max_size=8))
     def load(self, names: list[str]) -> None:
@@ -163,10 +167,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.drain()
         tokens = len(self.contents[table])
         full = table.blocks[: tokens // PAGE_SIZE]
-        sources = [block for block in full if self.format_of(block) == "large"]
-        if table.page_format != "large":
-            assert table.unrecoded(tokens) == sources
-            self.move(sources, table.page_format)
+        if table.page_format == "large":
+            assert table.unrecoded(tokens) == {}
+            return
+        expected: dict[str, list[int]] = {}
+        for page, block in enumerate(full):
+            if self.format_of(block) == "large":
+                name = table.page_format if page else FIRST[table.page_format]
+                expected.setdefault(name, []).append(block)
+        assert table.unrecoded(tokens) == expected
+        for name in table.full_formats:
+            self.move(table.unrecoded(tokens).get(name, []), name)
 
     def move(self, sources: list[int], page_format: str) -> None:
         """Move as many of these blocks as there is room for."""
@@ -248,7 +259,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         first, last = start // PAGE_SIZE, (start + tokens - 1) // PAGE_SIZE
         for page in range(first, last + 1):
             is_left = page < last and page * PAGE_SIZE >= start
-            assert self.format_of(table.blocks[page]) == (table.page_format if is_left else "large")
+            full = table.page_format if page else FIRST[table.page_format]
+            assert self.format_of(table.blocks[page]) == (full if is_left else "large")
         self.write_rows(table, start, tokens)
 
     def expect_no_room(self, error: Exception, write: Write) -> None:

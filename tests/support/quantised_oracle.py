@@ -44,17 +44,21 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
         if keys.shape[2]:
             for page in range(start // PAGE):
                 if page not in self.formats:
-                    self.hold(page, self.page_format)
+                    self.hold(page, self.full_format(page))
             self.formats.pop(start // PAGE, None)
         super().update_and_fetch(keys, values)
         for page in written[-(-start // PAGE) : -1]:
-            self.hold(page, self.page_format)
+            self.hold(page, self.full_format(page))
         held: tuple[mx.array, mx.array] = self.keys_and_values()
         return held
 
     def format_of(self, page: int) -> str:
         """The name of a page's format."""
         return self.formats.get(page, FP16).name
+
+    def full_format(self, page: int) -> PageFormat:
+        """The format of a page once it is full."""
+        return self.page_format if page else self.page_format.first
 
     def hold(self, page: int, page_format: PageFormat) -> None:
         """Turn a page's tokens into that format."""
@@ -71,10 +75,10 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
         if self.is_ring:
             return self
         if page_format != self.page_format:
+            self.page_format = page_format
             for page in range(self.offset // PAGE):
-                if self.formats.get(page) != page_format:
-                    self.hold(page, page_format)
-        self.page_format = page_format
+                if self.formats.get(page) != self.full_format(page):
+                    self.hold(page, self.full_format(page))
         return self
 
     def trim(self, n: int) -> int:

@@ -17,6 +17,7 @@ from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.warn_once import warn_once
 from tests.support.followed_caches import FollowedCache, farthest, followed_caches
+from tests.support.full_pages import full_formats
 from tests.support.generation import assert_written_and_free, greedy
 from tests.support.state_machine.table_model import TableModel
 from tests.support.zoo import small_model
@@ -92,7 +93,7 @@ def test_pages_hold_what_a_cache_does_that_is_converted_at_the_same_step(
         for layer in held
     }
     full = [layer for layer in formats if layer not in factory.pool.windows]
-    assert all((formats[layer][0] == f"q{bits}") == (layer in full) for layer in formats)
+    assert {layer for layer in formats if formats[layer][0] == "q8"} == set(full)
     assert all(set(names[1:]) == {"fp16"} for names in formats.values())
     # The first page was recoded for the step that left it, unless it had 16 bits then, and later.
     assert sum(conversions) == len(full) * (1 if start else 2)
@@ -204,7 +205,7 @@ def test_forks_from_before_keep_their_pages_bit_for_bit(bits: int) -> None:
     write(fork, 3)
     write(caches, 3)
     assert page_formats(pool, 0, fork[0].sequences[0]) == ["fp16"] * 3
-    assert page_formats(pool, 0, caches[0].sequences[0]) == [f"q{bits}"] * 2 + ["fp16"]
+    assert page_formats(pool, 0, caches[0].sequences[0]) == ["q8", f"q{bits}", "fp16"]
     pool.check()
 
 
@@ -216,7 +217,7 @@ def test_rows_that_share_pages_share_them_converted() -> None:
     batch = PagedKVCache.merge([cache] * 8)
     assert pool.stats().blocks_used == 10
     batch.to_quantized(group_size=32, bits=4)
-    assert pool.stats().blocks_by_format["q4"] == 10
+    assert pool.stats().blocks_by_format == {"fp16": 10, "q8": 1, "q4": 9}
 
 
 @pytest.mark.parametrize("tokens", [300, 2000, 9000])
@@ -244,7 +245,8 @@ def test_a_conversion_maps_one_slab_more_at_most(
     slab_bytes = pages * max(each.block_bytes for each in allocator.formats)
     assert peak <= max(before, after) + slab_bytes
     full = tokens // 256
-    assert page_formats(pool, 0, cache.sequences[0]) == [f"q{then}"] * full + ["fp16"]
+    expected = full_formats(f"q{then}", full)
+    assert page_formats(pool, 0, cache.sequences[0]) == [*expected, "fp16"]
     pool.check()
 
 
@@ -260,17 +262,17 @@ def test_what_is_converted_in_part_is_not_found_as_what_it_was() -> None:
     del other
     model(mx.array([PROMPT[:300]]), cache=[cache])
     # The step began within a page, whose recoded copy lasts as long as the step.
-    assert factory.stats().blocks_by_format == {"fp16": 3, "q4": 1}
+    assert factory.stats().blocks_by_format == {"fp16": 3, "q8": 0, "q4": 1}
     factory.insert_cache(PROMPT[:300] * 2, [cache])
     assert factory.fetch_cache(PROMPT[:300] * 2)[1] == 0
     # A second request continues the conversion, and so does a fork's request.
     fork = copy.deepcopy(cache)
     for each in (fork, cache):
         each.to_quantized(group_size=32, bits=4)
-        assert page_formats(factory.pool, 0, each.sequences[0]) == ["q4", "q4", "fp16"]
+        assert page_formats(factory.pool, 0, each.sequences[0]) == ["q8", "q4", "fp16"]
     del fork, each
     factory.clear()
-    assert factory.stats().blocks_by_format == {"fp16": 1, "q4": 2}
+    assert factory.stats().blocks_by_format == {"fp16": 1, "q8": 1, "q4": 1}
     del cache
     assert_written_and_free(factory)
 
@@ -281,7 +283,7 @@ def test_a_cache_that_is_converted_empty_takes_a_batch() -> None:
     cache.to_quantized(group_size=32, bits=4)
     write([cache], 256, rows=3)
     write([cache], 1, rows=3)
-    assert pool.stats().blocks_by_format == {"fp16": 3, "q4": 3}
+    assert pool.stats().blocks_by_format == {"fp16": 3, "q8": 3, "q4": 0}
 
 
 def test_what_was_read_before_a_conversion_can_be_attended_to(model: Any) -> None:

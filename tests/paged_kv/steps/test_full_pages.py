@@ -16,6 +16,7 @@ from paged_kv.kernels.pages.page_format import FP16, PageLayout, page_format_nam
 from paged_kv.pool.window import Window
 from paged_kv.prefix import prefix_cache
 from tests.support.attended_step import attended
+from tests.support.full_pages import full_format, full_formats
 from tests.support.zoo import small_model
 
 HEAD = 32
@@ -86,7 +87,7 @@ def expected(name: str, keys: mx.array) -> mx.array:
         own = keys[:, :, start : start + 256]
         held = mx.concatenate([seen, own], axis=2)
         outputs.append(attention(own, held, held, scale=1.0, mask="causal"))
-        seen = mx.concatenate([seen, decoded(own, name)], axis=2)
+        seen = mx.concatenate([seen, decoded(own, full_format(name, start))], axis=2)
     return mx.concatenate(outputs, axis=2)
 
 
@@ -99,7 +100,7 @@ def test_a_token_sees_the_same_however_the_prompt_is_cut(
     cache, outputs = written_in_steps(name, keys, size)
     assert float(mx.abs(outputs - expected(name, keys)).max()) < 1e-4
     at_once, _ = written_in_steps(name, keys, 4096)
-    assert formats(cache)[:2] == [name] * 2
+    assert formats(cache)[:2] == full_formats(name, 2)
     for found, page in zip(pages_of(cache), pages_of(at_once), strict=True):
         assert mx.array_equal(found, page)
 
@@ -215,7 +216,7 @@ def test_a_step_that_fails_leaves_the_page_that_it_began_in() -> None:
     cache.make_mask(300)
     with pytest.raises(ValueError, match="expects"):
         cache.update_and_fetch(mx.zeros((1, 1, 300, 64)), mx.zeros((1, 1, 300, 64)))
-    assert (cache.offset, formats(cache)) == (300, ["q4", "fp16"])
+    assert (cache.offset, formats(cache)) == (300, ["q8", "fp16"])
     assert mx.array_equal(contents(cache), before)
     pool.check()
     assert pool.stats().blocks_used == 2
@@ -261,7 +262,7 @@ def test_a_page_waits_for_all_layers() -> None:
     write(caches[1:], 201, seed=7)
     assert mx.array_equal(caches[1].keys_and_values()[0][:, :, 100:], numbers(201, 7))
     write(caches, 1)
-    assert formats(caches[0]) == formats(caches[1]) == ["q4", "fp16"]
+    assert formats(caches[0]) == formats(caches[1]) == ["q8", "fp16"]
 
 
 def test_layers_may_take_a_long_step_one_after_the_other() -> None:
@@ -273,7 +274,7 @@ def test_layers_may_take_a_long_step_one_after_the_other() -> None:
     assert mx.array_equal(contents(caches[1])[:1], numbers(100, 3))
     write(caches[1:], 710, seed=7)
     write(caches, 1)
-    assert formats(caches[0]) == ["q4"] * 3 + ["fp16"]
+    assert formats(caches[0]) == ["q8", "q4", "q4", "fp16"]
     held = [mx.array(cache.keys_and_values()[0])[:, :, :-1] for cache in caches]
     for found, steps in zip(held, [[(700, 5), (10, 5)], [(710, 7)]], strict=True):
         written = mx.concatenate([numbers(100, 3), *(numbers(*each) for each in steps)], axis=2)
@@ -288,10 +289,10 @@ def test_a_shared_page_is_recoded_once_for_all() -> None:
     forks = [copy.deepcopy(cache) for _ in range(3)]
     for seed, fork in enumerate(forks):
         write([fork], 1, seed)
-    assert formats(cache) == ["q4", "q4"]
-    assert all(formats(fork) == ["q4", "q4", "fp16"] for fork in forks)
+    assert formats(cache) == ["q8", "q4"]
+    assert all(formats(fork) == ["q8", "q4", "fp16"] for fork in forks)
     stats = pool.stats()
-    assert stats.blocks_by_format == {"fp16": 3, "q4": 2}
+    assert stats.blocks_by_format == {"fp16": 3, "q8": 1, "q4": 1}
     assert stats.blocks_shared == 2
 
 
@@ -305,7 +306,7 @@ def test_what_is_found_is_what_the_sequence_itself_goes_on_with() -> None:
     full = [layer for layer in cache if factory.pool.group_of(layer.layer).window is None]
     assert all(formats(layer) == ["fp16", "q4", "fp16"] for layer in full)
     factory.insert_cache(prompt, cache)
-    assert all(formats(layer) == ["q4", "q4", "fp16"] for layer in full)
+    assert all(formats(layer) == ["q8", "q4", "fp16"] for layer in full)
     found, cached = factory.fetch_cache([*prompt, 1])
     assert cached == 600
     expected = model(mx.array([[1]]), cache=cache)
@@ -332,7 +333,7 @@ def test_what_could_not_be_recoded_is_not_resumed_within_its_page(
     other = [*prompt[:190], 1, 2, 3]
     found, cached = factory.fetch_cache(other)
     mx.eval(model(mx.array([[1]]), cache=cache))
-    assert formats(layer) == ["q4", "fp16"]
+    assert formats(layer) == ["q8", "fp16"]
     outputs = model(mx.array([other[cached:]]), cache=found)[0, -1]
     cold = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20).make_cache()
     assert float(mx.abs(outputs - model(mx.array([other]), cache=cold)[0, -1]).max()) < 1e-4
@@ -359,7 +360,7 @@ def test_a_step_that_cannot_recode_changes_no_token() -> None:
     pool.check()
     other.trim(7 * 256)
     write([cache], 1)
-    assert formats(cache) == ["q4", "fp16"]
+    assert formats(cache) == ["q8", "fp16"]
 
 
 def test_a_conversion_that_ran_out_of_memory_leaves_to_others_what_they_share() -> None:
@@ -377,7 +378,7 @@ def test_a_conversion_that_ran_out_of_memory_leaves_to_others_what_they_share() 
     assert formats(fork) == ["fp16"] * 3
     assert mx.array_equal(contents(fork), before)
     cache.to_quantized(bits=4)
-    assert (formats(cache), formats(fork)) == (["q4", "q4", "fp16"], ["fp16"] * 3)
+    assert (formats(cache), formats(fork)) == (["q8", "q4", "fp16"], ["fp16"] * 3)
 
 
 @pytest.mark.parametrize("step", [1, 300, 700])
@@ -405,7 +406,9 @@ def test_32k_tokens_take_3_percent_more_than_if_all_were_quantised(name: str) ->
         write([cache], 2048)
     write([cache], 1)
     cache.trim(1)
-    whole = 128 * PageLayout(page_format_named(name), geometry).page_bytes
+    whole = sum(
+        PageLayout(page_format_named(each), geometry).page_bytes for each in full_formats(name, 128)
+    )
     assert whole == cache.nbytes
     write([cache], 100)
     cache.trim(100 - 1)

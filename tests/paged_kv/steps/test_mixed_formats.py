@@ -56,7 +56,7 @@ class Both:
     def requantise(self, page: int, name: str) -> None:
         """Convert pages as the pool does when memory is short."""
         group = self.paged.pool.groups[0]
-        group.add_format(page_format_named(name))
+        group.add_formats(page_format_named(name))
         group.allocator.ensure_free({name: 1})
         moves = {self.table.blocks[page]: group.allocator.format_named(name).free[0]}
         for pages in group.pages.values():

@@ -41,7 +41,7 @@ def test_attention_follows_pages_that_were_recoded_since() -> None:
     cache.update_and_fetch(*given)
     keys, values = cache.keys_and_values()
     (group,), (table,) = pool.groups, cache.sequences[0].tables.values()
-    group.add_format(page_format_named("q8"))
+    group.add_formats(page_format_named("q8"))
     group.recode(
         lambda: table.full_blocks(SHAPE[2]),
         "q8",

@@ -14,6 +14,7 @@ from paged_kv import PagedKVCache
 from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.window import Window
+from tests.support.full_pages import full_format
 from tests.support.state_machine.rows import WRITTEN, Chain, Row
 from tests.support.state_machine.table_model import (
     DECAY,
@@ -99,7 +100,7 @@ class _StepPages:
                 given = slice(max(own, self._start), own + 256)
                 content[:, given] = rows[:, given]
             if self._format != FP16 and begun < own and self._now[begun] == "fp16":
-                number_format = getattr(self._format, part)
+                number_format = getattr(self._format if begun else self._format.first, part)
                 page = mx.array(content[:, begun : begun + 256])
                 content[:, begun : begun + 256] = np.array(
                     number_format.decode(number_format.encode(page), page.dtype)
@@ -318,7 +319,7 @@ def _wrong_formats(row: Row, cache: PagedKVCache, start: int) -> Iterable[str]:
     if row.full is None or cache.pool.windows.get(cache.layer) is not None:
         return
     names = page_formats(cache.pool, cache.layer, cache.sequences[0])
-    expected = [row.full] * (len(names) - 1) + ["fp16"]
+    expected = [full_format(row.full, page) for page in range(len(names) - 1)] + ["fp16"]
     if start % 256:
         expected[start // 256] = "fp16"
     if names != expected:

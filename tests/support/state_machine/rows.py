@@ -7,6 +7,7 @@ from functools import cache
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
+from tests.support.full_pages import full_format
 
 Chain = tuple[str, ...]
 """The page formats that held a token, one after the other."""
@@ -131,8 +132,10 @@ class Row:
         """Note a conversion. If it ran out of memory, nobody knows which pages it converted."""
 
         end = len(self.tokens) if self.formats.is_auto else self.full_tokens
-        known = {chains: self.formats.converted(chains, name) for chains in set(self.chains)}
-        self.chains[:end] = [known[chains] for chains in self.chains[:end]]
+        for page, tokens in _first_and_others(slice(0, end)):
+            full = full_format(name, page)
+            known = {c: self.formats.converted(c, full) for c in set(self.chains[tokens])}
+            self.chains[tokens] = [known[chains] for chains in self.chains[tokens]]
         self.full_formats = frozenset({name}) | (frozenset() if is_whole else self.full_formats)
 
     @property
@@ -143,13 +146,15 @@ class Row:
 
     def _fill(self, tokens: slice) -> None:
         """Note that the pages of these tokens are full."""
-        known = {
-            chains: frozenset[Chain]().union(
-                *(self.formats.since(chains, name) for name in self.full_formats)
-            )
-            for chains in set(self.chains[tokens])
-        }
-        self.chains[tokens] = [known[chains] for chains in self.chains[tokens]]
+        for page, part in _first_and_others(tokens):
+            names = {full_format(name, page) for name in self.full_formats}
+            known = {
+                chains: frozenset[Chain]().union(
+                    *(self.formats.since(chains, name) for name in names)
+                )
+                for chains in set(self.chains[part])
+            }
+            self.chains[part] = [known[chains] for chains in self.chains[part]]
 
     def rollback(self, windows: Mapping[int, Window]) -> int:
         """The most tokens that can be trimmed in layers with these windows."""
@@ -157,3 +162,13 @@ class Row:
             window.shortest_rollback(self.written[layer]) for layer, window in windows.items()
         ]
         return max(0, len(self.tokens) - max(shortest, default=0))
+
+
+def _first_and_others(tokens: slice) -> list[tuple[int, slice]]:
+    """Those of the tokens that are in the first page, and the others, each with its first page."""
+    start, end = tokens.start, tokens.stop
+    others = slice(max(start, PAGE_SIZE), end)
+    if start >= PAGE_SIZE:
+        return [(1, others)]
+    first = slice(start, PAGE_SIZE if end is None else min(end, PAGE_SIZE))
+    return [(0, first), (1, others)]
