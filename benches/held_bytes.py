@@ -39,7 +39,7 @@ from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool
 from paged_kv import Sequence as PagedSequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 HEAD, LAYERS, STEP = 32, 4, 2048
@@ -101,8 +101,10 @@ class Rows:
         bits = 0.0
         for length in self.lengths:
             full = (length - 1) // PAGE_SIZE * PAGE_SIZE
+            first = min(full, PAGE_SIZE)
             written = length - full if self.page_format == "fp16" else PAGE_SIZE
-            bits += full * CODES[self.page_format] + written * CODES["fp16"]
+            bits += first * CODES[page_format_named(self.page_format).first.name]
+            bits += (full - first) * CODES[self.page_format] + written * CODES["fp16"]
         return bits * self.numbers / 8
 
     @property

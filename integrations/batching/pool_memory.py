@@ -22,6 +22,7 @@ def _group_size(group: LayerGroup) -> GroupSize:
         is_ring=group.window is not None,
         written_bytes=group.written_block_bytes,
         written_blocks=WRITTEN_BLOCKS if group.recodes else 0,
+        first_bytes=group.first_block_bytes,
     )
 
 

@@ -22,11 +22,12 @@ class GroupSize:
     """The memory of a sequence in a layer group.
 
     Attributes:
-        block_bytes: bytes of a full block.
+        block_bytes: bytes of a full block; `first_bytes` may say otherwise of the first one.
         blocks_for: returns the number of blocks for a number of tokens.
         is_ring: whether blocks are overwritten, so that sequences cannot share them for long.
         written_bytes: bytes of a block while it is written, if full blocks are recoded.
         written_blocks: the most such blocks of a sequence at a time; 0 if none is recoded.
+        first_bytes: bytes of a full block that sequences begin with; 0 if it is as large as others.
     """
 
     block_bytes: int
@@ -34,13 +35,19 @@ class GroupSize:
     is_ring: bool = False
     written_bytes: int = 0
     written_blocks: int = 0
+    first_bytes: int = 0
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that a sequence of `tokens` tokens takes in the group."""
         blocks = self.blocks_for(tokens)
         written = min(self.written_blocks, blocks)
         # The first of those becomes a recoded one; others are there while it is recoded.
-        return self.block_bytes * (blocks - min(1, written)) + self.written_bytes * written
+        return self.full_bytes(blocks - min(1, written)) + self.written_bytes * written
+
+    def full_bytes(self, blocks: int) -> int:
+        """Bytes of the first `blocks` blocks of a sequence when they are full."""
+        larger = self.first_bytes - self.block_bytes if blocks and self.first_bytes else 0
+        return self.block_bytes * blocks + larger
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class PoolSize:
     def shared_bytes(self, tokens: int) -> int:
         """The bytes of these tokens that all their continuations share to their end."""
         shared = [group for group in self.groups if not group.is_ring]
-        return sum(group.block_bytes * (tokens // self.page_size) for group in shared)
+        return sum(group.full_bytes(tokens // self.page_size) for group in shared)
 
     def tokens_in(self, nbytes: int) -> float:
         """The length of the longest sequence that fits in `nbytes`; infinite if any fits."""

@@ -16,6 +16,7 @@ from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.steps.batch import Batch
+from tests.support.full_pages import full_formats
 
 # Quantised pages need heads of whole groups of 32.
 DIMS = (32, 64)
@@ -61,9 +62,15 @@ def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> Non
     for tokens in range(128, 1537, 128):
         write(pool, sequence, 128)
         most |= Counter({each.name: each.num_used for each in group.allocator.formats})
-        assert most[page_format] == (tokens - 1) // 256
-        assert not most - group.needs_of(tokens), "it holds more than it needs"
-        assert group.needs_of(tokens)[page_format] == most[page_format]
+        full = Counter(full_formats(page_format, (tokens - 1) // 256))
+        assert most - Counter({"fp16": most["fp16"]}) == full
+        needs = group.needs_of(tokens)
+        assert not most - needs, "it holds more than it needs"
+        assert needs - Counter({"fp16": needs["fp16"]}) == full
+        (size,) = pool_size(pool).groups
+        of = group.allocator.format_named
+        assert size.bytes_for(tokens) == sum(of(name).block_bytes * n for name, n in needs.items())
+        assert size.full_bytes(full.total()) == sum(of(n).block_bytes for n in full.elements())
 
 
 @pytest.mark.parametrize(

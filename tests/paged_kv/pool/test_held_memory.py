@@ -13,6 +13,7 @@ from benches.held_bytes import CODES, Rows, ended, prefill
 from paged_kv import Sequence
 from paged_kv.allocator.format_slabs import IDLE_STEPS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from tests.support.full_pages import full_format
 from tests.support.grids import plain_only
 
 
@@ -67,7 +68,7 @@ def test_a_short_sequence_holds_what_it_needs_and_nothing_when_it_has_ended(
     with_spare = rows.held
     for _ in range(IDLE_STEPS + 1):
         rows.write(1)
-    full, last = CODES[page_format], 16.0
+    full, last = CODES[full_format(page_format, 0)], 16.0
     needed = (full + last) * PAGE_SIZE * rows.numbers / 8
     assert 0 <= rows.held - needed < 2**12
     assert (with_spare > 1.5 * needed) == (page_format != "fp16")
