@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.integrations.model_version import ModelVersion
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.store.keys import Identity, Salt, salt_bytes
 
@@ -65,7 +65,7 @@ class PageIdentity:
             settings=settings,
             versions=self._packages,
             geometry=_geometry(pool),
-            page_format=" > ".join([pool.page_format.name, *_smaller(pool)]),
+            page_format=" > ".join([_of_full_pages(pool.page_format), *_smaller(pool)]),
             rotation=_rotation(pool),
             page_size=PAGE_SIZE,
             salt=salt,
@@ -130,6 +130,12 @@ def _geometry(pool: PagePool) -> str:
         f"{layer}: {pool.geometry(layer)} {pool.windows.get(layer)}"
         for layer in range(pool.num_layers)
     )
+
+
+def _of_full_pages(page_format: PageFormat) -> str:
+    """The formats of a sequence's first page and of the others, if they differ."""
+    names = dict.fromkeys((page_format.first.name, page_format.name))
+    return " + ".join(names)
 
 
 def _smaller(pool: PagePool) -> tuple[str, ...]:
