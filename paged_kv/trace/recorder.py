@@ -11,7 +11,8 @@ through the file, each kind separately.
                                  entries of its rings, the entries of sink tokens before them, the
                                  window and the sink tokens in tokens; all 0 without a window
     B group bytes format         a block of that format takes `bytes` bytes from now on
-    n table group format         a new block table
+    n table group format first   a new block table: the formats of its full blocks and of the first
+                                 of these, which is left out if it is the same
     w table start end fresh      tokens [start, end) are written, with `fresh` new blocks at the end
     c table blocks               `blocks` shared blocks were copied for the next write
     f table fork                 a fork shares all blocks of a table
@@ -292,7 +293,10 @@ class TracedPool(Events):
             ring = table.ring or Ring(0)
             shape = ring.entries, ring.head, ring.window or 0, ring.sink_tokens
             self.file.line(TraceEvent.GROUP, group, self._pool, *shape)
-        self.file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
+        formats = [table.page_format]
+        if table.first_format != table.page_format:
+            formats.append(table.first_format)
+        self.file.line(TraceEvent.NEW_TABLE, self._number(table), group, *formats)
 
     def forked(self, table: Table, fork: Table) -> None:
         self.file.line(TraceEvent.FORK, self._flushed_table(table), self._number(fork))

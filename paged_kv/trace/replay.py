@@ -207,9 +207,9 @@ class Replay:
         self._groups[int(number)] = group
         owner.groups.append(group)
 
-    def _new_table(self, table: str, group: str, page_format: str) -> None:
+    def _new_table(self, table: str, group: str, page_format: str, first: str = "") -> None:
         owner = self._groups[int(group)]
-        made = owner.allocator.new_table(owner.ring, page_format)
+        made = owner.allocator.new_table(owner.ring, page_format, first or page_format)
         self._tables[int(table)] = SimulatedTable(owner, made, next(self._tags))
         self._made += 1
 

@@ -149,7 +149,7 @@ class TracedLoad:
         known = self._groups.setdefault(int(group), _Group(-1, 0))
         known.sizes[page_format] = int(nbytes)
 
-    def _new_table(self, table: str, group: str, page_format: str) -> None:
+    def _new_table(self, table: str, group: str, page_format: str, first: str = "") -> None:
         self._groups[int(group)].page_format = page_format
 
     def _arrive(self, number: str, pool: str, prompt: str, most: str) -> None:

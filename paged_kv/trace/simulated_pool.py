@@ -103,12 +103,14 @@ class SimulatedTable:
 
     def recode(self, start: int) -> None:
         """Recode the full blocks before a write from `start` on, as many as the budget holds."""
-        allocator, name = self.group.allocator, self.table.page_format
-        blocks = self.table.unrecoded(start)
-        with suppress(PoolExhausted):
-            allocator.ensure_free({name: len(blocks)})
-            moves = dict(zip(blocks, allocator.format_named(name).free, strict=False))
-            allocator.apply_moves(moves)
+        allocator = self.group.allocator
+        for name in self.table.full_formats:
+            # Mapping a slab for the last ones may have moved others.
+            blocks = self.table.unrecoded(start).get(name, [])
+            with suppress(PoolExhausted):
+                allocator.ensure_free({name: len(blocks)})
+                moves = dict(zip(blocks, allocator.format_named(name).free, strict=False))
+                allocator.apply_moves(moves)
 
     def write(self, start: int, end: int) -> None:
         """Write the positions [start, end) with tokens of this table's own."""
