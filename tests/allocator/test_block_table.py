@@ -391,3 +391,61 @@ class Told(Events):
 
     def written(self, table: Any, start: int, end: int, appended: int, copied: int) -> None:
         self.told.append((start, end))
+
+
+def recoding_allocator() -> BlockAllocator:
+    allocator = BlockAllocator(ByteBudget(1000), 4, 4)
+    allocator.add_format("q8", 2)
+    allocator.add_format("q4", 1)
+    return allocator
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "appended", "scratch"),
+    [
+        (0, 12, ["q8", "q4", "fp16"], None),
+        (0, 4, ["fp16"], None),
+        (0, 5, ["q8", "fp16"], None),
+        (3, 12, ["q4", "fp16"], "q8"),
+        (4, 12, ["q4", "fp16"], None),
+        (5, 12, ["fp16"], "q4"),
+    ],
+)
+def test_a_write_asks_for_the_format_of_each_full_block(
+    start: int, end: int, appended: list[str], scratch: str | None
+) -> None:
+    allocator = recoding_allocator()
+    table = allocator.new_table(page_format="q4", first_format="q8")
+    if start:
+        reserve(table, 0, start)
+    write = Write(table, start, end)
+    assert write.missing_formats() == appended
+    assert write.needs_scratch == (scratch is not None)
+    if scratch:
+        assert write.scratch_format == scratch
+    assert allocator.fork(table).full_formats == ("q8", "q4")
+
+
+def test_full_blocks_that_are_left_are_told_by_the_format_that_they_get() -> None:
+    allocator = recoding_allocator()
+    table = allocator.new_table(page_format="q4", first_format="q8")
+    table.append(["fp16"] * 3)
+    first, second, _ = table.blocks
+    assert table.unrecoded(3) == {}
+    assert table.unrecoded(11) == {"q8": [first], "q4": [second]}
+    assert not table.is_recoded(11)
+    for block, name in ((first, "q8"), (second, "q4")):
+        allocator.ensure_free({name: 1})
+        allocator.apply_moves({block: allocator.format_named(name).free[0]})
+    assert table.unrecoded(11) == {}
+    assert table.is_recoded(11)
+    assert not table.is_recoded(12)
+    assert table.unrecoded(12) == {"q4": [table.blocks[2]]}
+
+
+def test_a_table_of_one_format_has_it_in_its_first_block_too() -> None:
+    allocator = recoding_allocator()
+    assert allocator.new_table(page_format="q4").full_formats == ("q4",)
+    written = allocator.new_table()
+    assert (written.full_formats, written.recodes) == (("fp16",), False)
+    assert (written.is_recoded(100), written.unrecoded(100)) == (True, {})

@@ -163,3 +163,19 @@ def test_a_format_is_found_by_its_name() -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' is no page format: there are 'fp16',"):
         page_format_named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("q4", "q8"),
+        ("q4-unrotated", "q8-unrotated"),
+        ("q8/q4", "q8"),
+        ("q4/q4-unrotated", "q8/q8-unrotated"),
+        ("fp16/q4", "fp16/q8"),
+        *[(name, name) for name in ("fp16", "q8", "q8-unrotated", "q8/fp16", "q8/q8-unrotated")],
+    ],
+)
+def test_the_first_page_has_8_bits_instead_of_4(name: str, first: str) -> None:
+    assert page_format_named(name).first == page_format_named(first)
+    assert page_format_named(name).first.name == first

@@ -79,6 +79,16 @@ def test_the_block_that_is_written_takes_more() -> None:
     assert Demand(prompt_tokens=769, max_tokens=100, choices=3).bytes_in(pool) == 3 * 20 + 3 * 160
 
 
+def test_the_first_full_block_may_take_more() -> None:
+    size = GroupSize(
+        20, lambda tokens: -(-tokens // 256), written_bytes=80, written_blocks=2, first_bytes=40
+    )
+    pool = PoolSize(1000, 0, (size,))
+    assert [pool.bytes_for(tokens) for tokens in (0, 1, 256, 257, 513)] == [0, 80, 80, 200, 220]
+    assert [pool.shared_bytes(tokens) for tokens in (255, 256, 768)] == [0, 40, 80]
+    assert Demand(prompt_tokens=769, max_tokens=100, choices=3).bytes_in(pool) == 80 + 3 * 160
+
+
 def test_rings_alone_hold_any_length() -> None:
     ring = (group(100, most_blocks=3),)
     assert PoolSize(300, 0, ring).tokens_in(300) == math.inf
