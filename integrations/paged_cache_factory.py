@@ -50,9 +50,10 @@ class PagedCacheFactory:
     Args:
         model: a model of mlx-lm; or of mlx-vlm, as a whole or its language model.
         page_format: how full pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or
-            two of these, for keys and for values. With "auto", pages keep 16 bits, and the oldest
-            become q8 and then q4 when memory gets short; a `RequantisationPolicy` may differ.
-            Layers with a sliding window, or with `max_kv_size`, keep 16 bits.
+            two of these, for keys and for values. With "q4" a sequence's first page is "q8". With
+            "auto", pages keep 16 bits, and the oldest become q8 and then q4 when memory gets short;
+            a `RequantisationPolicy` may differ. Layers with a sliding window, or with
+            `max_kv_size`, keep 16 bits.
         max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
             80 % of what the machine recommends, less what is in use; `stats()` shows it. Snapshots
             of recurrent layers by `insert_cache` take up to a quarter of that besides; those of a

@@ -291,8 +291,8 @@ class PagedKVCache:
         return first._with(forks, caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
-        """Requantise the pages of these sequences, in all layers, to 4 or 8 bits. Returns this same
-        cache, so that other references to it see every later token.
+        """Requantise the pages of these sequences, in all layers, to 4 or 8 bits, and the first of
+        each to 8. Returns this same cache, so that other references to it see every later token.
 
         With `kv_bits`, mlx-lm calls this at every step for every layer; only the first call does
         work. Pages have one scale for 32 numbers whatever `group_size` says.

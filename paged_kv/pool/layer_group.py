@@ -166,12 +166,10 @@ class LayerGroup:
         blocks = self.blocks_for(tokens)
         if not self.recodes:
             return Counter({FP16.name: blocks})
-        # One of those that are written becomes a recoded one.
-        first = min(1, max(0, blocks - 1))
-        needs = Counter(
-            {FP16.name: min(blocks, WRITTEN_BLOCKS), self.page_format.first.name: first}
-        )
-        needs[self.page_format.name] += max(0, blocks - 1 - first)
+        full = max(0, blocks - 1)
+        needs = Counter({FP16.name: min(blocks, WRITTEN_BLOCKS)})
+        needs.update({self.page_format.first.name: min(1, full)})
+        needs.update({self.page_format.name: max(0, full - 1)})
         return needs
 
     def note_second_step(self) -> None:

@@ -96,9 +96,10 @@ class PagePool:
         windows: the windows of layers with a sliding window, by layer.
         rows: what layers hold that append rows and no keys and values, by layer.
         page_format: the number format of full pages: "fp16" (the model's 16 bits), "q8" or "q4";
-            or a pair, for keys and for values. The page that is being written has 16 bits. With
-            "auto", or a `RequantisationPolicy`, full pages keep 16 bits and are requantised when
-            memory gets short. Layers with windows keep 16 bits.
+            or a pair, for keys and for values. With "q4" the first page of a sequence is "q8". The
+            page that is being written has 16 bits. With "auto", or a `RequantisationPolicy`, full
+            pages keep 16 bits and are requantised when memory gets short. Layers with windows keep
+            16 bits.
         max_bytes: the most bytes of slabs, such as "4GB". None means 80 % of the device's memory,
             less what MLX holds; see `recommended_bytes`.
         beside: another pool, whose budget this one shares.

@@ -60,8 +60,8 @@ def test_quantised_pages(name: str, page_format: str) -> None:
     caches = [stock if type(stock) is RotatingKVCache else oracle for stock, oracle in pairs]
     factory = PagedCacheFactory(model, page_format=page_format)
     cache = factory.make_cache()
-    ours = greedy(model, TEXT[:300], cache, 6, 64)
-    assert_same_run(ours, greedy(model, TEXT[:300], caches, 6, 64), 2e-3)
+    ours = greedy(model, TEXT[:560], cache, 6, 64)
+    assert_same_run(ours, greedy(model, TEXT[:560], caches, 6, 64), 2e-3)
     held = [group.formats for group in factory.stats().groups if group.window is None]
     assert any(each.page_format == page_format and each.used for each in held[0])
     assert factory.stats().gather_fallbacks == 0

@@ -104,6 +104,15 @@ def test_a_conversion_leaves_a_first_page_that_has_its_format(name: str, bits: i
     assert formats(cache) == [*full_formats(f"q{bits}", 5), "fp16"]
 
 
+def test_a_first_page_that_is_filled_after_a_conversion_has_8_bits() -> None:
+    cache = new_cache("fp16")
+    write(cache, 100)
+    cache.to_quantized(bits=4)
+    write(cache, 600)
+    write(cache, 1)
+    assert formats(cache) == ["q8", "q4", "fp16"]
+
+
 def test_a_conversion_of_several_sequences_converts_a_shared_first_page_once() -> None:
     cache = new_cache("fp16")
     write(cache, 1100)
