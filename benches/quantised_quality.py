@@ -104,9 +104,13 @@ def size_of_tokens() -> Figures:
         mx.eval(model(page, cache=cache))
         total = nbytes(cache)
         if isinstance(cache[0], PagedKVCache):
-            # The token begins a page, and the full one is recoded.
+            # What a second full page adds: the first may be larger. Each token begins a page, and
+            # the full one is recoded.
             mx.eval(model(token, cache=cache))
-            total = bytes_active(cache) - PAGE_SIZE * values_of_token(model) * mx.float16.size
+            first = bytes_active(cache)
+            mx.eval(model(page[:, 1:], cache=cache))
+            mx.eval(model(token, cache=cache))
+            total = bytes_active(cache) - first
         size = total / PAGE_SIZE
         rows[name] = {"token_bytes": size, "bits_per_value": 8 * size / values_of_token(model)}
     for row in rows.values():
