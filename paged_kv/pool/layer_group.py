@@ -104,7 +104,7 @@ class LayerGroup:
         Raises:
             ValueError: one cannot hold the keys and values of a layer; nothing was changed.
         """
-        new = [each for each in page_formats if each.name not in self.formats]
+        new = dict.fromkeys(each for each in page_formats if each.name not in self.formats)
         if not new or not self.is_open:
             return
         for page_format in new:
