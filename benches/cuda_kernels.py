@@ -58,15 +58,19 @@ class Pages:
 
     @property
     def offsets(self) -> list[int]:
-        """Words of a page, and where keys' scales, values and values' scales begin."""
+        """Words of a page, and where keys' scales, values, values' scales and keys' centres
+        begin."""
         codes = KV_HEADS * PAGE * DIM * BITS[self.page_format] // 16
         scales = KV_HEADS * PAGE * DIM // 32 if self.is_quantised else 0
-        half = codes + scales
-        return [2 * half, codes if scales else 0, half, half + codes if scales else half]
+        values = codes + scales + (KV_HEADS * DIM if self.is_quantised else 0)
+        if not self.is_quantised:
+            return [values + codes, 0, values, values, 0]
+        return [values + codes + scales, codes, values, values + codes, codes + scales]
 
     def layouts(self, cupy: Any) -> Any:
         bits = BITS[self.page_format]
-        fields = [*self.offsets, bits, bits, int(self.is_quantised), int(self.is_quantised)]
+        *offsets, centres = self.offsets
+        fields = [*offsets, bits, bits, int(self.is_quantised), int(self.is_quantised), centres]
         return cupy.asarray(np.array([fields] * SLABS, np.int32))
 
 
@@ -140,11 +144,16 @@ class Bench:
         return pages
 
     def _fill_with_codes(self, pages: Pages) -> None:
-        """Random codes, whose scale makes their numbers about as large as normal ones."""
+        """Random codes, whose scale makes their numbers about as large as normal ones, and centres
+        that are half as large."""
         memory, count = pages.memory, KV_HEADS * PAGE * DIM // 32
         memory[...] = self.cupy.random.randint(0, 1 << 16, memory.shape, dtype=np.uint16)
         for first in (pages.offsets[1], pages.offsets[3]):
             memory[:, first : first + count] = int(np.float16(0.2).view(np.uint16))
+        shape = (len(memory), KV_HEADS * DIM)
+        centres = 0.5 * self.cupy.random.standard_normal(shape, dtype=np.float32)
+        first = pages.offsets[4]
+        memory[:, first : first + shape[1]] = centres.astype(np.float16).view(np.uint16)
 
     def decode(
         self, pages: Pages, tables: Any, length: int, *, writes: bool
@@ -222,7 +231,7 @@ class Bench:
         held = pages.memory[tables[row, ROW_FIELDS:]]
         at = pages.offsets
         sides = []
-        for first, scales in ((0, at[1]), (at[2], at[3])):
+        for first, scales, centres in ((0, at[1], at[4]), (at[2], at[3], 0)):
             words = KV_HEADS * PAGE * DIM * BITS[pages.page_format] // 16
             plane = held[:, first : first + words].reshape(
                 -1, KV_HEADS, PAGE, words // KV_HEADS // PAGE
@@ -230,23 +239,28 @@ class Bench:
             if pages.is_quantised:
                 count = KV_HEADS * PAGE * DIM // 32
                 steps = held[:, scales : scales + count].reshape(-1, KV_HEADS, PAGE, DIM // 32)
+                centre = held[:, centres : centres + KV_HEADS * DIM] if centres else None
                 numbers = self._decoded(
-                    cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps)
+                    cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps), centre
                 )
             else:
                 numbers = cupy.ascontiguousarray(plane).view(np.float16).astype(np.float32)
             sides.append(numbers.transpose(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM)[:, :length])
         return sides[0], sides[1]
 
-    def _decoded(self, words: Any, scales: Any) -> Any:
-        """Of q4, turned back."""
+    def _decoded(self, words: Any, scales: Any, centre: Any) -> Any:
+        """Of q4, turned back; relative to a centre if there is one."""
         cupy = self.cupy
         codes = words.view(np.uint8).reshape(*words.shape[:3], DIM // 32, 16)
         halves = cupy.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
         numbers = halves * scales.view(np.float16).astype(np.float32)[..., None]
+        numbers = numbers.reshape(*words.shape[:3], DIM)
+        if centre is not None:
+            row = cupy.ascontiguousarray(centre).view(np.float16).astype(np.float32)
+            numbers = numbers + row.reshape(-1, KV_HEADS, 1, DIM)
         at = np.arange(DIM)
         signs = np.array([[(-1) ** (int(i & j).bit_count()) for i in at] for j in at], np.float32)
-        return numbers.reshape(*words.shape[:3], DIM) @ cupy.asarray(signs / math.sqrt(DIM))
+        return numbers @ cupy.asarray(signs / math.sqrt(DIM))
 
     def error(self, pages: Pages, tables: Any, queries: Any, output: Any, row: int) -> float:
         """The largest difference of a row's output from dense attention in float32."""

@@ -43,7 +43,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 HEAD, LAYERS, STEP = 32, 4, 2048
-CODES = {"fp16": 16.0, "q8": 8.5, "q4": 4.5}
+# Bits of a number, with its part of a scale, and of the centre of its page.
+CODES = {"fp16": 16.0, "q8": 8.5, "q4": 4.5 + 16 / 256 / 2}
 BUDGETS: dict[str, str | None] = {"256MB": "256MB", "1GB": "1GB", "default": None}
 SHORTEST, LONGEST, HEADLINE = 1 << 10, 1 << 16, 1 << 15
 LONGEST_OF_EIGHT, PREFILL, PREFILL_LAYERS = 1 << 13, 1 << 13, 16

@@ -11,8 +11,6 @@ likeliest tokens with another likeliest successor
 numbers   the largest difference of keys or values, in standard deviations of that layer's
 codes     codes that differ, of all codes of full pages
 scales    scales that differ, of all scales of full pages: they are rounded to float16
-off_tie   how far numbers whose code differs lie from the border of two codes, at most, in steps
-          from code to code
 given     as `logits`, where layers are given the keys and values of the one step: the same codes
 """
 
@@ -20,6 +18,7 @@ import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from benches.openblas import BLAS
@@ -31,12 +30,12 @@ import numpy.typing as npt
 from benches.heldout_text import MODELS, contexts, model_in_float32
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.pages.number_format import GROUP, NUMBER_FORMATS, rotate
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.number_format import NumberFormat
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 
 TOKENS, CONTEXTS = 1100, 4
 STEPS = (1, 7, 64, 200, 512)
-FORMATS = {"fp16": None, "q8": 8, "q4": 4}
+FORMATS = ("fp16", "q8", "q4")
 
 Floats = npt.NDArray[np.float32]
 Pair = tuple[mx.array, mx.array]
@@ -103,7 +102,7 @@ def difference(run: Run, other: Run) -> float:
     return float((np.abs(run.logits - other.logits) / other.logits.std(-1, keepdims=True)).max())
 
 
-def compared(run: Run, whole: Run, given: Run, bits: int | None) -> dict[str, float]:
+def compared(run: Run, whole: Run, given: Run, page_format: str) -> dict[str, float]:
     likeliest = run.logits.argmax(-1) != whole.logits.argmax(-1)
     figures = {
         "logits": difference(run, whole),
@@ -114,46 +113,38 @@ def compared(run: Run, whole: Run, given: Run, bits: int | None) -> dict[str, fl
             for mine, theirs in _pairs(run, whole, range(len(whole.written)))
         ),
     }
-    return figures | (codes(run, whole, bits) if bits else {})
+    return figures if page_format == "fp16" else figures | codes(run, whole, page_format)
 
 
-def codes(run: Run, whole: Run, bits: int) -> dict[str, float]:
+def codes(run: Run, whole: Run, page_format: str) -> dict[str, float]:
     """The codes and scales of full pages that differ."""
     full = len(whole.logits) // PAGE_SIZE * PAGE_SIZE
-    found: dict[str, float] = dict.fromkeys(
-        ("codes", "of_codes", "scales", "of_scales", "off_tie"), 0
-    )
-    for each in _pairs(run, whole, whole.quantised):
-        mine, theirs = (numbers[:, :, :full] for numbers in each)
-        (my_codes, my_scales), (codes, scales) = encoded(mine, bits), encoded(theirs, bits)
-        differ = my_codes != codes
-        from_border = positions(theirs, bits)
-        from_border = np.abs(from_border - np.rint(from_border))[differ]
-        found["codes"] += int(differ.sum())
-        found["of_codes"] += differ.size
-        found["scales"] += int((my_scales != scales).sum())
-        found["of_scales"] += scales.size
-        found["off_tie"] = max(found["off_tie"], float(from_border.max(initial=0)))
+    found: dict[str, float] = dict.fromkeys(("codes", "of_codes", "scales", "of_scales"), 0)
+    held = page_format_named(page_format)
+    for (mine, theirs), number_format in zip(
+        _pairs(run, whole, whole.quantised), cycle((held.keys, held.values))
+    ):
+        for first in range(0, full, PAGE_SIZE):
+            page = np.s_[:, :, first : first + PAGE_SIZE]
+            (my_codes, my_scales), (codes, scales) = (
+                encoded(numbers[page], number_format) for numbers in (mine, theirs)
+            )
+            found["codes"] += int((my_codes != codes).sum())
+            found["of_codes"] += codes.size
+            found["scales"] += int((my_scales != scales).sum())
+            found["of_scales"] += scales.size
     return found
 
 
-def encoded(numbers: mx.array, bits: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
-    """Codes [..., groups, GROUP], those of 8 bits without their sign, and scales."""
-    words, scales = NUMBER_FORMATS[f"q{bits}"].encode(numbers)
-    of_bytes = np.array(mx.unflatten(words.view(mx.uint8), -1, (-1, GROUP * bits // 8)))
+def encoded(
+    numbers: mx.array, number_format: NumberFormat
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+    """Codes [..., bytes or half bytes], and scales, of a page's keys or values."""
+    bits = number_format.encoding(numbers.dtype).bits
+    words, scales, *_ = number_format.encode(numbers)
+    of_bytes = np.array(words.view(mx.uint8))
     halves = [of_bytes] if bits == 8 else [of_bytes & 15, of_bytes >> 4]
     return np.concatenate(halves, axis=-1), np.array(scales)
-
-
-def positions(numbers: mx.array, bits: int) -> Floats:
-    """Where numbers lie between the borders of codes, which are the whole numbers, [..., groups,
-    GROUP]: see `Quantised`."""
-    assert NUMBER_FORMATS[f"q{bits}"].is_rotated
-    groups = mx.unflatten(rotate(numbers), -1, (-1, GROUP))
-    high, low = mx.max(groups, -1, keepdims=True), mx.min(groups, -1, keepdims=True)
-    largest = mx.where(high > -low, high, low)
-    steps = mx.abs(largest) / 127 if bits == 8 else largest / -8
-    return np.array(groups / steps + 0.5)
 
 
 def _pairs(run: Run, other: Run, layers: Iterable[int]) -> Iterable[tuple[mx.array, mx.array]]:
@@ -165,7 +156,7 @@ def of_model(name: str) -> dict[str, dict[int, dict[str, float]]]:
     model, tokenizer = model_in_float32(name)
     texts = [each[:TOKENS] for each in contexts(tokenizer, TOKENS, CONTEXTS)]
     rows: dict[str, dict[int, dict[str, float]]] = {}
-    for page_format, bits in FORMATS.items():
+    for page_format in FORMATS:
         wholes = [read(model, text, page_format, TOKENS) for text in texts]
         rows[page_format] = {}
         for step in STEPS:
@@ -174,7 +165,7 @@ def of_model(name: str) -> dict[str, dict[int, dict[str, float]]]:
                     read(model, text, page_format, step),
                     whole,
                     read(model, text, page_format, step, whole.written),
-                    bits,
+                    page_format,
                 )
                 for text, whole in zip(texts, wholes, strict=True)
             ]

@@ -145,5 +145,6 @@ def _smaller(pool: PagePool) -> tuple[str, ...]:
 
 def _rotation(pool: PagePool) -> str:
     formats = [pool.page_format, *map(page_format_named, _smaller(pool))]
-    is_rotated = any(part.is_rotated for each in formats for part in (each.keys, each.values))
-    return "hadamard" if is_rotated else "none"
+    parts = [part for each in formats for part in (each.keys, each.values)]
+    rotation = "hadamard" if any(part.is_rotated for part in parts) else "none"
+    return f"{rotation}, centred" if any(part.is_centred for part in parts) else rotation

@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
+from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD, SixteenBit
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
@@ -34,7 +34,7 @@ from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 # Codes that are not rotated go through the same kernels as those that are.
 FORMATS = tuple(
-    name for name, each in NUMBER_FORMATS.items() if each.is_rotated or each == SixteenBit()
+    name for name, each in KEY_FORMATS.items() if each.is_rotated or each == SixteenBit()
 )
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
 POSITIONS = 64  # numbers of a position key, behind latents of DIM

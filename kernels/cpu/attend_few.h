@@ -150,6 +150,18 @@ class Queries {
   }
 };
 
+// Adds to the scores [rows, SCORES] of `count` keys the products of query rows [rows, QUERY_FLOATS] with
+// the centre of the keys' page.
+void add_centre_products(const RowRun& keys, int count, int dim, const float* q, int rows, float* scores) {
+  const uint16_t* centre = (const uint16_t*)keys.centre;
+  for (int r = 0; r < rows; r++, q += QUERY_FLOATS, scores += SCORES) {
+    vec sum = zero();
+    for (int d = 0; d < dim; d += W) sum = fma(load(q + d), load_f16<false>(centre + d), sum);
+    vec product = set1(reduce_add(sum));
+    for (int t = 0; t < count; t += W) store(scores + t, add(load(scores + t), product));
+  }
+}
+
 int scale_floats(const Attention& a) {
   return (PAGE_SIZE + VALUE_TOKENS) * (larger(a.k_dim, a.v_dim) / GROUP) + LANES;
 }
@@ -207,6 +219,11 @@ int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
         MULTIPLY_KEYS[products][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS, scales,
                                           scores + g * SCORES, next);
       }
+      if (run.keys.centre)
+        add_centre_products(run.keys, run.count, k_dim,
+                            queries.for_products(a.q_format, run.keys.rotated) +
+                                (size_t)blocks->first_row * QUERY_FLOATS,
+                            rows, scores);
       weigh(a, task, span, run, at, part, scores, rescale);
       sums.set_basis(span, run.values.rotated);
       for (int i = 0; i < groups; i++) {

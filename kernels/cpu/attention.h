@@ -22,19 +22,22 @@ constexpr float LOWEST = -1e29f;
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
 constexpr int GROUP = 32;  // numbers that share a scale
+constexpr int CENTRE_PARTS = 4;  // sums of tokens whose sum is a page's centre
 constexpr int LONGEST_HEAD = 576;
 constexpr int MOST_ROWS = 256;  // query rows of a task of several blocks
 
 constexpr bool is_quantised(int format) { return format >= PAGED_KV_Q8; }
 
 // Keys or values of a run of tokens. Token t is at data + t * stride bytes, and the float16 scales of
-// its groups, in formats that have them, follow those of the token before.
+// its groups, in formats that have them, follow those of the token before. Codes may be of what rows
+// differ by from the centre of their page, float16 [dim].
 struct RowRun {
   char* data;
   ptrdiff_t stride;
   int format;
   bool rotated;
   char* scales;
+  char* centre = nullptr;
 };
 
 // Positions [0, count) of a run lie in one page, or in unwritten keys and values.

@@ -318,11 +318,12 @@ def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
 def _layout_struct(layout: PageLayout) -> LayoutStruct:
     keys, values, geometry = layout.page_format.keys, layout.page_format.values, layout.geometry
     at = [offset * WORD.size for offset in layout.offsets]
-    first = len(keys.slot_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
-    # The last plane of keys, or of values, holds their scales, if they have any.
+    first = layout.page_format.key_planes(geometry)  # of the values' planes
+    # Floats have no scales: what is there instead is not read.
     return LayoutStruct(
         page_bytes=layout.page_bytes,
-        key_scales=at[first - 1],
+        key_scales=at[1],
+        key_centres=layout.key_centres * WORD.size,
         values=at[first],
         value_scales=at[-1],
         k_format=keys.encoding(geometry.k_dtype).cpu,

@@ -88,6 +88,7 @@ class LayoutStruct(ctypes.Structure):
     _fields_ = (
         ("page_bytes", ctypes.c_int64),
         ("key_scales", ctypes.c_int64),
+        ("key_centres", ctypes.c_int64),
         ("values", ctypes.c_int64),
         ("value_scales", ctypes.c_int64),
         ("k_format", ctypes.c_int32),

@@ -32,10 +32,11 @@ enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, P
 enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV_BAD_PAGE = 3 };
 
 // What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
-// if the format has any, and values alike. Rotated rows are in the basis of number_format.py.
+// if the format has any, then their centres, float16 [kv_heads, k_dim], if they are held relative to
+// one; and values, which have no centres. Rotated rows are in the basis of number_format.py.
 typedef struct {
   int64_t page_bytes;
-  int64_t key_scales, values, value_scales;  // where they begin, in bytes
+  int64_t key_scales, key_centres, values, value_scales;  // where they begin, in bytes; no centres: 0
   int32_t k_format, v_format;
   int32_t k_rotated, v_rotated;
 } PagedKvLayout;

@@ -51,6 +51,9 @@ void read_row<PAGED_KV_Q4>(const RowRun& run, int t, int dim, float factor, floa
       store(out + d + GROUP / 2 + i, mul(scale, sub(high, set1(8.f))));
     }
   }
+  if (!run.centre) return;
+  for (int d = 0; d < dim; d += W)
+    store(out + d, fma(set1(factor), load_f16<false>((const uint16_t*)run.centre + d), load(out + d)));
 }
 
 typedef void (*ReadRow)(const RowRun&, int, int, float, float*);
@@ -86,16 +89,43 @@ typedef void (*WriteRows)(const float*, int, int, const RowRun&, int);
 constexpr WriteRows WRITE_ROWS[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
                                            write_codes<3>, write_codes<4>};
 
+// The centre of a page's rows, in the basis of `to`, where it is put. Tokens are added in the order of
+// number_format.py.
+void find_centre(const RowRun& from, const RowRun& to, int dim, float* centre) {
+  alignas(64) float parts[CENTRE_PARTS][LONGEST_HEAD], row[LONGEST_HEAD];
+  for (int t = 0; t < CENTRE_PARTS; t++) READ_ROW[from.format](from, t, dim, 1.f, parts[t]);
+  for (int t = CENTRE_PARTS; t < PAGE_SIZE; t++) {
+    READ_ROW[from.format](from, t, dim, 1.f, row);
+    float* part = parts[t % CENTRE_PARTS];
+    for (int d = 0; d < dim; d += W) store(part + d, add(load(part + d), load(row + d)));
+  }
+  for (int d = 0; d < dim; d += W) {
+    vec sum = load(parts[0] + d);
+    for (int i = 1; i < CENTRE_PARTS; i++) sum = add(sum, load(parts[i] + d));
+    store(centre + d, mul(sum, set1(1.f / PAGE_SIZE)));
+  }
+  if (from.rotated != to.rotated) rotate(centre, dim);
+  for (int d = 0; d < dim; d++) {
+    bool is_held = centre[d] >= -LARGEST_F16 && centre[d] <= LARGEST_F16;
+    uint16_t half = f16_of_float(is_held ? centre[d] : 0.f);
+    ((uint16_t*)to.centre)[d] = half;
+    centre[d] = float_of_f16(half);
+  }
+}
+
 // Recodes the rows of a page, as many at a time as the longest head has numbers: one of 64 numbers has
 // two groups, too few for the machine to compute while one of them waits.
 void recode(const RowRun& from, const RowRun& to, int dim) {
-  alignas(64) float rows[LONGEST_HEAD];
+  alignas(64) float rows[LONGEST_HEAD], centre[LONGEST_HEAD];
   int most = LONGEST_HEAD / dim;
+  if (to.centre) find_centre(from, to, dim, centre);
   for (int t = 0; t < PAGE_SIZE; t += most) {
     int n = std::min(most, PAGE_SIZE - t);
     for (int i = 0; i < n; i++) {
       READ_ROW[from.format](from, t + i, dim, 1.f, rows + i * dim);
       if (from.rotated != to.rotated) rotate(rows + i * dim, dim);
+      for (int d = 0; to.centre && d < dim; d += W)
+        store(rows + i * dim + d, sub(load(rows + i * dim + d), load(centre + d)));
     }
     WRITE_ROWS[to.format](rows, n, dim, to, t);
   }

@@ -51,7 +51,7 @@ class Sums {
   bool rotated_[MOST_ROWS] = {};
 };
 
-// The bytes of a run's page that are read.
+// The bytes of a run's page that are read, but for the centre, which is read once for all tokens.
 INLINE int64_t page_bytes(const KeyRun& run, int k_dim, int v_dim) {
   if (!run.in_page) return 0;
   int64_t bytes = run.keys.stride + run.values.stride;

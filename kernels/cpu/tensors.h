@@ -99,6 +99,8 @@ inline int64_t scale_bytes(int format, int dim) {
   return is_quantised(format) ? dim / GROUP * static_cast<int64_t>(sizeof(uint16_t)) : 0;
 }
 
+inline int64_t centre_bytes(int dim) { return dim * static_cast<int64_t>(sizeof(uint16_t)); }
+
 inline const PagedKvLayout& layout_at(const PagedKvPages& pages, int32_t entry) {
   return pages.layouts[pages.slab_layouts[entry / pages.slab_stride]];
 }
@@ -115,7 +117,8 @@ inline RowRun keys_at(const PagedKvPages& pages, int32_t entry, int head, int to
   int64_t bytes = row_bytes(layout.k_format, pages.k_dim);
   char* page = page_at(pages, entry);
   return {page + row * bytes, bytes, layout.k_format, layout.k_rotated != 0,
-          page + layout.key_scales + row * scale_bytes(layout.k_format, pages.k_dim)};
+          page + layout.key_scales + row * scale_bytes(layout.k_format, pages.k_dim),
+          layout.key_centres ? page + layout.key_centres + head * centre_bytes(pages.k_dim) : nullptr};
 }
 
 // And the values.

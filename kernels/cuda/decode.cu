@@ -3,7 +3,7 @@
   //   Bytes: as in metal/decode.metal. 8 rows of 32K tokens are 1.07 GB in 16 bits, 0.22 ms.
   //   Threads: 8 warps a block, which share a part's tiles; 128 parts are 8 warps a multiprocessor. More
   //     rows make more of them.
-  //   Registers: NVRTC gives 96 to 103, so 16 warps a multiprocessor; shared memory 8 KiB a block.
+  //   Registers: NVRTC gives 96 to 103, with q4 122, so 16 warps a multiprocessor; shared memory 8 KiB a block.
   //   In flight: to fill 4.8 TB/s over 600 ns takes 22 KiB a multiprocessor: 8 warps with two 16-byte
   //     loads a lane are 8 KiB, 16 warps 16 KiB. So a batch of 8 comes near, and one row may not.
   //   Arithmetic: 2 multiply-adds a byte in 16 bits are 19 TFLOP/s at full bandwidth, three tenths of

@@ -39,7 +39,7 @@ PARAMETERS = (
     "softcap",
 )
 PLACES = 16
-LAYOUT_FIELDS = 8
+LAYOUT_FIELDS = 9
 LOG2_E = math.log2(math.e)
 
 
@@ -140,7 +140,7 @@ class BoundSlabs:
 
     Attributes:
         inputs: the memory of 16 slabs, the first one repeated if there are fewer, then their
-            layouts, int32 [16, 8]; see kernels/gpu/pages.h.
+            layouts, int32 [16, 9]; see kernels/gpu/pages.h.
         count: how many of the slabs differ, rounded up to a power of two.
     """
 
@@ -198,12 +198,12 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
 def _fields(layout: PageLayout) -> list[int]:
     """A slab's row of `layouts`; offsets are in words."""
     keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
-    first = len(keys.slot_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
+    first = layout.page_format.key_planes(geometry)  # of the values' planes
     k_numbers, v_numbers = [each.gpu for each in _encodings(layout)]
     rotated = keys.is_rotated, layout.page_format.values.is_rotated
-    scales, values, value_scales = at[first - 1], at[first], at[-1]
+    scales, values, value_scales = at[1], at[first], at[-1]
     kinds = (k_numbers, v_numbers, *map(int, rotated))
-    return [layout.page_words, scales, values, value_scales, *kinds]
+    return [layout.page_words, scales, values, value_scales, *kinds, layout.key_centres]
 
 
 def _encodings(layout: PageLayout) -> tuple[Encoding, Encoding]:

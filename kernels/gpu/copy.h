@@ -1,7 +1,12 @@
 // Copies whole pages, also into other formats: nothing else makes quantised pages. A simdgroup takes
 // one slot: a token's keys, or values, of one head. A row of the tables is two entries: from, to.
+//
+// Where numbers are recoded into slots with a centre, each threadgroup sums all tokens of the page, which
+// it finds in the cache: threadgroups cannot wait for one of them.
 
 #ifdef HAS_CODES
+CONSTANT float LARGEST_HALF = 65504.0f;
+
 // 0 for a scale far below float16's range: all codes of the group are then 0.
 float inverse_of(float scale) {
   return magnitude(scale) < 1.17549435e-38f ? 0.0f : 1.0f / scale;
@@ -12,7 +17,7 @@ float code_of(float x, float inverse, float shift, float low, float high) {
 }
 
 ushort scale_bits(float scale) {
-  return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
+  return half_of_float(smaller(larger(scale, -LARGEST_HALF), LARGEST_HALF));
 }
 
 // Encodes a group, of which each lane has a number; see kernels/pages/number_format.py. Outputs the word
@@ -56,25 +61,81 @@ void encode_slot(Slots slots, uint token, uint lane, THREAD const float* x) {
   }
 }
 
+// Turns numbers that were held in one way into the basis in which they will be held.
 template <uint DIM>
-void recode_slot(Slots from, Slots to, uint token, uint lane) {
-  float x[numbers_of_lane(DIM)];
-  read_slot<DIM>(from, token, lane, x);
+void turn(Slots from, Slots to, uint lane, THREAD float* x) {
   if (from.rotated != to.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
-  if (to.format == FLOATS) write_slot<DIM>(to, token, lane, x);
-  else encode_slot<DIM>(to, token, lane, x);
+}
+
+#ifdef HAS_Q4
+// Subtracts the centre of a head's page from a token's numbers: see kernels/pages/number_format.py.
+// Each simdgroup sums every fourth token, so SLOT_SIMDGROUPS is its CENTRE_PARTS. `sums` is memory for
+// DIM numbers of each.
+template <uint DIM>
+void subtract_centre(Slots from, Slots to, const THREAD Place& place, SHARED float* sums, THREAD float* x) {
+  float centre[numbers_of_lane(DIM)], next[numbers_of_lane(DIM)];
+  read_slot<DIM>(from, place.simdgroup, place.lane, centre);
+  for (uint token = place.simdgroup + SLOT_SIMDGROUPS; token < PAGE_SIZE; token += SLOT_SIMDGROUPS) {
+    read_slot<DIM>(from, token, place.lane, next);
+    for (uint i = 0; i < numbers_of_lane(DIM); i++) centre[i] += next[i];
+  }
+  for (uint i = 0; i < numbers_of_lane(DIM); i++)
+    if (i * LANES + place.lane < DIM) sums[place.simdgroup * DIM + i * LANES + place.lane] = centre[i];
+  threads_meet();
+  for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+    uint at = i * LANES + place.lane;
+    if (at >= DIM) continue;
+    centre[i] = sums[at];
+    for (uint part = 1; part < SLOT_SIMDGROUPS; part++) centre[i] += sums[part * DIM + at];
+    centre[i] = product(centre[i], 1.0f / PAGE_SIZE);
+  }
+  turn<DIM>(from, to, place.lane, centre);
+  for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+    ushort bits = magnitude(centre[i]) <= LARGEST_HALF ? half_of_float(centre[i]) : ushort(0);
+    if (place.x + place.simdgroup == 0 && i * LANES + place.lane < DIM)
+      ((DEVICE ushort*)to.centre)[i * LANES + place.lane] = bits;
+    x[i] -= float_of_half(bits);
+  }
 }
 #endif
 
+// Into a slot of another format.
+#ifdef HAS_Q4
+template <uint DIM>
+void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place, SHARED float* sums) {
+#else
+template <uint DIM>
+void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place) {
+#endif
+  float x[numbers_of_lane(DIM)];
+  read_slot<DIM>(from, token, place.lane, x);
+  turn<DIM>(from, to, place.lane, x);
+#ifdef HAS_Q4
+  if (to.centre) subtract_centre<DIM>(from, to, place, sums, x);
+#endif
+  if (to.format == FLOATS) write_slot<DIM>(to, token, place.lane, x);
+  else encode_slot<DIM>(to, token, place.lane, x);
+}
+#endif
+
+#ifdef HAS_Q4
+template <uint DIM>
+void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values, SHARED float* sums) {
+#else
 template <uint DIM>
 void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values) {
+#endif
   DEVICE const int* pair = pages.row(place.z / 2);
   Slots from = pages.slots(uint(pair[0]), place.y, DIM, values);
   Slots to = pages.slots(uint(pair[1]), place.y, DIM, values);
   uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;
 #ifdef HAS_CODES
   if (from.format != to.format || from.rotated != to.rotated) {
-    recode_slot<DIM>(from, to, token, place.lane);
+#ifdef HAS_Q4
+    recode_slot<DIM>(from, to, token, place, sums);
+#else
+    recode_slot<DIM>(from, to, token, place);
+#endif
     return;
   }
 #endif
@@ -83,4 +144,8 @@ void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values
     ((DEVICE ushort*)to.numbers)[token * words + i] = from.numbers[token * words + i];
   for (uint i = place.lane; from.format != FLOATS && i < scales; i += LANES)
     ((DEVICE ushort*)to.scales)[token * scales + i] = from.scales[token * scales + i];
+#ifdef HAS_Q4
+  for (uint i = place.lane; token == 0 && from.centre && i < DIM; i += LANES)
+    ((DEVICE ushort*)to.centre)[i] = from.centre[i];
+#endif
 }

@@ -65,6 +65,26 @@ void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const floa
   }
 }
 
+#ifdef HAS_Q4
+// Adds the queries' products with the centre of the tokens' page, a half in each of two lanes that share
+// a token. They are not kept for the page's next tile: of 8 PARTS each has one tile of a page.
+void multiply_centre(DEVICE const ushort* centre, uint lane, SHARED const float* queries,
+                     THREAD float* sums) {
+  float x[numbers_of_lane(K_DIM)];
+  for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
+    x[i] = i * LANES + lane < K_DIM ? float_of_half(centre[i * LANES + lane]) : 0.0f;
+  UNROLL
+  for (uint r = 0; r < ROWS; r++) {
+    float sum = 0.0f;
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
+      if (i * LANES + lane < K_DIM)
+        sum = multiply_add(x[i], queries[r * K_DIM + i * LANES + lane], sum);
+    sum = sum_of_lanes(sum) * 0.5f;
+    sums[r] += sum, sums[ROWS + r] += sum;
+  }
+}
+#endif
+
 // Adds the weighted values of tokens [begin, end) of a page, which lie in one tile.
 template <uint FORMAT>
 void add_values(Slots values, uint begin, uint end, uint lane, SHARED const float* weights,
@@ -221,6 +241,9 @@ struct Part {
 #endif
     float sums[2 * ROWS];
     multiply(keys, near, far, lane, queries, sums);
+#ifdef HAS_Q4
+    if (keys.centre) multiply_centre(keys.centre, lane, queries, sums);
+#endif
     weigh(sums, token >= seen.begin && token < seen.end, lane, weights);
     lanes_meet();
     // Slots outside may hold anything, even NaN, so they must not be multiplied by zero.

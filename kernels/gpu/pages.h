@@ -62,13 +62,16 @@ struct Slabs {
 struct Slots {
   DEVICE const ushort* numbers;
   DEVICE const ushort* scales;
+#ifdef HAS_Q4
+  DEVICE const ushort* centre;  // added to each number of a token; null where there is none
+#endif
   uint format;
   bool rotated;
 };
 
 // Fields of a slab's layout: words of a page, then where keys' scales, values and their scales
-// begin in it, and how both are held.
-CONSTANT uint LAYOUT_FIELDS = 8;
+// begin in it, how both are held, and where the centres of keys begin: 0 if there are none.
+CONSTANT uint LAYOUT_FIELDS = 9;
 
 // Fields of a row of the tables: tokens, right padding, valid (sink) tokens at the beginning, and the
 // first valid token after those. Then of pages that sequences share: the tokens that groups of
@@ -101,7 +104,13 @@ struct Pages {
     uint format = uint(layout[values ? 5 : 4]);
     uint numbers_at = values ? uint(layout[2]) : 0, scales_at = uint(layout[values ? 3 : 1]);
     uint first = head * PAGE_SIZE;
+#ifdef HAS_Q4
+    uint centres_at = values ? 0 : uint(layout[8]);
+#endif
     return {page + numbers_at + first * slot_words(format, dim), page + scales_at + first * (dim / GROUP),
+#ifdef HAS_Q4
+            centres_at ? page + centres_at + head * dim : nullptr,
+#endif
             format, layout[values ? 7 : 6] != 0};
   }
 };

@@ -144,6 +144,11 @@ void read_any(Slots slots, uint token, uint at, THREAD float* x) {
 #endif
 #ifdef HAS_Q4
   if (slots.format == Q4) read_some<Q4, DIM, 8>(slots, token, at, x);
+  if (slots.centre) {
+    uint words[4];
+    load<16>(slots.centre + at, words);
+    for (uint i = 0; i < 8; i++) x[i] += float_of_half(ushort(words[i / 2] >> i % 2 * 16));
+  }
 #endif
 }
 

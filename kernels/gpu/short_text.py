@@ -28,8 +28,8 @@ FREQUENT = (
 # Other words of C++, words of both dialects, and members of vectors.
 _CPP = """
 asm and auto break constexpr continue device constant do double else enum false half bfloat if
-inline int metal namespace new not or paged_kv static std struct thread threadgroup true typedef
-typename uchar unsigned using xor float2 float4 uint2 uint4 w x y z
+inline int metal namespace new not nullptr or paged_kv static std struct thread threadgroup true
+typedef typename uchar unsigned using xor float2 float4 uint2 uint4 w x y z
 """
 OTHERS = frozenset([*FREQUENT, *_CPP.split()])
 _TOKEN = re.compile(r'"[^"\n]*"|\d[\w.]*|[A-Za-z_]\w*')

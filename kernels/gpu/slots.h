@@ -55,9 +55,13 @@ void read_slot(Slots slots, uint token, uint lane, THREAD float* x) {
     uint at = i * LANES + lane;
     if (at >= DIM) x[i] = 0.0f;
 #ifdef HAS_CODES
-    else if (slots.format != FLOATS)
+    else if (slots.format != FLOATS) {
       x[i] = product(code_at(slot, slots.format, at),
                      float_of_half(slots.scales[token * (DIM / GROUP) + i]));
+#ifdef HAS_Q4
+      if (slots.centre) x[i] += float_of_half(slots.centre[at]);
+#endif
+    }
 #endif
     else x[i] = number_of(slot[at]);
   }

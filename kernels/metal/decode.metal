@@ -1,8 +1,8 @@
   // On paper, for 8 KV heads of 128 with 4 query heads each (Llama 3 8B) on an M3 Max: 40 cores,
   // 400 GB/s, 14 TFLOP/s in float32, 208 KiB of registers and 60 KiB of threadgroup memory a core.
-  //   Bytes: a token is 2 * 128 * 2 = 512 in one KV head in 16 bits, 272 in q8, 144 in q4. 32K tokens
-  //     are 134 MB a layer in 16 bits, 0.34 ms. Parts: 16 for each head, 4 * 130 * 4 bytes each,
-  //     0.27 MB written and read again: 0.4 %.
+  //   Bytes: a token is 2 * 128 * 2 = 512 in one KV head in 16 bits, 272 in q8, 144 in q4, and the centre
+  //     of a page's keys in q4 another 256, 1 for each token. 32K tokens are 134 MB a layer in 16 bits,
+  //     0.34 ms. Parts: 16 for each head, 4 * 130 * 4 bytes each, 0.27 MB written and read again: 0.4 %.
   //   Threads: 256 a threadgroup, 8 simdgroups that share a part's tiles; 128 parts of 8 are 25
   //     simdgroups for each core. A context of up to 1,024 tokens is one part: 4 tiles for each
   //     simdgroup, and neither partial results nor a second launch.
@@ -15,7 +15,10 @@
   //     addresses about 16: 72 of 32 bits, so 22 simdgroups a core. With 8 query heads 104, and 16.
   //   Arithmetic: 4 * 256 multiply-adds a token are 2 a byte in 16 bits: 1.6 TFLOP/s at full bandwidth,
   //     a ninth of the peak. In q4 they are 7 a byte, and about 5 instructions a byte more unpack
-  //     codes: close to the peak, so q4 is expected 2.5 to 3 times as fast as 16 bits, not 3.6.
+  //     codes: close to the peak, so q4 is expected 2.5 to 3 times as fast as 16 bits, not 3.5.
+  //   Centres of keys in q4: for each tile and query head a lane multiplies and adds 4 numbers, where the
+  //     tile's keys and values take it 256, and the simdgroup sums once. To add the centre to each key
+  //     would take a lane 128 additions.
   //   Tiles: 32 tokens, so that softmax has one for each lane, and one maximum of the simdgroup for 32
   //     tokens. Keys are read 32 bytes side by side by two lanes, a sector of the cache; values a slot,
   //     256 bytes, by the simdgroup.

@@ -2,8 +2,9 @@
 
 A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
 [heads, 256, slot_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
-slot of one head is `slot_words` words. Keys have one plane or more, by their number format,
-then values have theirs. Code that moves slots or pages needs to know no more than that.
+slot of one head is `slot_words` words; or [heads, 1, slot_words], where all tokens share a slot.
+Keys have one plane or more, by their number format, then values have theirs. Code that moves slots
+or pages needs to know no more than that.
 """
 
 from collections.abc import Sequence
@@ -15,21 +16,30 @@ from math import gcd
 import mlx.core as mx
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, NumberFormat
+from paged_kv.kernels.pages.number_format import KEY_FORMATS, VALUE_FORMATS, WORD, NumberFormat
 
 PAGE_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One [heads, 256, slot_words] part of a page."""
+    """One [heads, slots, slot_words] part of a page.
+
+    Attributes:
+        slots: one for each token, or 1 for all.
+    """
 
     heads: int
     slot_words: int
+    slots: int = PAGE_SIZE
+
+    @property
+    def head_words(self) -> int:
+        return self.slots * self.slot_words
 
     @property
     def words(self) -> int:
-        return self.heads * PAGE_SIZE * self.slot_words
+        return self.heads * self.head_words
 
 
 @dataclass(frozen=True)
@@ -62,24 +72,33 @@ class PageFormat:
         Raises:
             ValueError: the format cannot hold this geometry.
         """
-        k_words = self.keys.slot_words(geometry.k_dim, geometry.k_dtype)
-        v_words = self.values.slot_words(geometry.v_dim, geometry.v_dtype)
-        keys = [Plane(geometry.k_heads, words) for words in k_words]
-        values = [Plane(geometry.v_heads, words) for words in v_words]
-        return (*keys, *values)
+        keys = _planes(self.keys, geometry.k_heads, geometry.k_dim, geometry.k_dtype)
+        return keys + _planes(self.values, geometry.v_heads, geometry.v_dim, geometry.v_dtype)
+
+    def key_planes(self, geometry: LayerGeometry) -> int:
+        """How many of the planes hold keys; those of values follow."""
+        return len(_planes(self.keys, geometry.k_heads, geometry.k_dim, geometry.k_dtype))
 
     def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """Words of each plane, uint16 [batch, heads, tokens, slot_words], of keys and values
-        [batch, heads, tokens, dim]."""
+        """Words of each plane, uint16 [batch, heads, tokens or 1, slot_words], of a page's keys and
+        values [batch, heads, tokens, dim]."""
         return self.keys.encode(keys) + self.values.encode(values)
 
     def decode(
         self, geometry: LayerGeometry, encoded: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
         """Keys and values [..., heads, tokens, dim] of the words of each plane."""
-        first = len(self.keys.slot_words(geometry.k_dim, geometry.k_dtype))
+        first = self.key_planes(geometry)
         keys = self.keys.decode(encoded[:first], geometry.k_dtype)
         return keys, self.values.decode(encoded[first:], geometry.v_dtype)
+
+
+def _planes(
+    number_format: NumberFormat, heads: int, dim: int, dtype: mx.Dtype
+) -> tuple[Plane, ...]:
+    of_tokens = [Plane(heads, words) for words in number_format.slot_words(dim, dtype)]
+    centres = [Plane(heads, dim, slots=1)] if number_format.is_centred else []
+    return (*of_tokens, *centres)
 
 
 FormatName = str | tuple[str, str]
@@ -93,14 +112,14 @@ def page_format_named(name: FormatName) -> PageFormat:
         ValueError: there is none.
     """
     parts = tuple(name.split("/") if isinstance(name, str) else name)
-    is_known = all(isinstance(part, str) and part in NUMBER_FORMATS for part in parts)
+    is_known = all(isinstance(part, str) and part in KEY_FORMATS for part in parts)
     if not is_known or len(parts) not in ((1, 2) if isinstance(name, str) else (2,)):
-        known = ", ".join(map(repr, NUMBER_FORMATS))
+        known = ", ".join(map(repr, KEY_FORMATS))
         raise ValueError(
             f"{name!r} is no page format: there are {known}, two of those for keys and values, "
             "such as 'q8/q4', and 'auto'"
         )
-    return PageFormat(NUMBER_FORMATS[parts[0]], NUMBER_FORMATS[parts[-1]])
+    return PageFormat(KEY_FORMATS[parts[0]], VALUE_FORMATS[parts[-1]])
 
 
 FP16 = page_format_named("fp16")
@@ -150,9 +169,17 @@ class PageLayout:
         ends = list(accumulate(plane.words for plane in self.planes))
         return (0, *ends[:-1])
 
+    @cached_property
+    def key_centres(self) -> int:
+        """The first word of the centres of keys within a page; 0 if they have none."""
+        centres = (
+            at for at, each in zip(self.offsets, self.planes, strict=True) if each.slots == 1
+        )
+        return next(centres, 0)
+
     def page(self, encoded: Sequence[mx.array]) -> mx.array:
         """A whole page, uint16 [page_units, unit_words], of the words of each plane
-        [1, heads, 256, slot_words]."""
+        [1, heads, slots, slot_words]."""
         whole = mx.concatenate([plane.reshape(-1) for plane in encoded])
         return whole.reshape(-1, self.unit_words)
 
@@ -160,7 +187,9 @@ class PageLayout:
         """Keys and values [1, heads, 256, dim] of a whole page, uint16 [page_units, unit_words]."""
         words = page.reshape(-1)
         encoded = [
-            words[first : first + plane.words].reshape(1, plane.heads, PAGE_SIZE, plane.slot_words)
+            words[first : first + plane.words].reshape(
+                1, plane.heads, plane.slots, plane.slot_words
+            )
             for first, plane in zip(self.offsets, self.planes, strict=True)
         ]
         return self.page_format.decode(self.geometry, encoded)

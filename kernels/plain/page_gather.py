@@ -74,7 +74,7 @@ def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.
         parts = [_pages_of(pages.slabs[slab], number)[ids] for slab, ids in places.page_ids.items()]
         chosen = parts[0] if places.order is None else mx.concatenate(parts)[places.order]
         batch, count = chosen.shape[:2]
-        shape = (batch, plane.heads, count * PAGE_SIZE, plane.slot_words)
+        shape = (batch, plane.heads, count * plane.slots, plane.slot_words)
         planes.append(chosen.swapaxes(1, 2).reshape(shape))
     keys, values = layout.page_format.decode(pages.geometry, planes)
     return _aligned(keys, places), _aligned(values, places)
@@ -110,13 +110,12 @@ def _by_slab(
 
 
 def _pages_of(slab: Slab, plane: int) -> mx.array:
-    """Words [pages, heads, 256 * slot_words] of one plane of a slab."""
-    layout = slab.layout
-    plane_words = layout.planes[plane].slot_words * PAGE_SIZE
+    """Words [pages, heads, head_words] of one plane of a slab."""
+    layout, of_head = slab.layout, slab.layout.planes[plane].head_words
     return mx.as_strided(
         slab.memory,
-        (slab.memory.shape[0] // layout.page_units, layout.planes[plane].heads, plane_words),
-        (layout.page_words, plane_words, 1),
+        (slab.memory.shape[0] // layout.page_units, layout.planes[plane].heads, of_head),
+        (layout.page_words, of_head, 1),
         layout.offsets[plane],
     )
 
@@ -251,16 +250,17 @@ def _decoded(
     for at, plane in enumerate(layout.planes):
         parts = [_plane(pages.slabs[slab], at, page, count) for slab, page, count in runs]
         joined = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
-        planes.append(joined.reshape(1, plane.heads, joined.shape[2] * PAGE_SIZE, plane.slot_words))
+        slots = joined.shape[2] * plane.slots
+        planes.append(joined.reshape(1, plane.heads, slots, plane.slot_words))
     if own_memory and len(runs) == 1 and _is_view(layout, runs[0][2]):
         planes = [plane + 0 for plane in planes]
     return layout.page_format.decode(pages.geometry, planes)
 
 
 def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
-    """Words [1, heads, pages, 256 * slot_words] of one plane of adjacent pages: a view."""
+    """Words [1, heads, pages, head_words] of one plane of adjacent pages: a view."""
     layout = slab.layout
-    heads, head_words = layout.planes[plane].heads, PAGE_SIZE * layout.planes[plane].slot_words
+    heads, head_words = layout.planes[plane].heads, layout.planes[plane].head_words
     return mx.as_strided(
         slab.memory,
         (1, heads, count, head_words),

@@ -167,13 +167,12 @@ def _in_slab(slab: Slab, page: mx.array) -> tuple[mx.array, mx.array]:
     layout, planes = slab.layout, []
     pages = slab.memory.shape[0] // layout.page_units
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
-        heads, words = plane.heads, plane.slot_words
         view = mx.as_strided(
             slab.memory,
-            (pages, heads, PAGE_SIZE * words),
-            (layout.page_words, PAGE_SIZE * words, 1),
+            (pages, plane.heads, plane.head_words),
+            (layout.page_words, plane.head_words, 1),
             offset,
         )
         chosen = view[page].swapaxes(1, 2)
-        planes.append(chosen.reshape(page.shape[0], heads, -1, words))
+        planes.append(chosen.reshape(page.shape[0], plane.heads, -1, plane.slot_words))
     return layout.page_format.decode(layout.geometry, planes)

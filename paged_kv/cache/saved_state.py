@@ -110,7 +110,7 @@ def _pages_held(pool: PagePool, layer: int, context_len: int, written_len: int) 
     return -(-context_len // PAGE_SIZE)
 
 
-VERSION = 3
+VERSION = 4
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -170,10 +170,9 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
 
 
 def _is_converting(page_format: PageFormat, formats: list[str]) -> bool:
-    """Whether pages are left that have neither 16 bits nor the format of full pages. Earlier
-    versions held the first page in that too."""
-    held = {FP16.name, page_format.name}
-    return not held | {page_format.first.name} >= set(formats[:1]) or not held >= set(formats[1:])
+    """Whether pages are left that have neither 16 bits nor the format of full pages."""
+    first, others = {FP16.name, page_format.first.name}, {FP16.name, page_format.name}
+    return not first.issuperset(formats[:1]) or not others.issuperset(formats[1:])
 
 
 def _require_version(state: dict[str, Any]) -> None:

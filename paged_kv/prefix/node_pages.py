@@ -62,7 +62,8 @@ def _clear_slots(content: Words, layout: PageLayout, unused: slice) -> None:
     flat = content.reshape(-1)
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
         slots = flat[offset : offset + plane.words]
-        slots.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, unused] = 0
+        if plane.slots == PAGE_SIZE:
+            slots.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, unused] = 0
 
 
 def _require_pages(group: LayerGroup, page_format: str, content: Mapping[str, Words]) -> None:

@@ -39,7 +39,7 @@ class Identity:
         versions: of the libraries that compute.
         geometry: heads, head sizes, dtypes and windows of all layers.
         page_format: how pages hold numbers, and the formats they may be requantised to.
-        rotation: what keys and values are rotated by.
+        rotation: what keys and values are rotated by, and whether keys have a centre.
         page_size: tokens a block.
         salt: separates users.
     """

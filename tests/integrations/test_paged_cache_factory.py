@@ -264,7 +264,7 @@ def test_a_file_of_another_version_is_refused(model: Any) -> None:
     cache = PagedCacheFactory(model).make_cache()
     greedy(model, PROMPT[:5], cache, 1)
     state = {**cache[0].state, "version": 99}
-    with pytest.raises(ValueError, match=r"format version 99, and this paged_kv reads 3"):
+    with pytest.raises(ValueError, match=r"format version 99, and this paged_kv reads 4"):
         PagedKVCache.from_state(state)
     with pytest.raises(ValueError, match="format version None"):
         PagedKVCache.from_state({})

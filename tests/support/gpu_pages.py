@@ -110,7 +110,7 @@ class Batch:
         step = None
         if new_tokens:
             step = (
-                normal((batch, kv, new_tokens, geometry.k_dim), dtype, seed=3),
+                off_centre(normal((batch, kv, new_tokens, geometry.k_dim), dtype, seed=3)),
                 normal((batch, kv, new_tokens, geometry.v_dim), dtype, seed=4),
             )
         lengths = tuple(length + new_tokens for length in self.metadata.context_lens)
@@ -144,7 +144,7 @@ class Batch:
         )
         # In the layout of models: the heads of a token lie side by side.
         keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
-        step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
+        step = off_centre(keys), normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
         found = backend.write_and_attend(
             self.pages, step, asked, self.metadata, Attention(sinks=sinks, **options)
@@ -240,7 +240,7 @@ def written(
     metadata = AttentionMetadata(tables, tuple(lengths), padding)
     count = max(metadata.ends)
     shape = (len(lengths), geometry.k_heads, count)
-    keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
+    keys = off_centre(normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10))
     values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
     if set(formats) == {"fp16"}:
         pages.write(keys, values, metadata)
@@ -262,10 +262,20 @@ def sharing(
     padding = tuple(right_padding) or (0,) * len(lengths)
     metadata = AttentionMetadata(tuple(tables), tuple(lengths), padding)
     shape = (len(lengths), geometry.k_heads, max(metadata.ends))
-    keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
+    keys = off_centre(normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10))
     values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
     _hold(pages, keys, values, metadata)
     return Batch(pages, metadata)
+
+
+def off_centre(keys: mx.array) -> mx.array:
+    """Keys [..., tokens, dim] of normal numbers that are about 2 or -2 in all tokens, and differ
+    from that by 0.5 in those of a page: softmax hides what all keys of a sequence have in common.
+    """
+    tokens, dim = keys.shape[-2:]
+    pages = 0.5 * normal((-(-tokens // PAGE_SIZE), dim), mx.float32, seed=13)
+    common = 2 * mx.sign(normal((dim,), mx.float32, seed=12))
+    return (keys + common + mx.repeat(pages, PAGE_SIZE, 0)[:tokens]).astype(keys.dtype)
 
 
 def _hold(pages: LayerPages, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:

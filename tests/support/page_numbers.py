@@ -26,7 +26,7 @@ def numbers_in(
     for at, entry in enumerate(table):
         count = min(length - at * PAGE_SIZE, PAGE_SIZE)
         held, planes = pages.layout_of(entry).page_format, _planes(pages, entry, count)
-        first = 2 if isinstance(held.keys, Quantised) else 1
+        first = held.key_planes(pages.geometry)
         keys.append(_decoded(held.keys, planes[:first], pages.geometry.k_dtype))
         values.append(_decoded(held.values, planes[first:], pages.geometry.v_dtype))
     return keys, values
@@ -57,15 +57,16 @@ def _with_slots(
     encoded = layout.page_format.encode(keys, values)
     for plane, offset, new in zip(layout.planes, layout.offsets, encoded, strict=True):
         words = page.reshape(-1)[offset : offset + plane.words]
-        words.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, slots] = np.asarray(new)[0]
+        taken = slots if plane.slots == PAGE_SIZE else np.array([0])
+        words.reshape(plane.heads, plane.slots, plane.slot_words)[:, taken] = np.asarray(new)[0]
     return mx.array(page)
 
 
 def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
-    """The first slots of each plane of a page, [heads, count, slot_words]."""
+    """The first slots of each plane of a page, [heads, count or 1, slot_words]."""
     layout, words = pages.layout_of(entry), pages.page(entry).reshape(-1)
     return [
-        words[offset : offset + plane.words].reshape(plane.heads, PAGE_SIZE, -1)[:, :count]
+        words[offset : offset + plane.words].reshape(plane.heads, plane.slots, -1)[:, :count]
         for plane, offset in zip(layout.planes, layout.offsets, strict=True)
     ]
 

@@ -185,6 +185,10 @@ struct Case {
     int64_t rows = (int64_t)heads * PAGE;
     layout.key_scales = rows * row_bytes(layout.k_format, k_dim);
     layout.values = layout.key_scales + rows * scale_bytes(layout.k_format, k_dim);
+    if (layout.k_format == PAGED_KV_Q4 && pick(0, 3)) {
+      layout.key_centres = layout.values;
+      layout.values += heads * k_dim * SIZES[PAGED_KV_F16];
+    }
     layout.value_scales = layout.values + rows * row_bytes(layout.v_format, v_dim);
     layout.page_bytes = layout.value_scales + rows * scale_bytes(layout.v_format, v_dim);
     return layout;
@@ -228,6 +232,7 @@ struct Case {
     char *numbers, *scales;
     int format, dim;
     bool rotated;
+    char* centre;
   };
 
   Slot slot_of(bool values, int b, int head, int position) const {
@@ -236,16 +241,21 @@ struct Case {
     char* page = bases[entry / pages.slab_stride] + entry % pages.slab_stride * layout.page_bytes;
     int64_t row = head * PAGE + position % PAGE;
     int format = values ? layout.v_format : layout.k_format, dim = values ? v_dim : k_dim;
+    bool is_centred = !values && layout.key_centres;
+    char* centre = is_centred ? page + layout.key_centres + head * dim * SIZES[PAGED_KV_F16] : nullptr;
     return {page + (values ? layout.values : 0) + row * row_bytes(format, dim),
             page + (values ? layout.value_scales : layout.key_scales) + row * scale_bytes(format, dim), format,
-            dim, (values ? layout.v_rotated : layout.k_rotated) != 0};
+            dim, (values ? layout.v_rotated : layout.k_rotated) != 0, centre};
   }
 
   // The numbers of a token as its page holds them.
   std::vector<double> held(bool values, int b, int head, int position) const {
     Slot slot = slot_of(values, b, head, position);
     std::vector<double> numbers;
-    for (int d = 0; d < slot.dim; d++) numbers.push_back(decode_number(slot.format, slot.numbers, slot.scales, d));
+    for (int d = 0; d < slot.dim; d++) {
+      double centre = slot.centre ? decode(PAGED_KV_F16, slot.centre + d * SIZES[PAGED_KV_F16]) : 0;
+      numbers.push_back(centre + decode_number(slot.format, slot.numbers, slot.scales, d));
+    }
     return slot.rotated ? rotated(numbers) : numbers;
   }
 

@@ -1,6 +1,7 @@
 """GPU kernels on this CPU, with every access checked, against dense attention in float64 over the
 numbers in the pages, and against the plain backend's bytes."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from paged_kv.kernels.gpu.backend import HEAD_SIZES
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages.number_format import Quantised
+from paged_kv.kernels.pages.page_format import FormatName, PageLayout
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.arrays import normal, numbers
 from tests.support.examples import examples
@@ -25,6 +27,7 @@ from tests.support.gpu_pages import (
     device_of,
     needs_compiler,
     new_pages,
+    off_centre,
     same,
     written,
 )
@@ -194,6 +197,7 @@ def test_a_page_has_the_plain_backends_bytes_and_the_others_stay(
     start, count = 250, 270
     keys = normal((1, count, 2, 96), dtype, seed=1).transpose(0, 2, 1, 3)
     keys[..., 7] *= 20
+    keys += 5
     values = normal((1, 2, count, 128), dtype, seed=2)
     values[:, 1, 5, :64] = 0
     written, recoded = [], []
@@ -256,6 +260,62 @@ def test_copies_and_conversions(dialect: str, source: FormatName, target: Format
         assert (
             np.asarray(batch.pages.page(entry)) == np.asarray(batch.pages.page(STRIDE + 2))
         ).all()
+
+
+@pytest.mark.parametrize("target", ["q4", "q4-unrotated"])
+@pytest.mark.parametrize("dim", plain_only([64], [64, 96, 256]))
+def test_pages_recoded_in_one_basis_have_the_bytes_of_plain_operations(
+    dialect: str, dim: int, target: str
+) -> None:
+    """Also their centres. Only the model's dtype, to which plain operations would round, is left
+    out: they encode the numbers of the source's codes."""
+    backend = backend_on(device_of(dialect, *ORDERS), dialect)
+    source = target.replace("4", "8")
+    batch = written(backend, same(dim), [source, target], [256])
+    pages, entry, to = batch.pages, batch.metadata.block_tables[0][0], STRIDE + 2
+    pages.copy({entry: to})
+    before, after = pages.layout_of(entry), pages.layout_of(to)
+    held = Quantised(8, is_rotated=False).decode(_planes(before, pages.page(entry))[:2], mx.float32)
+    expected = Quantised(4, is_rotated=False, is_centred=True).encode(held)
+    found = _planes(after, pages.page(to))[:3]
+    assert [plane.shape for plane in found] == [plane.shape for plane in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("target", ["q4", "q4-unrotated"])
+def test_tokens_that_are_not_finite_spoil_no_other(dialect: str, target: str) -> None:
+    """Two of a head's numbers have no mean, and all of the head's have none if they are rotated.
+    Nor has one that float16 cannot hold rotated. Zeros of either sign keep theirs."""
+    backend, geometry = backend_on(device_of(dialect, *ORDERS), dialect), same(64, heads=3)
+    keys = off_centre(normal((1, 3, 256, 64), mx.float16, seed=1)) + 3
+    keys[0, 0, 9, 5], keys[0, 0, 77, 40], keys[0, 1, :, 3] = math.nan, math.inf, -0.0
+    keys[0, 2] = 4e4
+    found = []
+    for each in (backend, PlainBackend()):
+        pages = new_pages(each, geometry, ["fp16", target])
+        pages.write(keys, keys, AttentionMetadata(((0,),), (256,), (0,)))
+        pages.copy({0: STRIDE})
+        found.append(_planes(pages.layout_of(STRIDE), pages.page(STRIDE)))
+    finite = [slot for slot in range(256) if slot not in (9, 77)]
+    for plane, (one, other) in enumerate(zip(*found, strict=True)):
+        slots = finite if one.shape[1] == 256 else [0]
+        own = np.asarray(one).view(np.uint8)[:, slots], np.asarray(other).view(np.uint8)[:, slots]
+        assert np.mean(own[0] != own[1]) <= (0 if target == "q4-unrotated" else 2e-3), plane
+    centres = np.asarray(found[0][2]).view(np.float16)
+    hidden = [5, 40] if target == "q4-unrotated" else range(64)
+    assert not centres[0, 0, hidden].any()
+    assert np.isfinite(centres).all()
+    assert centres[1].any()
+
+
+def _planes(layout: PageLayout, page: mx.array) -> list[mx.array]:
+    """A page's planes, [heads, slots, slot_words]."""
+    words = page.reshape(-1)
+    return [
+        words[first : first + plane.words].reshape(plane.heads, plane.slots, plane.slot_words)
+        for first, plane in zip(layout.offsets, layout.planes, strict=True)
+    ]
 
 
 def test_pages_are_loaded_whole(dialect: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu import arrays as gpu_arrays
@@ -14,8 +15,10 @@ from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages.layer_pages import LayerPages
 from tests.support.gpu_on_cpu.toolchain import KernelError
 from tests.support.gpu_pages import (
+    STRIDE,
     TOLERANCES,
     Separately,
     backend_on,
@@ -25,6 +28,7 @@ from tests.support.gpu_pages import (
     sharing,
     written,
 )
+from tests.support.planted_centre_faults import CENTRE_FAULTS
 from tests.support.planted_decode_faults import DECODE_FAULTS
 from tests.support.planted_faults import BOTH, FAULTS, SHARING, Fault
 from tests.support.planted_latent_faults import LATENT_FAULTS
@@ -34,9 +38,10 @@ from tests.support.planted_prefix_faults import PREFIX_FAULTS
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
-ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS]
+ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS, *CENTRE_FAULTS]
 SOUND: dict[str, Any] = dict.fromkeys(("name", "sound", "planted", "said"), "")
 SOUND |= {"dialects": BOTH}
+OWN_USE = ("latent", "copy")  # others only attend
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +124,8 @@ def _use(backend: Any, fault: Fault) -> float:
     if fault.shares:
         return sharing(backend, geometry, ["fp16"] * 2, *SHARING).attend(fault.queries)
     batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
+    if fault.operation == "copy":
+        return _bytes_that_differ(batch.pages)
     options: Any = {"gqa_group_size": fault.gqa_group_size, "softcap": fault.softcap}
     if not fault.writes:
         return batch.attend(fault.queries, **options)
@@ -129,12 +136,19 @@ def _use(backend: Any, fault: Fault) -> float:
     return error
 
 
+def _bytes_that_differ(pages: LayerPages) -> float:
+    """The share of them in a page of the second slab, to which the first page is copied."""
+    expected = pages.layout_of(0).recoded(pages.page(0), pages.layout_of(STRIDE))
+    pages.copy({0: STRIDE})
+    return float(np.mean(np.asarray(pages.page(STRIDE)) != np.asarray(expected)))
+
+
 @pytest.mark.parametrize("dialect", BOTH)
 def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every use in which a planted fault must show."""
     usual = gpu_tuning.LEAST_TOKENS
     used = [
-        replace(fault, **SOUND, operation="latent" if fault.operation == "latent" else "")
+        replace(fault, **SOUND, operation=fault.operation if fault.operation in OWN_USE else "")
         for fault in ALL_FAULTS
     ]
     uses = {str(fault): fault for fault in used}

@@ -13,8 +13,10 @@ from paged_kv.kernels.pages.number_format import (
     CODES,
     FLOATS,
     GROUP,
-    NUMBER_FORMATS,
+    KEY_FORMATS,
+    VALUE_FORMATS,
     NumberFormat,
+    centre,
     rotate,
 )
 from paged_kv.kernels.pages.page_format import PageLayout, page_format_named
@@ -35,7 +37,7 @@ def numbers(shape: tuple[int, ...], seed: int = 0) -> Floats:
 
 def encoded(name: str, rows: Floats) -> tuple[Bytes, Floats]:
     """Bytes [..., groups, bytes of a group] and scales [..., groups]."""
-    codes, scales = NUMBER_FORMATS[name].encode(mx.array(rows))
+    codes, scales = VALUE_FORMATS[name].encode(mx.array(rows))
     assert (codes.dtype, scales.dtype) == (mx.uint16, mx.uint16)
     as_bytes = np.asarray(codes).view(np.uint8)
     found = np.asarray(scales).view(np.float16).astype(np.float32)
@@ -127,11 +129,11 @@ def test_rotated_numbers_are_those_of_the_other_basis(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_come_back_within_half_a_step(name: str, dtype: mx.Dtype) -> None:
     rows = mx.array(numbers((200, 64))).astype(dtype)
-    found, given = round_trip(NUMBER_FORMATS[name], rows), np.asarray(rows.astype(mx.float32))
+    found, given = round_trip(VALUE_FORMATS[name], rows), np.asarray(rows.astype(mx.float32))
     largest = np.abs(np.asarray(rotate(mx.array(given)))).max()
     steps = 8 if "q4" in name else 127
     assert 0 < np.abs(found - given).max() <= (3 if "-" not in name else 1) * largest / steps
-    assert (round_trip(NUMBER_FORMATS[name], mx.zeros((2, 64), dtype)) == 0).all()
+    assert (round_trip(VALUE_FORMATS[name], mx.zeros((2, 64), dtype)) == 0).all()
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -162,12 +164,13 @@ def test_what_is_finite_stays_finite(name: str, dtype: mx.Dtype, size: float) ->
     """A NaN in a value makes every query's output NaN."""
     rows = np.random.default_rng(0).uniform(-size, size, (100, 64)).astype(np.float32)
     rows[0], rows[1], rows[2, 1:] = size, -size, 0
-    found = round_trip(NUMBER_FORMATS[name], mx.array(rows).astype(dtype))
+    found = round_trip(VALUE_FORMATS[name], mx.array(rows).astype(dtype))
     assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("q4", 4.5), ("q8", 8.5), (("q8", "q4"), 6.5), (("fp16", "q4"), 10.25)]
+    ("name", "bits"),
+    [("q4", 4.5 + 0.03125), ("q8", 8.5), (("q8", "q4"), 6.5), (("fp16", "q4"), 10.25)],
 )
 def test_bits_of_a_number_in_a_page(name: Any, bits: float) -> None:
     geometry = LayerGeometry(3, 64, mx.bfloat16, 3, 64, mx.bfloat16)
@@ -178,7 +181,7 @@ def test_bits_of_a_number_in_a_page(name: Any, bits: float) -> None:
 
 
 def signal_to_noise(name: str, rows: Floats) -> float:
-    noise = round_trip(NUMBER_FORMATS[name], mx.array(rows)) - rows
+    noise = round_trip(VALUE_FORMATS[name], mx.array(rows)) - rows
     return float(10 * np.log10((rows**2).sum() / (noise**2).sum()))
 
 
@@ -197,6 +200,79 @@ def test_rotation_spreads_channels_that_are_far_larger() -> None:
     assert signal_to_noise("q4", rows) > 22.5
 
 
+def with_offset(tokens: int = 256) -> Floats:
+    """Keys of which most is what they have in common."""
+    return numbers((3, tokens, 128)) + 6 * numbers((3, 1, 128), seed=1)
+
+
+@pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
+def test_what_keys_of_4_bits_have_in_common_adds_no_noise(name: str) -> None:
+    alone, keys = numbers((3, 256, 128)), with_offset()
+    noise = round_trip(VALUE_FORMATS[name], mx.array(alone)) - alone
+    centred = round_trip(KEY_FORMATS[name], mx.array(keys)) - keys
+    assert np.std(centred) < 1.02 * np.std(noise)
+    assert np.std(round_trip(VALUE_FORMATS[name], mx.array(keys)) - keys) > 4 * np.std(noise)
+
+
+@pytest.mark.parametrize("name", ["q8", "q8-unrotated", "fp16"])
+def test_keys_and_values_of_other_formats_are_held_alike(name: str) -> None:
+    assert KEY_FORMATS[name] == VALUE_FORMATS[name]
+    assert not KEY_FORMATS[name].is_centred
+
+
+@pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
+def test_codes_are_those_of_the_differences_from_the_mean(name: str) -> None:
+    keys = with_offset()
+    codes, scales, row = KEY_FORMATS[name].encode(mx.array(keys))
+    mean = np.asarray(row).view(np.float16).astype(np.float32)
+    basis = np.asarray(rotate(mx.array(keys))) if name == "q4" else keys
+    np.testing.assert_allclose(mean, basis.mean(1, keepdims=True), rtol=1e-3, atol=1e-3)
+    expected = encoded("q4-unrotated", basis - mean)
+    assert (np.asarray(codes).view(np.uint8).reshape(expected[0].shape) == expected[0]).all()
+    assert (np.asarray(scales).view(np.float16) == expected[1]).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 256])
+def test_the_centre_is_the_mean_of_any_number_of_tokens(tokens: int) -> None:
+    keys = with_offset(tokens)
+    expected = keys.astype(np.float64).mean(1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(centre(mx.array(keys))), expected, atol=1e-5)
+
+
+def test_the_centre_is_a_sum_of_four_parts_in_order() -> None:
+    """Other backends add in this order, and codes turn on the last bits."""
+    keys = with_offset()
+    parts = [np.zeros((3, 128), np.float32)] * 4
+    for token in range(256):
+        parts[token % 4] = parts[token % 4] + keys[:, token]
+    total = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert (np.asarray(centre(mx.array(keys)))[:, 0] == total / np.float32(256)).all()
+
+
+@pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_token_that_is_not_finite_spoils_no_other(name: str, what: float) -> None:
+    keys = numbers((2, 256, 64))
+    keys[0, 17, 5] = what
+    found = round_trip(KEY_FORMATS[name], mx.array(keys))
+    others = np.delete(found[0], 17, axis=0) - np.delete(keys[0], 17, axis=0)
+    assert np.abs(others).max() < 1.2
+    assert np.abs(found[1] - keys[1]).max() < 1.2
+
+
+def test_pages_are_decoded_together_and_tokens_with_the_rows_of_their_pages() -> None:
+    pages = [with_offset(), with_offset() - 20]
+    held = KEY_FORMATS["q4"]
+    each = [held.encode(mx.array(page)) for page in pages]
+    expected = np.concatenate([round_trip(held, mx.array(page)) for page in pages], axis=1)
+    together = [mx.concatenate(list(planes), axis=1) for planes in zip(*each, strict=True)]
+    assert (np.asarray(held.decode(together, mx.float32)) == expected).all()
+    codes, scales, rows = together
+    at = mx.array([300, 2, 511])
+    some = [codes[:, at], scales[:, at], rows[:, at // 256]]
+    assert (np.asarray(held.decode(some, mx.float32)) == expected[:, [300, 2, 511]]).all()
+
+
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 192, 256, 512, 576])
 def test_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
     rows = mx.array(numbers((20, dim)))
@@ -212,7 +288,7 @@ def test_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 32, 96, 576])
 def test_any_whole_number_of_groups_is_held(name: str, dim: int) -> None:
     """Also no heads: an indexer's cache keeps keys alone."""
-    number_format = NUMBER_FORMATS[name]
+    number_format = VALUE_FORMATS[name]
     rows = mx.array(numbers((2, 3, dim)))
     words = number_format.slot_words(dim, mx.float32)
     assert [plane.shape[-1] for plane in number_format.encode(rows)] == list(words)
@@ -222,7 +298,7 @@ def test_any_whole_number_of_groups_is_held(name: str, dim: int) -> None:
 @pytest.mark.parametrize("dim", [16, 48, 80])
 def test_head_sizes_that_do_not_divide_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match=rf"divide by 32, got {dim}: use 'fp16'"):
-        NUMBER_FORMATS["q4"].slot_words(dim, mx.float16)
+        VALUE_FORMATS["q4"].slot_words(dim, mx.float16)
 
 
 def test_kernels_call_encodings_what_the_table_says() -> None:

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
+from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD, SixteenBit
 from paged_kv.kernels.pages.page_format import (
     FP16,
-    PAGE_SIZE,
     PageLayout,
     Plane,
     page_format_named,
@@ -127,7 +126,7 @@ def test_layout_of_a_page(
 @given(
     heads=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     groups=st.tuples(st.integers(1, 19), st.integers(1, 19)),
-    formats=st.tuples(*[st.sampled_from(sorted(NUMBER_FORMATS))] * 2),
+    formats=st.tuples(*[st.sampled_from(sorted(KEY_FORMATS))] * 2),
 )
 def test_planes_follow_each_other_and_every_slot_is_whole_units(
     heads: tuple[int, int], groups: tuple[int, int], formats: tuple[str, str]
@@ -139,7 +138,7 @@ def test_planes_follow_each_other_and_every_slot_is_whole_units(
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
         assert offset == end
         assert offset % layout.unit_words == plane.slot_words % layout.unit_words == 0
-        end += plane.heads * PAGE_SIZE * plane.slot_words
+        end += plane.heads * plane.slots * plane.slot_words
     assert layout.page_words == layout.page_units * layout.unit_words == end
     longer_units = range(layout.unit_words + 1, min(slot_words for _, slot_words in parts) + 1)
     assert not any(all(words % unit == 0 for _, words in parts) for unit in longer_units)

@@ -43,7 +43,7 @@ def test_pages_that_become_smaller_while_their_cache_is_loaded() -> None:
         assert {name for names in named for name in names} <= {"fp16", "q8", "q4"}
         for cache in layers:
             for held, given in zip((cache.keys, cache.values), tokens, strict=True):
-                assert mx.all(mx.abs(held - given) < 0.1 * mx.abs(given).max())
+                assert mx.all(mx.abs(held - given) < 0.13 * mx.abs(given).max())
     assert pool.stats().bytes_mapped <= pool.budget.max_bytes
 
 

@@ -21,8 +21,8 @@ HEAD = 32
 SCALE = 0.2
 ONE_LAYER_BLOCK = 256 * HEAD * 4 * 2
 # Errors of a normal number that has 4 bits, and of outputs beside those from the numbers that
-# pages hold.
-HELD, ATTENDED = 0.9, 1e-3
+# pages hold. A page of 4 bits that a step goes on in is recoded with another centre for its keys.
+HELD, ATTENDED = 0.9, 0.06
 attention = mx.fast.scaled_dot_product_attention
 
 
@@ -108,10 +108,16 @@ def formats(sequence: Sequence) -> list[str]:
     return page_formats(sequence.pool, 0, sequence)
 
 
-def held(sequence: Sequence, layer: int = 0) -> mx.array:
-    keys, _ = PagedKVCache(sequence.pool, layer, [sequence]).keys_and_values()
-    mx.eval(keys)
-    return keys
+def held(sequence: Sequence, layer: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys and values."""
+    both = PagedKVCache(sequence.pool, layer, [sequence]).keys_and_values()
+    mx.eval(both)
+    return both
+
+
+def worst(sequence: Sequence, given: mx.array, layer: int = 0) -> float:
+    """The largest error of what was given as keys and values."""
+    return max(float(mx.abs(each - given).max()) for each in held(sequence, layer))
 
 
 def expected(sequence: Sequence, step: mx.array) -> mx.array:
@@ -122,8 +128,10 @@ def expected(sequence: Sequence, step: mx.array) -> mx.array:
     start = end - step.shape[2]
     for first in range(start - start % 256, end, 256):
         own = step[:, :, max(first, start) - start : first + 256 - start]
-        seen = mx.concatenate([pages[:, :, : max(first, start)], own], axis=2)
-        outputs.append(attention(own, seen, seen, scale=SCALE, mask="causal"))
+        seen = [
+            mx.concatenate([part[:, :, : max(first, start)], own], axis=2) for part in pages
+        ]
+        outputs.append(attention(own, *seen, scale=SCALE, mask="causal"))
     return mx.concatenate(outputs, axis=2)
 
 
@@ -139,7 +147,7 @@ def test_a_step_goes_on_in_a_page_that_its_reservation_requantised(full: str, ba
     output = attended(cache, step, scale=SCALE)
     assert formats(sequence)[2] == "q4", "the page that the step began in was spared"
     assert mx.abs(output - expected(sequence, step)).max() < ATTENDED
-    assert mx.abs(held(sequence) - given).max() < HELD
+    assert worst(sequence, given) < HELD
     pool.check()
 
 
@@ -168,7 +176,7 @@ def test_rows_of_a_batch_go_on_in_such_pages(backend: str) -> None:
         found = outputs[row : row + 1]
         assert mx.abs(found - expected(sequence, step)).max() < ATTENDED
         given = mx.concatenate([numbers(begun[row], row), step], axis=2)
-        assert mx.abs(held(sequence) - given).max() < HELD
+        assert worst(sequence, given) < HELD
     pool.check()
 
 
@@ -188,5 +196,5 @@ def test_a_layer_takes_other_steps_than_the_one_before_it(
         step = given[:, :, sum(steps[:at]) :][:, :, :count]
         caches[1].update_and_fetch(step, step)
     for layer in range(2):
-        assert mx.abs(held(sequence, layer) - given).max() < HELD
+        assert worst(sequence, given, layer) < HELD
     pool.check()

@@ -47,9 +47,10 @@ def contents(cache: PagedKVCache) -> mx.array:
     return found
 
 
-def decoded(held: mx.array, name: str) -> mx.array:
-    """Keys, or values, as a page of that format holds them."""
-    number_format = page_format_named(name).keys
+def decoded(held: mx.array, name: str, part: str) -> mx.array:
+    """The keys or values of a page as that format holds them."""
+    page_format = page_format_named(name)
+    number_format = page_format.keys if part == "keys" else page_format.values
     return number_format.decode(number_format.encode(held), held.dtype)
 
 
@@ -82,12 +83,16 @@ def written_in_steps(
 
 def expected(name: str, keys: mx.array) -> mx.array:
     """What each token attends to, one page after the other."""
-    seen, outputs = keys[:, :, :0], []
+    seen = {"keys": keys[:, :, :0], "values": keys[:, :, :0]}
+    outputs = []
     for start in range(0, keys.shape[2], 256):
         own = keys[:, :, start : start + 256]
-        held = mx.concatenate([seen, own], axis=2)
-        outputs.append(attention(own, held, held, scale=1.0, mask="causal"))
-        seen = mx.concatenate([seen, decoded(own, full_format(name, start))], axis=2)
+        held = [mx.concatenate([each, own], axis=2) for each in seen.values()]
+        outputs.append(attention(own, *held, scale=1.0, mask="causal"))
+        seen = {
+            part: mx.concatenate([each, decoded(own, full_format(name, start), part)], axis=2)
+            for part, each in seen.items()
+        }
     return mx.concatenate(outputs, axis=2)
 
 

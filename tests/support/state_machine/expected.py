@@ -31,6 +31,9 @@ from tests.support.state_machine.table_model import (
     value_rows,
 )
 
+# The largest differences of what pages hold, by how it came about. Rows of the table differ by 2.
+EXACT, QUANTISED_TWICE, CENTRED = 1e-5, 0.25, 0.75
+
 Indices = npt.NDArray[np.int64]
 Check = Callable[[Floats], list[str]]
 """Says what is wrong with a model's outputs [S, width] for the last S tokens of a row."""
@@ -192,16 +195,20 @@ class _Option:
     """The possible stored values of some tokens, [KV_HEADS, tokens, DIM].
 
     Numbers that were quantised twice often lie between two codes, and the last bit of a sum says
-    which it is.
+    which it is. Codes of keys with a centre turn on all tokens that their page had when it was
+    recoded, those among them that were trimmed since.
     """
 
     numbers: Floats
-    is_exact: bool
+    tolerance: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.tolerance == EXACT
 
     def agrees(self, held: Floats) -> npt.NDArray[np.bool_]:
         """The tokens that hold these values."""
-        tolerance = 1e-5 if self.is_exact else 0.25
-        same: npt.NDArray[np.bool_] = np.abs(self.numbers - held).max(axis=(0, 2)) <= tolerance
+        same: npt.NDArray[np.bool_] = np.abs(self.numbers - held).max(axis=(0, 2)) <= self.tolerance
         return same
 
 
@@ -258,7 +265,7 @@ class _Held:
         for option in options:
             seen = np.flatnonzero(at >= first)
             mine = held[:, at[seen] - first]
-            is_it = _Option(option.numbers[:, seen], option.is_exact).agrees(mine)
+            is_it = _Option(option.numbers[:, seen], option.tolerance).agrees(mine)
             result[:, seen[is_it]] = mine[:, is_it]
         return result
 
@@ -266,9 +273,14 @@ class _Held:
         numbers = sorted({self._numbers(chain) for chain in chains})
         tokens, layer = self._row.tokens, self._cache.layer
         return [
-            _Option(_table_rows(tokens, layer, self._part, each)[:, at], len(each) < 2)
+            _Option(_table_rows(tokens, layer, self._part, each)[:, at], self._tolerance(each))
             for each in numbers
         ]
+
+    def _tolerance(self, formats: tuple[str, ...]) -> float:
+        if self._part == "keys" and "q4" in formats:
+            return CENTRED
+        return EXACT if len(formats) < 2 else QUANTISED_TWICE
 
     def _possible(self, at: int) -> frozenset[Chain]:
         chains, now = self._row.chains[at], self._now[at]

@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from paged_kv.kernels.pages.number_format import NUMBER_FORMATS
+from paged_kv.kernels.pages.number_format import VALUE_FORMATS
 
 Floats = npt.NDArray[np.float32]
 
@@ -50,10 +50,11 @@ def state_rows(tokens: Any) -> Any:
 
 @cache
 def table_after(formats: tuple[str, ...]) -> Floats:
-    """The table after a round trip through these number formats, one after the other."""
+    """The table after a round trip through these number formats, one after the other, without a
+    centre."""
     numbers = mx.array(TABLE)
     for name in formats:
-        held = NUMBER_FORMATS[name]
+        held = VALUE_FORMATS[name]
         numbers = held.decode(held.encode(numbers), mx.float32)
     return np.array(numbers)
 
