@@ -1,142 +1,211 @@
-"""What codecs for full pages would cost: python -m benches.page_codecs
+"""What codecs of full pages lose in real models: python -m benches.page_codecs [NAME ...]
 
-A simulation, to decide which number formats are worth kernels. Models run in float32 on text that
-they were not trained on (`heldout_text`), in steps of 128 tokens. A cache holds plain arrays. When
-a page of 256 tokens is full and the next one begins, its numbers are rounded as the codec would
-round them; the page that is being written keeps its numbers. Layers with a sliding window keep
-theirs too, except in rows that say "windows too".
+A simulation, to decide which number formats are worth kernels. Models of `benches.real_models` read
+the first 2,048 tokens of each text of `real_model_quality` in float32, in steps of 128. A cache
+holds plain arrays. When a page of 256 tokens is full and the next one begins, its numbers are
+rounded as the codec would round them; the page that is written keeps its numbers. Layers with a
+sliding window keep theirs too.
 
-Codes of b bits are those of `Quantised`: 32 numbers share a scale, which is refitted to the codes,
-so a number takes b + 0.5 bits. Pages are in the basis of `rotation`. "By channel" means that the
-32 numbers are those of a channel in 32 tokens, not those of a token in 32 channels; such keys are
-not rotated.
+Codes, scales, centres and the rotation are those of `number_format`, or differ from them as a
+codec's name says. Of all tokens every fourth is compared with exact pages:
 
-text        perplexity on contexts of 2,048 and 4,096 tokens, of one file each. `loss_percent` is
-            how much larger it is than with exact pages, with the standard error over contexts.
-outliers    the same for stdlib-llama with some channels of keys and values 16 times as large, see
-            `quantised_quality`.
+    bits                     of a number in 8,192 tokens of full pages
+    loss_percent             how much larger the perplexity is, and its
+    standard_error_percent   standard error over blocks of 512 tokens
+    kl_mean                  nats a token by which the distributions diverge
+    centre_percent           beside the codecs: what share of the energy of keys, and of values, is
+                             that of the centres of their pages
+
+The plot shows bits and divergence: docs/pictures/codecs.svg.
 """
 
+import argparse
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from statistics import mean
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist, mean
 from typing import Any
 
 from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benches.heldout_text import contexts, model_in_float32
-from benches.quantised_quality import (
-    OUTLIER,
-    all_log_probs,
-    compared,
-    divergence,
-    nats,
-    plant_outliers,
-)
+from benches.real_model_quality import KINDS, Losses, row_of, text_of
+from benches.real_models.folders import MODELS, model_folder
 from benches.results_file import write_result
-from paged_kv.kernels.pages.number_format import GROUP, LEAST, MOST, rotate
+from paged_kv.kernels.pages.number_format import GROUP, MOST, Quantised, centre, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-CONTEXTS = {2048: 8, 4096: 4}
-MODELS = ("stdlib-llama", "stdlib-gemma3")
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "codecs.svg"
+TOKENS, STEP, EVERY = 2048, 128, 4
+PAGES = 32  # of 8,192 tokens
+CENTRE_BITS = 16 / PAGE_SIZE
 
-Codec = Callable[[mx.array], mx.array]
 Figures = dict[str, Any]
-
-
-def rounded(numbers: mx.array, bits: int) -> mx.array:
-    """Numbers [..., multiple of 32] after a round trip through codes of `bits` bits."""
-    groups = numbers.reshape(*numbers.shape[:-1], -1, GROUP)
-    most = 2 ** (bits - 1)
-    if bits == 8:
-        scale = mx.max(mx.abs(groups), axis=-1, keepdims=True) / 127
-        codes = mx.clip(mx.floor(groups * inverse(scale) + 0.5), -127, 127)
-    else:
-        at = mx.argmax(mx.abs(groups), axis=-1, keepdims=True)
-        first = mx.take_along_axis(groups, at, axis=-1) / -most
-        codes = mx.clip(mx.floor(groups * inverse(first) + 0.5), -most, most - 1)
-        squares = mx.sum(codes * codes, axis=-1, keepdims=True)
-        scale = mx.sum(codes * groups, axis=-1, keepdims=True) * inverse(squares)
-    scale = mx.clip(scale, -MOST, MOST).astype(mx.float16).astype(mx.float32)
-    return (codes * scale).reshape(numbers.shape)
-
-
-def inverse(numbers: mx.array) -> mx.array:
-    return mx.where(mx.abs(numbers) < LEAST, 0, 1 / numbers)
-
-
-def by_token(bits: int) -> Codec:
-    return lambda page: rotate(rounded(rotate(page), bits))
-
-
-def by_channel(bits: int) -> Codec:
-    return lambda page: rounded(page.swapaxes(-1, -2), bits).swapaxes(-1, -2)
+Round = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class PageCodecs:
-    """How full pages are rounded.
+class Codec:
+    """How the keys, or the values, of a full page [B, heads, 256, dim] are rounded.
 
     Attributes:
-        keys, values: take and return a page [B, heads, 256, dim].
-        bits: mean bits of a number.
-        at_once: whether a token is rounded as it is written, not when its page is full.
-        exact_pages: how many pages at the head keep their numbers.
-        windows: whether layers with a sliding window are rounded too.
+        rounded: takes and returns a page.
+        bits: of a number.
     """
+
+    rounded: Round
+    bits: float
+
+
+def held(number_format: Quantised) -> Codec:
+    """As pages hold them."""
+    bits = number_format.bits + 0.5 + CENTRE_BITS * number_format.is_centred
+    return Codec(lambda page: number_format.decode(number_format.encode(page), page.dtype), bits)
+
+
+def even(bits: int, group: int = GROUP) -> Codec:
+    """Codes in even steps, with a scale that is refitted to them."""
+    most = 2 ** (bits - 1)
+
+    def rounded(numbers: mx.array) -> mx.array:
+        groups = mx.unflatten(numbers, -1, (-1, group))
+        largest = mx.take_along_axis(groups, mx.argmax(mx.abs(groups), -1, keepdims=True), -1)
+        codes = mx.clip(mx.floor(groups * _inverse(largest / -most) + 0.5), -most, most - 1)
+        return _refitted(codes, groups)
+
+    return Codec(rounded, bits + 16 / group)
+
+
+def gaussian() -> Codec:
+    """Codes that are quantiles of a Gaussian, as those of NF4 (Dettmers et al., "QLoRA", 2023)."""
+    levels = [NormalDist().inv_cdf((2 * each + 1) / 32) for each in range(16)]
+    table = mx.array([each / levels[-1] for each in levels])
+    borders = (table[1:] + table[:-1]) / 2
+
+    def rounded(numbers: mx.array) -> mx.array:
+        groups = mx.unflatten(numbers, -1, (-1, GROUP))
+        units = groups * _inverse(mx.max(mx.abs(groups), -1, keepdims=True))
+        codes = table[mx.sum(units[..., None] > borders, -1)]
+        return _refitted(codes, groups)
+
+    return Codec(rounded, 4.5)
+
+
+def _refitted(codes: mx.array, groups: mx.array) -> mx.array:
+    products = mx.sum(codes * groups, -1, keepdims=True)
+    scales = products * _inverse(mx.sum(codes * codes, -1, keepdims=True))
+    scales = mx.clip(scales, -MOST, MOST).astype(mx.float16).astype(mx.float32)
+    return mx.flatten(codes * scales, -2)
+
+
+def _inverse(numbers: mx.array) -> mx.array:
+    return mx.where(numbers == 0, 0, 1 / numbers)
+
+
+def rotated(codec: Codec) -> Codec:
+    return replace(codec, rounded=lambda page: rotate(codec.rounded(rotate(page))))
+
+
+def centred(codec: Codec) -> Codec:
+    def rounded(page: mx.array) -> mx.array:
+        common = centre(page).astype(mx.float16).astype(mx.float32)
+        return codec.rounded(page - common) + common
+
+    return Codec(rounded, codec.bits + CENTRE_BITS)
+
+
+def by_channel(codec: Codec) -> Codec:
+    """Numbers of a channel in several tokens share a scale (Liu et al., "KIVI", 2024)."""
+    return replace(
+        codec, rounded=lambda page: codec.rounded(page.swapaxes(-1, -2)).swapaxes(-1, -2)
+    )
+
+
+def largest_channels(codec: Codec, share: int, larger: Codec) -> Codec:
+    """One of `share` channels, those with most energy, have another codec."""
+
+    def rounded(page: mx.array) -> mx.array:
+        energy = mx.sum(page * page, axis=-2, keepdims=True)
+        count = page.shape[-1] // share
+        is_large = energy >= mx.sort(energy, axis=-1)[..., -count : page.shape[-1] - count + 1]
+        others = codec.rounded(mx.where(is_large, 0, page))
+        return mx.where(is_large, larger.rounded(page), others)
+
+    return Codec(rounded, codec.bits + larger.bits / share)
+
+
+@dataclass(frozen=True)
+class PageCodec:
+    """How full pages are rounded: `first` are the codecs of the first page, if they differ."""
 
     keys: Codec
     values: Codec
-    bits: float
-    at_once: bool = False
-    exact_pages: int = 0
-    windows: bool = False
+    first: tuple[Codec, Codec] | None = None
+    outer_layers_exact: bool = False
+
+    def of_page(self, number: int) -> tuple[Codec, Codec]:
+        return self.first if self.first and number == 0 else (self.keys, self.values)
+
+    def bits(self, layers: int) -> float:
+        """Of a number in full pages of so many layers."""
+        first, others = (mean(each.bits for each in self.of_page(page)) for page in (0, 1))
+        bits = (first + (PAGES - 1) * others) / PAGES
+        exact = min(2, layers) * self.outer_layers_exact
+        return (16 * exact + bits * (layers - exact)) / layers
 
 
-def same(bits: int, **how: Any) -> PageCodecs:
-    return PageCodecs(by_token(bits), by_token(bits), bits + 0.5, **how)
-
-
-def channel_keys(bits: int) -> PageCodecs:
-    return PageCodecs(by_channel(bits), by_token(bits), bits + 0.5)
-
-
-CODECS: dict[str, PageCodecs] = {
-    "q8": same(8),
-    "q4, at once": same(4, at_once=True),
-    "q4": same(4),
-    "q4, windows too": same(4, windows=True),
-    "q4, first page exact": same(4, exact_pages=1),
-    "q4, keys by channel": channel_keys(4),
-    "q4/q3": PageCodecs(by_token(4), by_token(3), 4.0),
-    "q3": same(3),
-    "q3, windows too": same(3, windows=True),
-    "q3, first page exact": same(3, exact_pages=1),
-    "q3, keys by channel": channel_keys(3),
-    "q2": same(2),
-    "q2, keys by channel": channel_keys(2),
+Q8 = held(Quantised(8, is_rotated=True))
+PLAIN, CENTRED = (held(Quantised(4, is_rotated=True, is_centred=each)) for each in (False, True))
+UNROTATED = held(Quantised(4, is_rotated=False, is_centred=True))
+FIRST = Q8, Q8
+Q4 = PageCodec(CENTRED, PLAIN, FIRST)
+CODECS = {
+    "q8": PageCodec(Q8, Q8),
+    "q8/q4": PageCodec(Q8, PLAIN, FIRST),
+    "q8/q4, first page too": PageCodec(Q8, PLAIN),
+    "q4": Q4,
+    "q4, first page too": replace(Q4, first=None),
+    "q4, keys without centres": replace(Q4, keys=PLAIN),
+    "q4, neither": PageCodec(PLAIN, PLAIN),
+    "q4, values with centres": replace(Q4, values=CENTRED),
+    "q4, first page exact": replace(Q4, first=(Codec(lambda page: page, 16.0),) * 2),
+    "q4, outer layers exact": replace(Q4, outer_layers_exact=True),
+    "q4, not rotated": PageCodec(UNROTATED, held(Quantised(4, is_rotated=False)), FIRST),
+    "q4, keys by channel": replace(Q4, keys=centred(by_channel(even(4)))),
+    "q4, Gaussian codes": PageCodec(centred(rotated(gaussian())), rotated(gaussian()), FIRST),
+    "q4, scales of 64": PageCodec(centred(rotated(even(4, 64))), rotated(even(4, 64)), FIRST),
+    "q4, large key channels q8": replace(
+        Q4, keys=centred(largest_channels(rotated(even(4)), 16, by_channel(even(8))))
+    ),
+    "q5/q4": replace(Q4, keys=centred(rotated(even(5)))),
+    "q4/q3": replace(Q4, values=rotated(even(3))),
+    "q3": PageCodec(centred(rotated(even(3))), rotated(even(3)), FIRST),
 }
 
 
-def rounded_cache(codecs: PageCodecs) -> Any:
-    """A cache of plain arrays that rounds full pages."""
+def rounded_cache(codec: PageCodec, shares: list[list[float]]) -> Any:
+    """A cache of plain arrays that rounds full pages. Notes the shares of their centres."""
     cache: Any = KVCache()
-    take, rounded_pages = cache.update_and_fetch, codecs.exact_pages
+    take, rounded_pages = cache.update_and_fetch, 0
 
     def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
         nonlocal rounded_pages
-        if codecs.at_once:
-            return take(codecs.keys(keys), codecs.values(values))
         while (rounded_pages + 1) * PAGE_SIZE <= cache.offset:
-            page = slice(rounded_pages * PAGE_SIZE, (rounded_pages + 1) * PAGE_SIZE)
-            cache.keys[..., page, :] = codecs.keys(cache.keys[..., page, :])
-            cache.values[..., page, :] = codecs.values(cache.values[..., page, :])
+            at = slice(rounded_pages * PAGE_SIZE, (rounded_pages + 1) * PAGE_SIZE)
+            both = cache.keys[..., at, :], cache.values[..., at, :]
+            shares.append([centre_share(each) for each in both])
+            codecs = codec.of_page(rounded_pages)
+            cache.keys[..., at, :], cache.values[..., at, :] = (
+                each.rounded(page) for each, page in zip(codecs, both, strict=True)
+            )
             rounded_pages += 1
         return take(keys, values)
 
@@ -144,57 +213,111 @@ def rounded_cache(codecs: PageCodecs) -> Any:
     return cache
 
 
-def caches(model: Any, codecs: PageCodecs) -> list[Any]:
-    """Caches that round full pages; layers with a window keep mlx-lm's unless they are rounded."""
+def centre_share(page: mx.array) -> float:
+    common = centre(page)
+    return float(PAGE_SIZE * mx.sum(common * common) / mx.sum(page * page))
+
+
+def caches(model: Any, codec: PageCodec, shares: list[list[float]]) -> list[Any]:
+    """Caches that round full pages; layers with a window keep mlx-lm's."""
+    prompt_cache = make_prompt_cache(model)
+    full = [at for at, each in enumerate(prompt_cache) if type(each) is KVCache]
+    rounded = set(full[1:-1] if codec.outer_layers_exact else full)
     return [
-        rounded_cache(codecs) if isinstance(each, KVCache) or codecs.windows else each
-        for each in make_prompt_cache(model)
+        rounded_cache(codec, shares) if at in rounded else each
+        for at, each in enumerate(prompt_cache)
     ]
 
 
-def losses(name: str, tokens: int, has_outliers: bool) -> Figures:
-    """Of each codec, compared with mlx-lm's own caches."""
-    model, tokenizer = model_in_float32(name)
-    if has_outliers:
-        for layer in model.layers:
-            plant_outliers(layer.self_attn)
-    texts = contexts(tokenizer, tokens, CONTEXTS[tokens])
-    exact = [all_log_probs(model, make_prompt_cache(model), text) for text in texts]
-    reference = [nats(each, text[1:]) for each, text in zip(exact, texts, strict=True)]
-    rows: Figures = {}
-    for codec, codecs in CODECS.items():
-        predicted = [all_log_probs(model, caches(model, codecs), text) for text in texts]
-        found = [nats(each, text[1:]) for each, text in zip(predicted, texts, strict=True)]
-        rows[codec] = {
-            "bits": codecs.bits,
-            **compared(found, reference),
-            "kl_nats": mean(map(divergence, predicted, exact)),
-        }
-        print(name, tokens, has_outliers, codec, rows[codec], flush=True)
-    return rows
+def log_probs(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
+    """Log probabilities [tokens / EVERY, vocabulary] of what follows every fourth token."""
+    hidden = model.model(mx.array([tokens]), cache=cache)[0, ::EVERY]
+    logits = model.model.embed_tokens.as_linear(hidden)
+    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(found)
+    return found
 
 
-PARTS = {
-    **{f"{name}, {tokens}": (name, tokens, False) for name in MODELS for tokens in CONTEXTS},
-    **{f"stdlib-llama, {tokens}, outliers": ("stdlib-llama", tokens, True) for tokens in CONTEXTS},
-}
+Part = tuple[dict[str, Losses], list[list[float]], int]
+
+
+def losses_of(name: str, kind: str) -> Part:
+    """What each codec loses over a text; the shares of centres; the layers that are rounded."""
+    model, tokenizer = load(str(model_folder(name)))[:2]
+    model.set_dtype(mx.float32)
+    text = text_of(kind, tokenizer)[: TOKENS + 1]
+    noted: dict[str, list[list[float]]] = {codec: [] for codec in CODECS}
+    all_caches = {"fp16": make_prompt_cache(model)}
+    all_caches |= {each: caches(model, codec, noted[each]) for each, codec in CODECS.items()}
+    layers = sum(type(each) is KVCache for each in all_caches["fp16"])
+    losses = {codec: Losses() for codec in all_caches}
+    for start in range(0, TOKENS, STEP):
+        step = text[start : start + STEP]
+        following = text[start + 1 : start + 1 + STEP][::EVERY]
+        exact = mx.array(0.0)
+        for codec, cache in all_caches.items():
+            found = log_probs(model, cache, step)
+            exact = found if codec == "fp16" else exact
+            losses[codec].note(found, exact, following)
+    return losses, noted["q8"], layers
+
+
+def figures_of(done: dict[str, dict[str, Part]]) -> Figures:
+    """What the results file holds of the texts that are done."""
+    rows, centres = [], {}
+    for model in [each for each in MODELS if each in done]:
+        of_texts = {kind: part[0] for kind, part in done[model].items()}
+        layers = next(iter(done[model].values()))[2]
+        rows += [
+            {"model": model, "bits": codec.bits(layers)} | row_of(of_texts, name, 512 // EVERY)
+            for name, codec in CODECS.items()
+        ]
+        shares = [each for part in done[model].values() for each in part[1]]
+        of_keys, of_values = (100 * mean(each) for each in zip(*shares, strict=True))
+        centres[model] = {"keys": of_keys, "values": of_values}
+    return {"blas": BLAS, "tokens": TOKENS, "centre_percent": centres, "rows": rows}
+
+
+def drawn(rows: list[Figures]) -> Figure:
+    """Bits and divergence of each codec, a panel for each model."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "codecs", "font.size": 8}):
+        figure = Figure(figsize=(9.6, 4.2), layout="constrained", facecolor="white")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            own = [row for row in rows if row["model"] == name]
+            axes.scatter([row["bits"] for row in own], [row["kl_mean"] for row in own], s=12)
+            for row in own:
+                axes.annotate(
+                    row["cache"],
+                    (row["bits"], row["kl_mean"]),
+                    textcoords="offset points",
+                    xytext=(4, 2),
+                    fontsize=6,
+                    weight="bold" if row["cache"] in {"q8", "q8/q4", "q4"} else "normal",
+                )
+            axes.set(title=name, yscale="log", xlabel="bits of a number", ylabel="nats a token")
+    return figure
 
 
 def main() -> None:
-    parts: dict[str, Figures] = {}
+    parser = argparse.ArgumentParser(description="Measure what codecs lose in real models.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    done: dict[str, dict[str, Part]] = {}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as processes:
-        running = {processes.submit(losses, *each): name for name, each in PARTS.items()}
-        for done in as_completed(running):
-            parts[running[done]] = done.result()
-            ordered = {name: parts[name] for name in PARTS if name in parts}
-            figures = {
-                "blas": BLAS,
-                "times_larger": OUTLIER,
-                "contexts": CONTEXTS,
-                "parts": ordered,
-            }
-            print("written to", write_result("page_codecs", figures).name, flush=True)
+    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
+        running = {
+            processes.submit(losses_of, name, kind): (name, kind)
+            for kind in KINDS
+            for name in parser.parse_args().names or MODELS
+        }
+        for part in as_completed(running):
+            name, kind = running[part]
+            done.setdefault(name, {})[kind] = part.result()
+            figures = figures_of(done)
+            print(f"{name}, {kind}: {write_result('page_codecs', figures).name}", flush=True)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "codecs"}):
+        drawn(figures["rows"]).savefig(PICTURE, metadata={"Date": None})
+    print("drawn:", PICTURE.name)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,6 @@ from benches.table_cells import count, megabytes, millis, percent, quoted, ratio
 Figures = dict[str, Any]
 
 
-def quantised_quality(figures: Figures) -> str:
-    """Sizes and losses, losses with outliers, and how a long run was requantised."""
-    tables = [formats(figures)]
-    if figures["outliers"]["rows"]:
-        tables.append(outliers(figures["outliers"]))
-    return "\n\n".join([*tables, *long_runs(figures["long"])])
-
-
 def real_model_quality(figures: Figures) -> str:
     """What each cache of a real model loses, by its length."""
     rows = [
@@ -36,6 +28,32 @@ def real_model_quality(figures: Figures) -> str:
     )
 
 
+def page_codecs(figures: Figures) -> str:
+    """Bits, loss and divergence of each codec in each model, and what centres are."""
+    of_models: dict[str, list[Figures]] = {}
+    for row in figures["rows"]:
+        of_models.setdefault(row["model"], []).append(row)
+    head = [
+        f"{name}: {cell}" for name in of_models for cell in ("bits", "perplexity", "divergence")
+    ]
+    rows = [
+        (each[0]["cache"], *(cell for row in each for cell in _codec_cells(row)))
+        for each in zip(*of_models.values(), strict=True)
+    ]
+    centres = "; ".join(
+        f"{name}: {share['keys']:.0f} % of keys, {share['values']:.0f} % of values"
+        for name, share in figures["centre_percent"].items()
+    )
+    whole = table((f"{count(figures['tokens'])} tokens of each text", *head), rows)
+    return f"{whole}\n\nWhat share of the energy the centres of pages have: {centres}."
+
+
+def _codec_cells(row: Figures) -> Iterator[str]:
+    yield f"{row['bits']:.2f}"
+    yield f"{row['loss_percent']:+.2f} ± {row['standard_error_percent']:.2f} %"
+    yield f"{row['kl_mean']:.1e}"
+
+
 def held_bytes(figures: Figures) -> str:
     """Bits held for a number by length, with what that is over pages that are all quantised; and
     beside that a model with windows."""
@@ -53,25 +71,6 @@ def held_bytes(figures: Figures) -> str:
     return table(
         ("bits held for a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows
     )
-
-
-def copying(figures: Figures) -> str:
-    """How often the likeliest token of a repeated text is right, and is that of 16-bit pages."""
-    models: dict[str, Figures] = figures["rows"]
-    kinds = list(next(iter(models.values())))
-    rows = [
-        (
-            kind,
-            *(
-                cell
-                for model in models.values()
-                for cell in (percent(model[kind]["repeat"]), f"{model[kind]['same']:.1%}")
-            ),
-        )
-        for kind in kinds
-    ]
-    head = [cell for name in models for cell in (f"{name}: right", "as with 16 bits")]
-    return table((f"{count(figures['tokens'])} tokens, read twice", *head), rows)
 
 
 def step_lengths(figures: Figures) -> str:
@@ -107,93 +106,6 @@ def _cells(each: Figures) -> Iterator[str]:
             count(1e6 * each[part] / each[f"of_{part}"]) for part in ("codes", "scales")
         )
         yield f"{each['given']:.1e}"
-
-
-def page_codecs(figures: Figures) -> str:
-    """The loss of each codec in each model, context and with outliers."""
-    parts = figures["parts"]
-    head = ["full pages, loss of perplexity", "bits", *parts]
-    codecs = next(iter(parts.values())).items()
-    return table(
-        head,
-        (
-            [codec, f"{row['bits']:g}", *(loss(part[codec]) for part in parts.values())]
-            for codec, row in codecs
-        ),
-    )
-
-
-def formats(figures: Figures) -> str:
-    """One row for each kind of cache: bytes, then what each model loses."""
-    models = figures["text"]
-    head = [f"{figures['tokens']:,} tokens, {figures['backend']} backend"]
-    head += ["full pages: bytes a token", "bits a number"]
-    for model in models:
-        head += [f"{model}: perplexity", "divergence, nats"]
-        head += ["equal greedy tokens"] if model in figures["greedy"]["rows"] else []
-    names = list(next(iter(models.values()))["rows"])
-    return table(head, (_format_row(figures, name) for name in names))
-
-
-def _format_row(figures: Figures, name: str) -> Iterator[str]:
-    yield name
-    size = figures["bytes"].get(name)
-    yield f"{count(size['token_bytes'])} (1 / {size['times_smaller']:.3g})" if size else ""
-    yield f"{size['bits_per_value']:.3g}" if size else ""
-    for model, text in figures["text"].items():
-        row, greedy = text["rows"][name], figures["greedy"]["rows"].get(model)
-        yield f"{row['perplexity']:.3f}" if name == "fp16" else loss(row)
-        yield "" if name == "fp16" else f"{row['kl_nats']:.1e}"
-        if greedy:
-            is_measured = name in greedy
-            of = figures["greedy"]["generated"]
-            yield f"{greedy[name]['median']:g} of {of}" if is_measured else ""
-
-
-def loss(row: Figures) -> str:
-    return f"{row['loss_percent']:+.2f} ± {row['standard_error_percent']:.2f} %"
-
-
-def outliers(figures: Figures) -> str:
-    head = f"stdlib-llama with channels {figures['times_larger']} times as large"
-    rows = [
-        (name, loss(row), f"{row['kl_nats']:.1e}")
-        for name, row in figures["rows"].items()
-        if name != "fp16"
-    ]
-    return table((head, "perplexity", "divergence, nats"), rows)
-
-
-def long_runs(figures: Figures) -> Iterator[str]:
-    """A table for each run with a budget, beside the perplexities with 16-bit pages."""
-    runs = dict(figures["runs"])
-    sixteen_bit = runs.pop("fp16", {"timeline": []})
-    reference = {row["tokens"]: row["perplexity"] for row in sixteen_bit["timeline"]}
-    for name, run in runs.items():
-        budget = f"{name}, {megabytes(run['max_bytes'])} for {figures['tokens']:,} tokens"
-        head = (budget, "fp16", "q8", "q4", "mapped", "perplexity", "with 16-bit pages")
-        rows = [
-            (
-                f"{row['tokens']:,}",
-                *(str(row["blocks_by_format"].get(each, 0)) for each in head[1:4]),
-                megabytes(row["bytes_mapped"]),
-                f"{row['perplexity']:.2f}",
-                f"{reference[row['tokens']]:.2f}" if row["tokens"] in reference else "",
-            )
-            for row in run["timeline"][1::2]
-        ]
-        yield f"{table(head, rows)}\n\n{_end(run, sixteen_bit)}"
-
-
-def _end(run: Figures, sixteen_bit: Figures) -> str:
-    """How a run ended."""
-    after = f"After {run['end']['tokens']:,} tokens"
-    if "exhausted" in run:
-        return f"{after}: {run['exhausted']}"
-    beside = ""
-    if "perplexity" in sixteen_bit:
-        beside = f", {sixteen_bit['perplexity']:.2f} with 16-bit pages"
-    return f"{after}: perplexity of all {run['perplexity']:.2f}{beside}."
 
 
 def growth(figures: Figures) -> str:
@@ -504,9 +416,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         server_soak,
         page_codecs,
         held_bytes,
-        quantised_quality,
         real_model_quality,
-        copying,
         step_lengths,
         page_store,
         page_store_faults,

@@ -144,17 +144,17 @@ def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     return losses
 
 
-def blocks(losses: Losses, exact: Losses) -> Iterator[float]:
-    """The nats a token that each block of tokens loses."""
-    for start in range(0, len(losses.nats), BLOCK):
-        own, others = (each.nats[start : start + BLOCK] for each in (losses, exact))
+def blocks(losses: Losses, exact: Losses, size: int) -> Iterator[float]:
+    """The nats a token that each block of `size` tokens loses."""
+    for start in range(0, len(losses.nats), size):
+        own, others = (each.nats[start : start + size] for each in (losses, exact))
         yield mean(own) - mean(others)
 
 
-def row_of(of_texts: dict[str, dict[str, Losses]], cache: str) -> Figures:
-    """The figures of one cache over texts."""
+def row_of(of_texts: dict[str, dict[str, Losses]], cache: str, size: int = BLOCK) -> Figures:
+    """The figures of one cache over texts, in blocks of `size` tokens."""
     pairs = {kind: (losses[cache], losses["fp16"]) for kind, losses in of_texts.items()}
-    differences = [each for pair in pairs.values() for each in blocks(*pair)]
+    differences = [each for pair in pairs.values() for each in blocks(*pair, size)]
     divergences = sorted(each for own, _ in pairs.values() for each in own.divergences)
     nats = [each for own, _ in pairs.values() for each in own.nats]
     return {
@@ -162,7 +162,7 @@ def row_of(of_texts: dict[str, dict[str, Losses]], cache: str) -> Figures:
         "perplexity": math.exp(mean(nats)),
         "loss_percent": 100 * math.expm1(mean(differences)),
         "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
-        "by_text": {k: 100 * math.expm1(mean(blocks(*pair))) for k, pair in pairs.items()},
+        "by_text": {k: 100 * math.expm1(mean(blocks(*pair, size))) for k, pair in pairs.items()},
         "equal_percent": 100 * sum(own.equal for own, _ in pairs.values()) / len(nats),
         "kl_mean": mean(divergences),
         "kl_99": divergences[int(0.99 * len(divergences))],

@@ -34,12 +34,6 @@ SERVED = {
     "per_token_seconds": TIMES,
     "whole_seconds": TIMES,
 }
-LOST = {
-    "perplexity": 12.5,
-    "loss_percent": 0.654,
-    "standard_error_percent": 0.081,
-    "kl_nats": 0.00712,
-}
 POOL = {
     "tokens": 1024,
     "blocks_by_format": {"fp16": 3, "q8": 1},
@@ -376,17 +370,21 @@ FIGURES: dict[str, dict[str, Any]] = {
         "look_up": {"tokens": 8192, "blocks": 100_000, "seconds": 1e-3},
     },
     "page_codecs": {
-        "parts": {
-            "stdlib-llama, 2048": {
-                "q4": {
-                    "bits": 4.5,
-                    "perplexity": 16.2,
-                    "loss_percent": 0.171,
-                    "standard_error_percent": 0.127,
-                    "kl_nats": 1.1e-3,
-                },
-            },
+        "tokens": 2048,
+        "centre_percent": {
+            name: {"keys": 63.4, "values": 14.2} for name in ("smollm2", "gemma3-270m")
         },
+        "rows": [
+            {
+                "model": name,
+                "cache": "q4",
+                "bits": 4.65,
+                "loss_percent": 0.171,
+                "standard_error_percent": 0.127,
+                "kl_mean": 1.1e-3,
+            }
+            for name in ("smollm2", "gemma3-270m")
+        ],
     },
     "real_model_quality": {
         "rows": [
@@ -403,38 +401,6 @@ FIGURES: dict[str, dict[str, Any]] = {
             }
             for cache, loss in (("fp16", 0.0), ("q8", 0.02), ("q4", 0.75))
         ],
-    },
-    "quantised_quality": {
-        "backend": "plain",
-        "tokens": 20480,
-        "bytes": {
-            "fp16": {"token_bytes": 3072.0, "bits_per_value": 16.0, "times_smaller": 1.0},
-            "q8": {"token_bytes": 1632.0, "bits_per_value": 8.5, "times_smaller": 1.8824},
-            "q4": {"token_bytes": 864.0, "bits_per_value": 4.5, "times_smaller": 3.5556},
-        },
-        "text": {
-            "stdlib-llama": {
-                "rows": {
-                    "fp16": LOST,
-                    "auto": LOST,
-                    "q8": {**LOST, "loss_percent": 0.0449},
-                    "q4": LOST,
-                }
-            }
-        },
-        "greedy": {
-            "generated": 128,
-            "rows": {"stdlib-llama": {"q8": {"median": 128}, "q4": {"median": 17.5}}},
-        },
-        "outliers": {"times_larger": 16, "rows": {"fp16": LOST, "q4": LOST}},
-        "long": {
-            "tokens": 16384,
-            "runs": {
-                "fp16": {**LONG, "perplexity": 12.0},
-                "auto": {**LONG, "perplexity": 12.125},
-                "recent=1": {**LONG, "exhausted": "1 blocks were needed"},
-            },
-        },
     },
     "page_store": {
         "prompt_tokens": 4096,
@@ -503,16 +469,6 @@ FIGURES: dict[str, dict[str, Any]] = {
         "writers": {"kills": 100, "reads": 900, "wrong": 0},
         "forged": {"entries": 10000, "accepted": 0},
     },
-    "copying": {
-        "tokens": 1920,
-        "rows": {
-            name: {
-                "fp16": {"first": 0.47, "repeat": 0.36, "same": 1.0},
-                "q4": {"first": 0.47, "repeat": 0.35, "same": 0.943},
-            }
-            for name in ("stdlib-llama", "stdlib-gemma3")
-        },
-    },
     "step_lengths": {
         "tokens": 1100,
         "contexts": 4,
@@ -529,7 +485,6 @@ FIGURES: dict[str, dict[str, Any]] = {
                         "of_codes": 6_291_456,
                         "scales": 20,
                         "of_scales": 196_608,
-                        "off_tie": 0.06,
                     }
                 },
             }
