@@ -128,9 +128,7 @@ def expected(sequence: Sequence, step: mx.array) -> mx.array:
     start = end - step.shape[2]
     for first in range(start - start % 256, end, 256):
         own = step[:, :, max(first, start) - start : first + 256 - start]
-        seen = [
-            mx.concatenate([part[:, :, : max(first, start)], own], axis=2) for part in pages
-        ]
+        seen = [mx.concatenate([part[:, :, : max(first, start)], own], axis=2) for part in pages]
         outputs.append(attention(own, *seen, scale=SCALE, mask="causal"))
     return mx.concatenate(outputs, axis=2)
 
