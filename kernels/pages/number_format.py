@@ -10,9 +10,9 @@ codes for the others: signal to noise falls from 21 dB to 15. With rotation it i
 queries have the same products with rotated keys, and a weighted sum of rotated values is the
 rotated sum. So only outputs are rotated back.
 
-Keys of 4 bits are held relative to their centre, the mean of a page's keys. In SmolLM2-135M it is
-more than half of what keys are: without it there is a third of the noise. What is not centred is
-values, of which it is a tenth: benches/page_codecs.py.
+Keys of 4 bits are held relative to their centre, the mean of a page's keys. It has more than half
+of the energy of keys, and what is left has as much less noise in codes. Of values it has a sixth,
+and centres would gain nothing: benches/page_codecs.py measures both.
 """
 
 from collections.abc import Sequence

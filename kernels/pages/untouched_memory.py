@@ -9,6 +9,9 @@ waits for the streams of all threads. So a process would hang if one thread call
 allocates a slab. A lock of this module keeps the two apart.
 """
 
+import ctypes
+import mmap
+import sys
 from functools import wraps
 from io import BytesIO
 from threading import Lock
@@ -16,6 +19,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from paged_kv.kernels.pages.number_format import WORD
 
@@ -37,9 +41,6 @@ def untouched(shape: tuple[int, int]) -> mx.array:
         return memory
 
 
-# malloc of glibc takes what is larger from the system, which gives zeros.
-RECYCLED = 32 << 20
-
 _reading = Lock()
 _clear_cache = mx.clear_cache
 
@@ -57,9 +58,8 @@ class _HeaderOnly(BytesIO):
     """A .npy file that ends behind its header, and says of every read that it gave all bytes.
 
     MLX allocates an array of the size that the header gives, and lets `readinto` fill it. This one
-    leaves memory that comes from the system as it is. What is smaller may have been used before,
-    and a page may be recoded while some of its slots were never written: the centre of its keys is
-    that of all slots.
+    only asks for zeros. Memory may have been used before, and a page may be recoded while some of
+    its slots were never written: the centre of its keys is that of all slots.
     """
 
     name = "untouched memory"
@@ -71,6 +71,26 @@ class _HeaderOnly(BytesIO):
         self.seek(0)
 
     def readinto(self, buffer: Any) -> int:
-        if not super().readinto(buffer) and len(buffer) <= RECYCLED:
-            np.frombuffer(buffer, np.uint8)[:] = 0
+        if not super().readinto(buffer):
+            _clear(np.frombuffer(buffer, np.uint8))
         return len(buffer)
+
+
+def _clear(memory: npt.NDArray[np.uint8]) -> None:
+    """Let memory be zeros. Linux gives back whole pages of it, and zeros when they are used again:
+    man 2 madvise."""
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    end = max(first, first + (len(memory) - first) // mmap.PAGESIZE * mmap.PAGESIZE)
+    whole = memory[first:end]
+    if sys.platform == "linux" and whole.size and not _madvise(whole):
+        memory[:first] = 0
+        memory[end:] = 0
+    else:
+        memory[:] = 0
+
+
+def _madvise(memory: npt.NDArray[np.uint8]) -> int:
+    """Anything but 0 if the system refuses."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(madvise(memory.ctypes.data, memory.size, mmap.MADV_DONTNEED))
