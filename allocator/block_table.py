@@ -98,10 +98,7 @@ class BlockTable:
 
     def is_recoded(self, tokens: int) -> bool:
         """Whether `unrecoded` is known to find nothing among the first `tokens` tokens. O(1)."""
-        return (
-            self.page_format == self.allocator.page_format
-            or tokens // self.allocator.page_size == self._recoded_pages
-        )
+        return not self.recodes or tokens // self.allocator.page_size == self._recoded_pages
 
     @property
     def recodes(self) -> bool:

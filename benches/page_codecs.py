@@ -24,6 +24,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any
@@ -37,14 +38,14 @@ from matplotlib.figure import Figure
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benches.real_model_quality import KINDS, Losses, row_of, text_of
+from benches.real_model_quality import KINDS, Losses, row_of, side_by_side, text_of
 from benches.real_models.folders import MODELS, model_folder
 from benches.results_file import write_result
 from paged_kv.kernels.pages.number_format import GROUP, MOST, Quantised, centre, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "codecs.svg"
-TOKENS, STEP, EVERY = 2048, 128, 4
+TOKENS, EVERY = 2048, 4
 PAGES = 32  # of 8,192 tokens
 CENTRE_BITS = 16 / PAGE_SIZE
 
@@ -250,15 +251,7 @@ def losses_of(name: str, kind: str) -> Part:
     all_caches = {"fp16": make_prompt_cache(model)}
     all_caches |= {each: caches(model, codec, noted[each]) for each, codec in CODECS.items()}
     layers = sum(type(each) is KVCache for each in all_caches["fp16"])
-    losses = {codec: Losses() for codec in all_caches}
-    for start in range(0, TOKENS, STEP):
-        step = text[start : start + STEP]
-        following = text[start + 1 : start + 1 + STEP][::EVERY]
-        exact = mx.array(0.0)
-        for codec, cache in all_caches.items():
-            found = log_probs(model, cache, step)
-            exact = found if codec == "fp16" else exact
-            losses[codec].note(found, exact, following)
+    losses = side_by_side(all_caches, text, partial(log_probs, model), EVERY)
     return losses, noted["q8"], layers
 
 
@@ -278,8 +271,8 @@ def figures_of(done: dict[str, dict[str, Part]]) -> Figures:
     return {"blas": BLAS, "tokens": TOKENS, "centre_percent": centres, "rows": rows}
 
 
-def drawn(rows: list[Figures]) -> Figure:
-    """Bits and divergence of each codec, a panel for each model."""
+def draw(rows: list[Figures]) -> None:
+    """Draw bits and divergence of each codec, a panel for each model."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "codecs", "font.size": 8}):
         figure = Figure(figsize=(9.6, 4.2), layout="constrained", facecolor="white")
@@ -296,7 +289,7 @@ def drawn(rows: list[Figures]) -> Figure:
                     weight="bold" if row["cache"] in {"q8", "q8/q4", "q4"} else "normal",
                 )
             axes.set(title=name, yscale="log", xlabel="bits of a number", ylabel="nats a token")
-    return figure
+        figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def main() -> None:
@@ -315,8 +308,7 @@ def main() -> None:
             done.setdefault(name, {})[kind] = part.result()
             figures = figures_of(done)
             print(f"{name}, {kind}: {write_result('page_codecs', figures).name}", flush=True)
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "codecs"}):
-        drawn(figures["rows"]).savefig(PICTURE, metadata={"Date": None})
+    draw(figures["rows"])
     print("drawn:", PICTURE.name)
 
 

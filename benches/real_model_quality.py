@@ -23,9 +23,10 @@ import argparse
 import math
 import multiprocessing
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import mean, stdev
@@ -133,13 +134,25 @@ def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     text = text_of(kind, tokenizer)[: length + 1]
     assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
     caches = caches_of(model, length)
+    return side_by_side(caches, text, partial(log_probs, model))
+
+
+def side_by_side(
+    caches: dict[str, Caches],
+    text: list[int],
+    log_probs: Callable[[Caches, list[int]], mx.array],
+    every: int = 1,
+) -> dict[str, Losses]:
+    """What each cache loses over a text, a step at a time, of which `log_probs` gives the log
+    probabilities of what follows `every` so many tokens. The first cache is exact."""
     losses = {cache: Losses() for cache in caches}
-    for start in range(0, length, STEP):
-        step, following = text[start : start + STEP], text[start + 1 : start + 1 + STEP]
-        exact = mx.array(0.0)
+    for start in range(0, len(text) - 1, STEP):
+        end = min(start + STEP, len(text) - 1)
+        following = text[start + 1 : end + 1][::every]
+        exact: mx.array | None = None
         for cache, layers in caches.items():
-            found = log_probs(model, layers, step)
-            exact = found if cache == "fp16" else exact
+            found = log_probs(layers, text[start:end])
+            exact = found if exact is None else exact
             losses[cache].note(found, exact, following)
     return losses
 

@@ -317,15 +317,10 @@ def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
 
 def _layout_struct(layout: PageLayout) -> LayoutStruct:
     keys, values, geometry = layout.page_format.keys, layout.page_format.values, layout.geometry
-    at = [offset * WORD.size for offset in layout.offsets]
-    first = layout.page_format.key_planes(geometry)  # of the values' planes
-    # Floats have no scales: what is there instead is not read.
+    begins = {name: at * WORD.size for name, at in layout.begins._asdict().items()}
     return LayoutStruct(
         page_bytes=layout.page_bytes,
-        key_scales=at[1],
-        key_centres=layout.key_centres * WORD.size,
-        values=at[first],
-        value_scales=at[-1],
+        **begins,
         k_format=keys.encoding(geometry.k_dtype).cpu,
         v_format=values.encoding(geometry.v_dtype).cpu,
         k_rotated=keys.is_rotated,

@@ -197,13 +197,12 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
 
 def _fields(layout: PageLayout) -> list[int]:
     """A slab's row of `layouts`; offsets are in words."""
-    keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
-    first = layout.page_format.key_planes(geometry)  # of the values' planes
+    keys, begins = layout.page_format.keys, layout.begins
     k_numbers, v_numbers = [each.gpu for each in _encodings(layout)]
     rotated = keys.is_rotated, layout.page_format.values.is_rotated
-    scales, values, value_scales = at[1], at[first], at[-1]
     kinds = (k_numbers, v_numbers, *map(int, rotated))
-    return [layout.page_words, scales, values, value_scales, *kinds, layout.key_centres]
+    at = begins.key_scales, begins.values, begins.value_scales
+    return [layout.page_words, *at, *kinds, begins.key_centres]
 
 
 def _encodings(layout: PageLayout) -> tuple[Encoding, Encoding]:

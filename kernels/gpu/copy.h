@@ -100,13 +100,8 @@ void subtract_centre(Slots from, Slots to, const THREAD Place& place, SHARED flo
 #endif
 
 // Into a slot of another format.
-#ifdef HAS_Q4
 template <uint DIM>
 void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place, SHARED float* sums) {
-#else
-template <uint DIM>
-void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place) {
-#endif
   float x[numbers_of_lane(DIM)];
   read_slot<DIM>(from, token, place.lane, x);
   turn<DIM>(from, to, place.lane, x);
@@ -118,24 +113,22 @@ void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place) {
 }
 #endif
 
+// Floats of threadgroup memory that `copy_side` takes.
 #ifdef HAS_Q4
+CONSTANT uint COPY_SUMS = SLOT_SIMDGROUPS * K_DIM;
+#else
+CONSTANT uint COPY_SUMS = 1;
+#endif
+
 template <uint DIM>
 void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values, SHARED float* sums) {
-#else
-template <uint DIM>
-void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values) {
-#endif
   DEVICE const int* pair = pages.row(place.z / 2);
   Slots from = pages.slots(uint(pair[0]), place.y, DIM, values);
   Slots to = pages.slots(uint(pair[1]), place.y, DIM, values);
   uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;
 #ifdef HAS_CODES
   if (from.format != to.format || from.rotated != to.rotated) {
-#ifdef HAS_Q4
     recode_slot<DIM>(from, to, token, place, sums);
-#else
-    recode_slot<DIM>(from, to, token, place);
-#endif
     return;
   }
 #endif

@@ -5,17 +5,9 @@
   //   Centres of keys in q4: 64 threadgroups of a head each read its page's keys, 64 KiB of 128 numbers in
   //     16 bits. That is 32 MiB for 8 heads: 0.08 ms if it came from memory, once in 256 tokens. A lane
   //     has D / 32 sums more, and a threadgroup 16 D bytes of memory: 2 KiB, or 8 with latents of 512.
-#ifdef HAS_Q4
-  threadgroup float sums_here[paged_kv::SLOT_SIMDGROUPS * paged_kv::K_DIM];
+  threadgroup float sums_here[paged_kv::COPY_SUMS];
   if (place.z % 2 == 0) {
     paged_kv::copy_side<paged_kv::K_DIM>(pages, place, false, sums_here);
   } else {
     paged_kv::copy_side<paged_kv::V_DIM>(pages, place, true, sums_here);
   }
-#else
-  if (place.z % 2 == 0) {
-    paged_kv::copy_side<paged_kv::K_DIM>(pages, place, false);
-  } else {
-    paged_kv::copy_side<paged_kv::V_DIM>(pages, place, true);
-  }
-#endif

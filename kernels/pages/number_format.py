@@ -24,7 +24,7 @@ import mlx.core as mx
 WORD = mx.uint16
 GROUP = 32  # numbers that share a scale
 MOST = 65504.0  # the largest float16
-CENTRE_PARTS = 4
+CENTRE_PARTS = 4  # sums of tokens whose sum is a centre
 LEAST = 2.0**-126  # the smallest float32 of full precision
 
 
@@ -199,15 +199,15 @@ class Quantised:
         if not numbers.shape[-1]:
             return (numbers.view(WORD),) * (3 if self.is_centred else 2)
         floats = numbers.astype(mx.float32)
-        centres = [self._centre(floats)] if self.is_centred else []
+        centres = (self._centre(floats),) if self.is_centred else ()
         if self.is_rotated:
             floats = rotate(floats)
-        for each in centres:
-            floats = floats - each
+        if centres:
+            floats = floats - centres[0].astype(mx.float32)
         groups = _in_groups(floats)
         codes, scales = _q4(groups) if self.bits == 4 else _q8(groups)
-        planes = mx.flatten(codes, -2), *map(_half, (scales, *centres))
-        return tuple(plane.view(WORD) for plane in planes)
+        scales = mx.clip(scales, -MOST, MOST).astype(mx.float16)
+        return tuple(plane.view(WORD) for plane in (mx.flatten(codes, -2), scales, *centres))
 
     def decode(self, encoded: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         codes, scales, *centres = encoded
@@ -216,18 +216,16 @@ class Quantised:
         codes = _unpacked(codes) if self.bits == 4 else codes.view(mx.int8)
         numbers = _in_groups(codes) * scales.view(mx.float16).astype(mx.float32)[..., None]
         numbers = mx.flatten(numbers, -2)
-        for each in centres:
-            of_token = mx.repeat(
-                each.view(mx.float16), numbers.shape[-2] // each.shape[-2], axis=-2
-            )
-            numbers = numbers + of_token.astype(mx.float32)
+        if centres:
+            rows = centres[0].view(mx.float16).astype(mx.float32)
+            numbers = numbers + mx.repeat(rows, numbers.shape[-2] // rows.shape[-2], axis=-2)
         return (rotate(numbers) if self.is_rotated else numbers).astype(dtype)
 
     def _centre(self, floats: mx.array) -> mx.array:
-        """Float32 [..., 1, dim], as float16 holds it."""
+        """The centre of a page, float16 [..., 1, dim]."""
         mean = centre(floats)
         mean = rotate(mean) if self.is_rotated else mean
-        return _half(mx.where(mx.abs(mean) <= MOST, mean, 0)).astype(mx.float32)
+        return mx.where(mx.abs(mean) <= MOST, mean, 0).astype(mx.float16)
 
 
 # By the names that users give them. Keys and values of one name differ in their centres only.
@@ -250,10 +248,6 @@ VALUE_FORMATS: dict[str, NumberFormat] = {
 def _require_floats(name: str, dtype: mx.Dtype) -> None:
     if dtype not in FLOATS:
         raise ValueError(f"page_format {name!r} holds float16, bfloat16 or float32, got {dtype}")
-
-
-def _half(numbers: mx.array) -> mx.array:
-    return mx.clip(numbers, -MOST, MOST).astype(mx.float16)
 
 
 def _in_groups(numbers: mx.array) -> mx.array:

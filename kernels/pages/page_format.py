@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -125,6 +126,16 @@ def page_format_named(name: FormatName) -> PageFormat:
 FP16 = page_format_named("fp16")
 
 
+class Begins(NamedTuple):
+    """Where planes of keys and values begin within a page, in words; 0 where keys have no
+    centres."""
+
+    key_scales: int
+    key_centres: int
+    values: int
+    value_scales: int
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Where the planes of one layer's pages of one format lie, in units that divide every slot.
@@ -170,12 +181,12 @@ class PageLayout:
         return (0, *ends[:-1])
 
     @cached_property
-    def key_centres(self) -> int:
-        """The first word of the centres of keys within a page; 0 if they have none."""
-        centres = (
-            at for at, each in zip(self.offsets, self.planes, strict=True) if each.slots == 1
-        )
-        return next(centres, 0)
+    def begins(self) -> Begins:
+        """The first words of the planes that kernels find by name."""
+        first = self.page_format.key_planes(self.geometry)
+        # Floats have no scales: what is there instead is not read.
+        centres = self.offsets[first - 1] if self.page_format.keys.is_centred else 0
+        return Begins(self.offsets[1], centres, self.offsets[first], self.offsets[-1])
 
     def page(self, encoded: Sequence[mx.array]) -> mx.array:
         """A whole page, uint16 [page_units, unit_words], of the words of each plane

@@ -18,7 +18,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
-from paged_kv.steps.blocks import full_blocks
+from paged_kv.steps.blocks import full_blocks, make_room
 from paged_kv.steps.read import PagedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step, unwritten_step
@@ -151,13 +151,11 @@ class Batch:
             commit(others)
             for sequence in others:
                 sequence.begin_conversion(page_format)
-            parts = {page_format: slice(1, None), page_format.first: slice(1)}
-            if page_format == page_format.first:
-                parts = {page_format: slice(None)}
             for group in open_groups:
-                for each, pages in parts.items():
-                    full = partial(_full_blocks, others, group, pages)
-                    group.convert(full, each, partial(_make_room, pool, group, each.name))
+                for each in dict.fromkeys((page_format, page_format.first)):
+                    full = partial(_full_blocks, others, group, each.name)
+                    room = partial(make_room, pool.reclaimer, group, each.name)
+                    group.convert(full, each, room)
             for sequence in others:
                 sequence.is_converting = False
 
@@ -183,11 +181,11 @@ def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> Non
 
 
 def _full_blocks(
-    sequences: list[Sequence], group: LayerGroup, pages: slice
-) -> dict[BlockTable, tuple[int, ...]]:
-    """Those of the full blocks of each table."""
-    return {sequence.table(group): full_blocks(sequence, group)[pages] for sequence in sequences}
-
-
-def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:
-    pool.reclaimer.make_room(lambda: {group: {page_format: count}})
+    sequences: list[Sequence], group: LayerGroup, name: str
+) -> dict[BlockTable, list[int]]:
+    """The full blocks of each table that get that format."""
+    tables = {sequence.table(group): full_blocks(sequence, group) for sequence in sequences}
+    return {
+        table: [block for page, block in enumerate(blocks) if table.full_format(page) == name]
+        for table, blocks in tables.items()
+    }

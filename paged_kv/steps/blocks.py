@@ -123,8 +123,8 @@ def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> 
             for name in each.write.table.full_formats:
                 left[each.group, name].append(each)
     for (group, name), theirs in left.items():
-        make_room = partial(_make_room, reclaimer, group, name)
-        group.recode(partial(_unrecoded, theirs, name), name, make_room)
+        room = partial(make_room, reclaimer, group, name)
+        group.recode(partial(_unrecoded, theirs, name), name, room)
 
 
 def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
@@ -166,5 +166,10 @@ def _unrecoded(writes: list[SequenceWrite], name: str) -> set[int]:
     return blocks
 
 
-def _make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: int) -> None:
+def make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: int) -> None:
+    """Reclaim memory for blocks of one format.
+
+    Raises:
+        PoolExhausted: the budget does not hold them.
+    """
     reclaimer.make_room(lambda: {group: {page_format: count}})

@@ -117,7 +117,7 @@ def assert_attends(
             numbers(asked[row]), np.concatenate(keys, 1), np.concatenate(values, 1), **options
         )
         tolerance = TOLERANCES[geometry.k_dtype]
-        if any(slab.layout.key_centres for slab in pages.slabs.values()):
+        if any(slab.layout.begins.key_centres for slab in pages.slabs.values()):
             tolerance = max(tolerance, ROUNDED_QUERIES * (geometry.k_dtype != mx.float32))
         assert np.abs(numbers(found[row]) - expected).max() <= tolerance
 

@@ -34,13 +34,6 @@ SERVED = {
     "per_token_seconds": TIMES,
     "whole_seconds": TIMES,
 }
-POOL = {
-    "tokens": 1024,
-    "blocks_by_format": {"fp16": 3, "q8": 1},
-    "bytes_mapped": 2**20,
-    "perplexity": 14.5,
-}
-LONG = {"max_bytes": 2**22, "timeline": [POOL, {**POOL, "tokens": 2048}], "end": POOL}
 FIGURES: dict[str, dict[str, Any]] = {
     "publishing": {
         "batch": 8,

@@ -10,6 +10,7 @@ import pytest
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.number_format import (
+    CENTRE_PARTS,
     CODES,
     FLOATS,
     GROUP,
@@ -309,6 +310,7 @@ def test_kernels_call_encodings_what_the_table_says() -> None:
     assert numbers == ", ".join(f"PAGED_KV_{each.name} = {each.cpu}" for each in table)
     assert f"int FORMATS = {len(table)};" in (kernels / "cpu/row_coding.h").read_text()
     assert f"int GROUP = {GROUP};" in (kernels / "cpu/attention.h").read_text()
+    assert f"int CENTRE_PARTS = {CENTRE_PARTS};" in (kernels / "cpu/attention.h").read_text()
     gpu = (kernels / "gpu/pages.h").read_text()
     (numbers,) = re.findall(r"CONSTANT uint (FLOATS = .*);", gpu)
     assert numbers == ", ".join({f"{each.gpu_name} = {each.gpu}": None for each in table})
