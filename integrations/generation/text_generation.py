@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import load, stream_generate
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
@@ -161,6 +161,7 @@ class TextGeneration:
             print(response.text, end="", flush=True)
             text.append(response.token)
         print()
+        finish_steps()
         # The time and not a rate: of a cached prompt a token is computed, and that looks slow.
         read = fetched + response.prompt_tokens / response.prompt_tps
         known = f", {cached} of them cached" if cached else ""
@@ -206,6 +207,7 @@ class TextGeneration:
                     for name, prompt in zip(names, prompts, strict=True)
                     for response in self._samples(prompt, name, num_samples, figures)
                 ]
+        finish_steps()
         self._summarise(counted(sum(map(len, prompts)), "token"), figures)
 
     def _samples(self, prompt: list[int], name: str, count: int, figures: BatchStats) -> list[Any]:
@@ -273,6 +275,12 @@ class TextGeneration:
             print(f"rank        {ranks.rank} of {ranks.size}", file=sys.stderr)
         lines = summary(prompt, figures, self._factory.stats(), drafts=self.drafts)
         print(lines, file=sys.stderr)
+
+
+def finish_steps() -> None:
+    """Wait for the step that mlx-lm computes ahead, and that nobody reads. If a rank ended before
+    it, MLX would close the connection under the step's exchanges, and might crash."""
+    mx.synchronize(generation_stream)
 
 
 def loaded(path_or_repo: str, load_model: Callable[[str], Any] | None = None) -> tuple[Any, Any]:

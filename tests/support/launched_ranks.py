@@ -65,5 +65,6 @@ def told(folder: Path, size: int, case: str, *arguments: str, **environment: str
     command = ("-m", "tests.support.rank_cases", str(folder), case, *arguments)
     with launched(folder, size, *command, **environment) as processes:
         for rank, process in enumerate(processes):
-            assert process.wait(LAUNCH_S) == 0, output_of(folder, rank)
+            status = process.wait(LAUNCH_S)
+            assert status == 0, f"rank {rank} ended with {status}: {output_of(folder, rank)}"
     return [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(size)]

@@ -25,6 +25,7 @@ from mlx_lm.utils import sharded_load
 
 from paged_kv import PagedCacheFactory, PoolExhausted, command_line
 from paged_kv.integrations.distributed.sharded_model import digest
+from paged_kv.integrations.generation.text_generation import finish_steps
 from tests.support.generation import greedy
 from tests.support.zoo import small_model
 
@@ -278,6 +279,7 @@ def main() -> None:
     found = globals()[case](group, *arguments)
     if case == "serve":
         sys.exit(found)
+    finish_steps()
     (Path(folder) / f"{case}-{group.rank()}.json").write_text(json.dumps(found))
 
 

@@ -126,3 +126,4 @@ def test_generate_prints_the_text_of_one_process_once(
     assert text in output_of(tmp_path, 0)
     assert text.strip() not in output_of(tmp_path, 1)
     assert "rank        1 of 2" in output_of(tmp_path, 1)
+    assert not any("[ring]" in output_of(tmp_path, rank) for rank in range(2))

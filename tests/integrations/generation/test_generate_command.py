@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm import generate
+from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_sampler
 
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
@@ -24,8 +26,6 @@ PROMPT = "def read_file(path):"
 @pytest.fixture(scope="module")
 def expected(trained: Any) -> Any:
     """A function of prompt and tokens: the text that mlx-lm generates with its own caches."""
-    import mlx.core as mx
-
     model, tokenizer = trained("stdlib-llama", mx.bfloat16)
     return lambda prompt, count: generate(model, tokenizer, prompt, max_tokens=count)
 
@@ -88,6 +88,17 @@ def test_a_terminal_is_told_how_to_end_the_prompt(
     monkeypatch.setattr("sys.stdin", terminal)
     assert run("--max-tokens", "1") == 0
     assert "type the prompt, then Ctrl-D" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("samples", ["1", "2"])
+def test_the_step_that_runs_ahead_is_waited_for(
+    samples: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX may crash if a rank ends before the exchanges of its last step."""
+    waited_for = []
+    monkeypatch.setattr(mx, "synchronize", waited_for.append)
+    assert run("--prompt", PROMPT, "--num-samples", samples, "--max-tokens", "2") == 0
+    assert waited_for == [generation_stream]
 
 
 def test_several_samples_have_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
