@@ -26,7 +26,7 @@ from tests.support.generation import (
 from tests.support.grids import plain_cases, plain_only
 from tests.support.zoo import small_model
 
-FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4"), ("fp16", "q4"), "q4-unrotated"]
+FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4"), ("fp16", "q4")]
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
 NEW_TOKENS = 4
 

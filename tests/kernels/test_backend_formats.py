@@ -16,7 +16,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.number_format import GROUP, WORD
+from paged_kv.kernels.pages.number_format import GROUP, MOST, WORD, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
@@ -27,16 +27,7 @@ from tests.support.page_numbers import holding, numbers_in
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
-FORMATS: list[FormatName] = [
-    "fp16",
-    "q8",
-    "q4",
-    ("q8", "q4"),
-    ("fp16", "q4"),
-    ("q4", "fp16"),
-    "q4-unrotated",
-    "q8-unrotated",
-]
+FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q4"), ("q4", "fp16")]
 STRIDE = 8
 SLAB_PAGES = 4
 TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
@@ -225,11 +216,11 @@ def contents(pages: LayerPages, slab: int) -> list[mx.array]:
 
 
 def step_with_an_outlier(count: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Keys with a large channel, and much in common; and values with groups of zeros."""
+    """Keys with a large channel, and much in common; and values of which one token has zeros."""
     keys = normal((1, 2, count, 160), dtype, seed=1) + 4 * normal((1, 2, 1, 160), dtype, seed=3)
     keys[..., 7] *= 20
     values = normal((1, 2, count, 128), dtype, seed=2)
-    values[:, 1, 5, :64] = 0
+    values[:, 1, 5] = 0
     return keys, values
 
 
@@ -266,12 +257,9 @@ def test_a_recoded_page_has_the_bytes_of_the_format_and_the_others_stay(
     assert differing <= (0 if name == "fp16" else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
 @pytest.mark.parametrize("what", [float("nan"), float("inf"), -3e38])
-def test_a_key_that_float16_cannot_hold_spoils_no_other(
-    backend: str, name: FormatName, what: float
-) -> None:
-    pages = new_pages(backend, same(64, 32), ["fp16", name])
+def test_a_key_that_float16_cannot_hold_spoils_no_other(backend: str, what: float) -> None:
+    pages = new_pages(backend, same(64, 32), ["fp16", "q4"])
     keys = normal((1, 2, PAGE_SIZE, 64), mx.float32, seed=1)
     keys[0, 1, 7, 5] = what
     pages.write(keys, keys[..., :32], unpadded(((2,),), (PAGE_SIZE,)))
@@ -279,10 +267,11 @@ def test_a_key_that_float16_cannot_hold_spoils_no_other(
     (found,), _ = numbers_in(pages, (STRIDE + 3,), PAGE_SIZE)
     others = [found[0], np.delete(found[1], 7, axis=0)]
     given = [numbers(keys[0, 0]), np.delete(numbers(keys[0, 1]), 7, axis=0)]
-    assert max(np.abs(a - b).max() for a, b in zip(others, given, strict=True)) < 1.2
+    for a, b in zip(others, given, strict=True):
+        assert np.abs(a - b).max() < 1.2  # Python's max of several would pass over NaN.
 
 
-@pytest.mark.parametrize("name", ["q8", "q4-unrotated", ("fp16", "q4")])
+@pytest.mark.parametrize("name", ["q8", "q4", ("fp16", "q4")])
 def test_no_step_is_written_to_a_quantised_page(backend: str, name: FormatName) -> None:
     """Not even the tokens before it, which go to a page of 16 bits."""
     pages = new_pages(backend, same(32, 32), ["fp16", name])
@@ -340,7 +329,7 @@ def page_parts(name: FormatName) -> tuple[str, str]:
 
 def number_format_step(name: str) -> float:
     """How far encoding may move a number, as a part of the largest."""
-    return {"fp16": 1e-3, "q8": 0.02, "q4": 0.3}[name.removesuffix("-unrotated")]
+    return {"fp16": 1e-3, "q8": 0.02, "q4": 0.3}[name]
 
 
 def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
@@ -352,15 +341,19 @@ def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
 
 
 def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:
-    """Groups of zeros have scales of zero, and scales beyond float16 become its largest number."""
-    pages = new_pages(backend, same(64, 64), ["q4-unrotated", "q8-unrotated", "fp16"])
+    """Groups of zeros have scales of zero, and scales beyond float16 become its largest number.
+    The numbers are chosen in the basis of the codes, and turned without rounding."""
+    pages = new_pages(backend, same(64, 64), ["q4", "q8", "fp16"])
     keys = mx.zeros((1, 2, 512, 64))
-    values = mx.full((1, 2, 512, 64), 3e38)
-    values[..., :GROUP] = -0.5
-    pages.write(keys, values, unpadded(((2 * STRIDE, 2 * STRIDE + 1),), (512,)))
+    values = mx.full((1, 2, 512, 64), 2.0**24)
+    values[..., :GROUP] = -254
+    pages.write(keys, rotate(values), unpadded(((2 * STRIDE, 2 * STRIDE + 1),), (512,)))
     pages.copy({2 * STRIDE: 0, 2 * STRIDE + 1: STRIDE})
-    found_keys, found_values = pages.gather(unpadded(((0, STRIDE),), (512,)))
+    recoded = unpadded(((0, STRIDE),), (512,))
+    for entry, expected in holding(pages, keys, rotate(values), recoded).items():
+        assert mx.array_equal(pages.page(entry), expected)
+    found_keys, found_values = pages.gather(recoded)
     assert not found_keys.any()
-    assert mx.allclose(found_values[..., :GROUP], mx.array(-0.5), atol=1e-3)
-    assert (found_values[..., GROUP:] > 4e5).all()
-    assert mx.isfinite(found_values).all()
+    values[..., :PAGE_SIZE, GROUP:] = 8 * MOST
+    values[..., PAGE_SIZE:, GROUP:] = 127 * MOST
+    assert mx.array_equal(rotate(found_values), values)

@@ -14,7 +14,7 @@ from tests.support.followed_caches import FollowedCache, Held, farthest, followe
 from tests.support.generation import greedy
 from tests.support.grids import plain_cases
 
-FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4"), "q4-unrotated"]
+FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4")]
 MODELS = ["stdlib-llama", "stdlib-gemma3"]
 PAGE, WRONG = 256, 300
 

@@ -2,7 +2,7 @@
 
 from paged_kv.kernels.pages.page_format import page_format_named
 
-FIRST = {"q4": "q8", "q4-unrotated": "q8-unrotated", "q8/q4": "q8", "fp16/q4": "fp16/q8"}
+FIRST = {"q4": "q8", "q8/q4": "q8", "fp16/q4": "fp16/q8"}
 """The formats of a sequence's first page where the others have these; elsewhere it is the same."""
 
 

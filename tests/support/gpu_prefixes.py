@@ -16,8 +16,7 @@ FORMATS: list[Sequence[FormatName]] = [
     ["fp16"],
     ["q8"],
     ["q4"],
-    ["q4-unrotated"],
-    ["fp16", ("q8", "q4"), "q4-unrotated", "q4"],
+    ["fp16", ("q8", "q4"), "q8", "q4"],
 ]
 
 

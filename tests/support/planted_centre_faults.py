@@ -2,7 +2,7 @@
 
 from tests.support.planted_faults import BOTH, Fault
 
-FORMATS = ("fp16", "q4-unrotated")
+FORMATS = ("fp16", "q4")
 CENTRE_FAULTS = [
     Fault(
         "scores lack the product with the centre of a page",

@@ -15,6 +15,7 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import rotate
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.support.arrays import normal, numbers
 from tests.support.backends import instruction_sets, native_library
@@ -62,16 +63,19 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_sums_follow_the_largest_logit(isa: str) -> None:
-    """The logits grow page by page, or none of the later ones comes near the first."""
+    """The logits grow page by page, or none of the later ones comes near the first. Rotated, keys
+    and queries are the same."""
+    four = mx.array([1.0, 1.0, 1.0, -1.0])
+    signs = mx.flatten(four[:, None, None] * four[:, None] * four)
+    assert mx.array_equal(rotate(signs), signs)
     # Logits from 0 to 7.
     rising = mx.arange(LENGTH)[:, None] / 100 / DIM
-    for name, queries, growth in product(
-        ("fp16", "q8-unrotated"), (1, 3, 100), (rising, rising[::-1])
-    ):
-        asked = mx.ones((1, HEADS, queries, DIM))
-        pages = written(isa, mx.ones((1, HEADS, LENGTH, DIM)) * growth, step(LENGTH, 2), name)
+    for name, queries, growth in product(("fp16", "q8"), (1, 3, 100), (rising, rising[::-1])):
+        asked = mx.broadcast_to(signs, (1, HEADS, queries, DIM))
+        keys = mx.broadcast_to(signs * growth, (1, HEADS, LENGTH, DIM))
+        pages = written(isa, keys, step(LENGTH, 2), name)
         found = numbers(pages.attend(asked, ROWS, Attention(1.0)))[0]
-        keys, values = (numbers(part)[0] for part in pages.gather(ROWS))
+        held = (numbers(part)[0] for part in pages.gather(ROWS))
         options: dict[str, Any] = {"scale": 1.0, "causal": True, "window": None, "sinks": None}
-        expected, _ = dense_attention(numbers(asked)[0], keys, values, **options)
+        expected, _ = dense_attention(numbers(asked)[0], *held, **options)
         assert np.abs(found - expected).max() < 1e-4, (name, queries)

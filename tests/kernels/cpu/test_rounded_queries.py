@@ -10,8 +10,8 @@ import pytest
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.number_format import GROUP
-from paged_kv.kernels.pages.page_format import FormatName, page_format_named
+from paged_kv.kernels.pages.number_format import GROUP, block_size, rotate
+from paged_kv.kernels.pages.page_format import page_format_named
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named
@@ -23,15 +23,16 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 LENGTH = 301
 TABLE = (1, 0)
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
+AS_THEY_ARE = 5e-4  # in float16; with queries that are rounded it is 1.4e-3 and more
 # As a part of the noise of 4-bit keys: measured 0.06 where queries are rounded.
 MOST_NOISE = 0.1
 
 
-def pages_of(keys: mx.array, values: mx.array, name: FormatName, backend: str) -> LayerPages:
+def pages_of(keys: mx.array, values: mx.array, backend: str) -> LayerPages:
     heads, k_dim, v_dim = keys.shape[1], keys.shape[3], values.shape[3]
     geometry = LayerGeometry(heads, k_dim, keys.dtype, heads, v_dim, values.dtype)
     pages = LayerPages(geometry, backend_named(backend, geometry), 8)
-    pages.map_slab(0, len(TABLE), page_format_named(name))
+    pages.map_slab(0, len(TABLE), page_format_named("q4"))
     pages.load(holding(pages, keys, values, unpadded((TABLE,), (LENGTH,))))
     return pages
 
@@ -61,23 +62,37 @@ def held_by(pages: LayerPages) -> tuple[Numbers, Numbers]:
 def test_queries_that_bytes_hold_are_multiplied_as_they_are(
     backend: str, dtype: mx.Dtype, gqa_group_size: int, dim: int
 ) -> None:
-    """Whole numbers whose largest in each group is 127, with a scale for each group."""
+    """Rotated, they are whole numbers whose largest in each group is 127, with a scale for each
+    group."""
     keys, values = normal((1, 2, LENGTH, dim), dtype, 1), normal((1, 2, LENGTH, 64), dtype, 2)
-    pages = pages_of(keys, values, "q4-unrotated", backend)
-    whole = mx.random.randint(-127, 128, (1, 2 * gqa_group_size, 1, dim), key=mx.random.key(3))
-    whole[..., ::GROUP] = 127
-    by_group = mx.array([2.0 ** -(6 + i % 3) for i in range(dim // GROUP)])
-    asked = (whole * mx.repeat(by_group, GROUP)).astype(dtype)
+    pages = pages_of(keys, values, backend)
+    in_bytes = numbers_in_bytes((1, 2 * gqa_group_size, 1), dim)
+    asked = rotate(in_bytes).astype(dtype)
+    assert mx.allclose(rotate(asked.astype(mx.float32)), in_bytes, rtol=1e-6, atol=1e-6)
     error = np.abs(numbers(attend(pages, asked)) - expected(asked, *held_by(pages)))
-    assert error.max() <= TOLERANCES[dtype]
+    is_sharp = backend != "plain" and dtype == mx.float16
+    assert error.max() <= (AS_THEY_ARE if is_sharp else TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
-def test_rounded_queries_add_little_to_the_noise_of_keys(backend: str, name: FormatName) -> None:
+def numbers_in_bytes(shape: tuple[int, ...], dim: int) -> mx.array:
+    """Numbers [*shape, dim] that bytes hold, with a scale for each group, and that have 8 bits when
+    rotated: four whole numbers with an even sum again and again, with signs that turn into signs.
+    """
+    four = mx.random.randint(-127, 127, (*shape, 4), key=mx.random.key(3))
+    four[..., 0] = 127
+    four[..., 1] += four.sum(-1) % 2
+    signs = np.kron([1, 1, 1, -1], [1, 1, 1, -1]).repeat(4)
+    by_group = [2.0 ** -(6 + i % 2) for i in range(dim // GROUP)]
+    factors = np.resize(signs, dim) * np.repeat(by_group, GROUP)
+    root = 1 if block_size(dim) in (64, 256) else 2**0.5
+    return mx.tile(four, dim // 4) * mx.array(factors * root)
+
+
+def test_rounded_queries_add_little_to_the_noise_of_keys(backend: str) -> None:
     """Root mean square of the output's difference from the same values and keys in 16 bits."""
     shape = 1, 2, LENGTH, 128
     keys, values = normal(shape, mx.float16, 1), normal(shape, mx.float16, 2)
-    pages = pages_of(keys, values, name, backend)
+    pages = pages_of(keys, values, backend)
     asked = normal((1, 16, 1, 128), mx.float16, 3)
     held_keys, held_values = held_by(pages)
     found = numbers(attend(pages, asked))
@@ -93,7 +108,7 @@ def test_what_is_no_number_in_a_query_is_none_in_its_output(
     backend: str, dtype: mx.Dtype, bad: float
 ) -> None:
     shape = 1, 2, LENGTH, 96
-    pages = pages_of(normal(shape, dtype, 1), normal(shape, dtype, 2), "q4-unrotated", backend)
+    pages = pages_of(normal(shape, dtype, 1), normal(shape, dtype, 2), backend)
     asked = normal((1, 8, 1, 96), dtype, 3)
     asked[0, 5, 0, 40] = bad
     found = numbers(attend(pages, asked))

@@ -25,7 +25,7 @@ from tests.support.page_numbers import holding
 HEADS, DIM = 2, 96
 ROWS = AttentionMetadata(((0,),), (256,), (0,))
 COPIED = AttentionMetadata(((64,),), (256,), (0,))
-CODES = ("q8-unrotated", "q4-unrotated")
+CODES = ("q8", "q4")
 # Two NaNs whose last bits would carry into the sign if a kernel rounded them like numbers.
 NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
 
@@ -37,9 +37,9 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(library)
 
 
-def pages_of(backend: NativeBackend, dtype: mx.Dtype, *names: str) -> LayerPages:
+def pages_of(backend: NativeBackend, dtype: mx.Dtype, *names: str, dim: int = DIM) -> LayerPages:
     """A page of each format, each the first of its own slab."""
-    pages = LayerPages(LayerGeometry(HEADS, DIM, dtype, HEADS, DIM, dtype), backend, 64)
+    pages = LayerPages(LayerGeometry(HEADS, dim, dtype, HEADS, dim, dtype), backend, 64)
     for slab, name in enumerate(names):
         pages.map_slab(slab, 1, page_format_named(name))
     return pages
@@ -65,10 +65,18 @@ def test_nan_in_a_page_is_nan_in_its_copy_of_16_bits(backend: NativeBackend) -> 
 
 
 def test_a_copy_of_16_bits_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
-    """Code times scale has more bits than the dtype: it rounds to nearest, ties to even."""
+    """What codes stand for has more bits than the dtype: it rounds to nearest, ties to even.
+
+    Scales and centres are small multiples of 1/64, so that 64 numbers are rotated exactly.
+    """
     for name, dtype in product(CODES, (mx.float16, mx.bfloat16)):
-        pages = pages_of(backend, dtype, name, "fp16")
-        pages.load(holding(pages, step(dtype, 1), step(dtype, 2), ROWS))
+        pages = pages_of(backend, dtype, name, "fp16", dim=64)
+        layout, random = pages.layout_of(0), np.random.default_rng(1)
+        words = random.integers(0, 1 << 16, layout.page_words, np.uint16)
+        for plane in {1, -1, layout.page_format.key_planes(pages.geometry) - 1}:
+            halves = words[layout.offsets[plane] :][: layout.planes[plane].words].view(np.float16)
+            halves[:] = random.integers(-255, 256, halves.shape) / 64
+        pages.load({0: mx.array(words.reshape(pages.page(0).shape))})
         pages.copy({0: 64})
         for ours, lazy in zip(pages.gather(COPIED), pages.gather(ROWS), strict=True):
             assert mx.array_equal(ours.view(WORD), lazy.view(WORD)), (name, dtype)
@@ -76,7 +84,7 @@ def test_a_copy_of_16_bits_is_rounded_as_mlx_rounds(backend: NativeBackend) -> N
 
 def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
     """The numbers beside it keep their values."""
-    for name, queries in product(("fp16", "q8", "q4", "q4-unrotated"), (1, 40)):
+    for name, queries in product(("fp16", *CODES), (1, 40)):
         pages = pages_of(backend, mx.float16, name)
         keys, values = mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2)
         pages.load(holding(pages, keys, values, ROWS))
@@ -91,8 +99,7 @@ def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
 
 def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend) -> None:
     """To within codes of 4 bits: with a wrong basis or scale, nothing would match."""
-    names = ("fp16", "q8", "q4", *CODES)
-    for source, target in permutations(names, 2):
+    for source, target in permutations(("fp16", *CODES), 2):
         pages = pages_of(backend, mx.float16, source, target)
         given = step(mx.float16, 1), step(mx.float16, 2)
         pages.load(holding(pages, *given, ROWS))

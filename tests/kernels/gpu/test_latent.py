@@ -25,7 +25,7 @@ from tests.support.grids import plain_only
 pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
 
 ORDERS = ("forward", "reverse", "shuffled")
-FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("q4", "fp16"), "q4-unrotated"]
+FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("q4", "fp16")]
 
 
 def latents(dim: int, positions: int, dtype: mx.Dtype = mx.float16) -> LayerGeometry:

@@ -35,7 +35,7 @@ from tests.support.grids import plain_cases, plain_only
 pytestmark = needs_compiler
 
 ORDERS = ("forward", "reverse", "shuffled")
-FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16"), "q4-unrotated"]
+FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16")]
 # The last token is the first of a page, its last one, the second of a sequence, and the first of
 # one.
 EDGES = (256, 255, 1, 0)

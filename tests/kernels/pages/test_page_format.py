@@ -168,11 +168,9 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None
     ("name", "first"),
     [
         ("q4", "q8"),
-        ("q4-unrotated", "q8-unrotated"),
         ("q8/q4", "q8"),
-        ("q4/q4-unrotated", "q8/q8-unrotated"),
         ("fp16/q4", "fp16/q8"),
-        *[(name, name) for name in ("fp16", "q8", "q8-unrotated", "q8/fp16", "q8/q8-unrotated")],
+        *[(name, name) for name in ("fp16", "q8", "q8/fp16")],
     ],
 )
 def test_the_first_page_has_8_bits_instead_of_4(name: str, first: str) -> None:

@@ -30,7 +30,7 @@ def random_indices(length: int, count: int = 90) -> mx.array:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "formats", [("fp16", "fp16"), ("q8", "fp16"), (("q4", "q8"), "q4"), ("q4-unrotated", "q8")]
+    "formats", [("fp16", "fp16"), ("q8", "fp16"), (("q4", "q8"), "q4"), ("q4", "q8")]
 )
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("padding", [(0, 0, 0, 0), (3, 0, 300, 7)])

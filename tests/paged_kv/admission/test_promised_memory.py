@@ -54,7 +54,7 @@ def opened(windows: dict[int, Window], budget_blocks: int, page_format: Any) -> 
     return pool
 
 
-@pytest.mark.parametrize("page_format", ["q8", "q4", "q8/q4", "q4-unrotated"])
+@pytest.mark.parametrize("page_format", ["q8", "q4", "q8/q4"])
 def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> None:
     pool = opened({}, 40, page_format)
     (group,) = pool.groups
