@@ -165,7 +165,6 @@ class PageCodec:
 
 Q8 = held(Quantised(8, is_rotated=True))
 PLAIN, CENTRED = (held(Quantised(4, is_rotated=True, is_centred=each)) for each in (False, True))
-UNROTATED = held(Quantised(4, is_rotated=False, is_centred=True))
 FIRST = Q8, Q8
 Q4 = PageCodec(CENTRED, PLAIN, FIRST)
 CODECS = {
@@ -179,7 +178,7 @@ CODECS = {
     "q4, values with centres": replace(Q4, values=CENTRED),
     "q4, first page exact": replace(Q4, first=(Codec(lambda page: page, 16.0),) * 2),
     "q4, outer layers exact": replace(Q4, outer_layers_exact=True),
-    "q4, not rotated": PageCodec(UNROTATED, held(Quantised(4, is_rotated=False)), FIRST),
+    "q4, not rotated": PageCodec(centred(even(4)), even(4), FIRST),
     "q4, keys by channel": replace(Q4, keys=centred(by_channel(even(4)))),
     "q4, Gaussian codes": PageCodec(centred(rotated(gaussian())), rotated(gaussian()), FIRST),
     "q4, scales of 64": PageCodec(centred(rotated(even(4, 64))), rotated(even(4, 64)), FIRST),

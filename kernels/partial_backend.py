@@ -12,7 +12,6 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 DECODE, WINDOW_DECODE, STEP_DECODE = "decode", "decode in a window", "write and decode"
@@ -147,12 +146,10 @@ FORMATS = "formats in use"
 
 
 def _formats_in(pages: LayerMemory) -> frozenset[str]:
-    """The names of number formats in a layer's slabs; kernels do not tell rotated codes from
-    others."""
+    """The names of number formats in a layer's slabs."""
     found = {slab.layout.page_format for slab in pages.slabs.values()}
-    numbers = {number for each in found for number in (each.keys, each.values)}
     pages.memo[FORMATS] = frozenset(
-        f"q{each.bits}" if isinstance(each, Quantised) else each.name for each in numbers
+        part.name for each in found for part in (each.keys, each.values)
     )
     names: frozenset[str] = pages.memo[FORMATS]
     return names

@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD, SixteenBit
+from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
@@ -32,10 +32,6 @@ from paged_kv.kernels.partial_backend import (
 )
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
-# Codes that are not rotated go through the same kernels as those that are.
-FORMATS = tuple(
-    name for name, each in KEY_FORMATS.items() if each.is_rotated or each == SixteenBit()
-)
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
 POSITIONS = 64  # numbers of a position key, behind latents of DIM
 STRIDE, SLAB_PAGES = 8, 3
@@ -74,7 +70,7 @@ class Check:
 def checks(backend: Backend) -> Iterator[Check]:
     """All checks of a backend. Each check makes its own pages."""
     for dtype in TOLERANCES:
-        for page_format in FORMATS:
+        for page_format in KEY_FORMATS:
             test = _Test(
                 backend, page_format, LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
             )

@@ -16,6 +16,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import KEY_FORMATS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
@@ -27,7 +28,7 @@ from paged_kv.kernels.partial_backend import (
     kernel_name,
 )
 from paged_kv.kernels.plain.plain_backend import PlainBackend
-from paged_kv.kernels.self_test import FORMATS, TOLERANCES
+from paged_kv.kernels.self_test import TOLERANCES
 
 KV_HEADS, GQA_GROUP_SIZE, DIM = 4, 4, 128
 REPETITIONS = 7
@@ -92,7 +93,7 @@ def kernel_times(backend: Backend, without: Collection[str] = ()) -> Iterator[Ke
     """Time each kernel that reads pages, except those named in `without`."""
     size = ON_GPU if backend.name in ("metal", "cuda") else ON_CPU
     for dtype in TOLERANCES:
-        for page_format in FORMATS:
+        for page_format in KEY_FORMATS:
             works = [
                 _Reads(each, page_format, dtype, size).works() for each in (backend, PlainBackend())
             ]

@@ -235,8 +235,6 @@ KEY_FORMATS: dict[str, NumberFormat] = {
         SixteenBit(),
         Quantised(8, is_rotated=True),
         Quantised(4, is_rotated=True, is_centred=True),
-        Quantised(8, is_rotated=False),
-        Quantised(4, is_rotated=False, is_centred=True),
     )
 }
 VALUE_FORMATS: dict[str, NumberFormat] = {
