@@ -18,6 +18,8 @@ namespace {
 
 // How keys and values are multiplied: by the number of their format, or one of these.
 constexpr int Q4_IN_BYTES = FORMATS, BF16_IN_PAIRS = FORMATS + 1;
+// Queries are also multiplied with the centres of keys.
+constexpr int CENTRES = FORMATS + 2, ALL_PRODUCTS = FORMATS + 3;
 
 bool in_pairs(const Attention& a, const RowRun& run, int dim) {
   return HAS_BF16_PRODUCTS && run.format == PAGED_KV_BF16 && a.q_format == PAGED_KV_BF16 &&
@@ -106,35 +108,33 @@ INLINE float online_softmax(float* scores, int count, int from, int to, float* m
   return rescale;
 }
 
-// The queries of a task, [rows, QUERY_FLOATS], arranged on demand for each kind of product of
-// `key_products` and each basis.
+// The queries of a task, [rows, QUERY_FLOATS], arranged on demand for each kind of product, in the basis
+// of what they are multiplied with.
 class Queries {
  public:
   Queries(const Attention& a, const Task& task, float* memory)
       : a_(a), task_(task), rows_(query_rows(a, task.blocks, task.block_count)), memory_(memory) {}
 
-  static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
+  static size_t floats(int rows) { return (size_t)(ALL_PRODUCTS * rows + 1) * QUERY_FLOATS; }
 
-  const float* for_products(int products, bool rotated) {
-    int order = products >= PAGED_KV_Q8 ? products - PAGED_KV_Q8 + 1 : 0;
-    int which = 2 * order + rotated;
-    float* q = memory_ + (size_t)which * rows_ * QUERY_FLOATS;
-    if (!made_[which]) make(q, products, rotated);
-    made_[which] = true;
+  const float* for_products(int products) {
+    float* q = memory_ + (size_t)products * rows_ * QUERY_FLOATS;
+    if (!made_[products]) make(q, products);
+    made_[products] = true;
     return q;
   }
 
  private:
-  static constexpr int ORDERS = 5;  // as they are, arranged for Q8 and for Q4, in bytes, and in pairs
   const Attention& a_;
   const Task& task_;
   int rows_;
   float* memory_;
-  bool made_[2 * ORDERS] = {};
+  bool made_[ALL_PRODUCTS] = {};
 
-  void make(float* to, int products, bool rotated) {
+  void make(float* to, int products) {
     int dim = a_.k_dim;
-    float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
+    bool is_arranged = is_quantised(products) && products != CENTRES;
+    float* row = memory_ + (size_t)ALL_PRODUCTS * rows_ * QUERY_FLOATS;
     for (int i = 0; i < task_.block_count; i++)
       for (int r = 0; r < query_rows(a_, task_.blocks[i]); r++, to += QUERY_FLOATS) {
         if (products == BF16_IN_PAIRS) {
@@ -142,7 +142,7 @@ class Queries {
           arrange_pairs(row, dim, a_.scale, to);
           continue;
         }
-        read_query(a_, task_.blocks[i], r, rotated, is_quantised(products) ? row : to);
+        read_query(a_, task_.blocks[i], r, is_quantised(products), is_arranged ? row : to);
         if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
         if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
         if (products == Q4_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
@@ -210,8 +210,8 @@ int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
       int products = key_products(a, run.keys);
       // Memory then needs the time of a whole page: fetched later, unshared pages take 1.3 times as long.
       bool is_quick = products == BF16_IN_PAIRS;
-      const float* q = queries.for_products(products, run.keys.rotated) +
-                       (size_t)blocks->first_row * QUERY_FLOATS;
+      size_t first = (size_t)blocks->first_row * QUERY_FLOATS;
+      const float* q = queries.for_products(products) + first;
       for (int i = 0; i < groups; i++) {
         int g = rows * i / groups, size = rows * (i + 1) / groups - g;
         Next next = is_quick ? share_of(following.keys, following.count, k_dim, i, groups)
@@ -220,12 +220,9 @@ int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
                                           scores + g * SCORES, next);
       }
       if (run.keys.centre)
-        add_centre_products(run.keys, run.count, k_dim,
-                            queries.for_products(a.q_format, run.keys.rotated) +
-                                (size_t)blocks->first_row * QUERY_FLOATS,
-                            rows, scores);
+        add_centre_products(run.keys, run.count, k_dim, queries.for_products(CENTRES) + first, rows, scores);
       weigh(a, task, span, run, at, part, scores, rescale);
-      sums.set_basis(span, run.values.rotated);
+      sums.set_basis(span, run.values.is_rotated());
       for (int i = 0; i < groups; i++) {
         int g = rows * i / groups, size = rows * (i + 1) / groups - g;
         Next next = is_quick ? share_of(following.values, following.count, v_dim, i, groups)

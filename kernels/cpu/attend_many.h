@@ -142,9 +142,9 @@ void arrange_queries(const Attention& a, const Task& task, const Span& span, con
   memset(to.q, 0, sizeof(float) * panels(rows) * PANEL * k_dim);
   for_rows(a, task, span, [&](int row, const QueryBlock& block, int r) {
     float* column = to.q + (size_t)(row / PANEL) * k_dim * PANEL + row % PANEL;
-    read_query(a, block, r, run.keys.rotated, to.keys);
+    read_query(a, block, r, run.keys.is_rotated(), to.keys);
     if (a.position_queries)
-      read_query_of(a, *a.position_queries, block, r, LOG2_E, run.values.rotated, to.keys + a.v_dim);
+      read_query_of(a, *a.position_queries, block, r, LOG2_E, run.values.is_rotated(), to.keys + a.v_dim);
     for (int d = 0; d < k_dim; d++) column[d * PANEL] = to.keys[d];
   });
 }
@@ -228,10 +228,10 @@ int64_t attend_many(const Attention& a, const Task& task, float* scratch) {
     for (int position = span.begin; position < span.end; position += run.count) {
       run = key_run(a, *blocks, position, smaller(span.end, position + TILE_TOKENS));
       bytes += page_bytes(run, a.pages->k_dim, a.pages->v_dim);
-      int basis = run.keys.rotated + 2 * run.values.rotated;
+      int basis = run.keys.is_rotated() + 2 * run.values.is_rotated();
       if (basis != arranged) arrange_queries(a, task, span, run, rows, at);
       arranged = basis;
-      sums.set_basis(span, a.position_queries ? run.keys.rotated : run.values.rotated);
+      sums.set_basis(span, a.position_queries ? run.keys.is_rotated() : run.values.is_rotated());
       for (int t = 0; t < run.count; t++) {
         READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * at.key_stride);
         READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f,

@@ -35,9 +35,10 @@ struct RowRun {
   char* data;
   ptrdiff_t stride;
   int format;
-  bool rotated;
   char* scales;
   char* centre = nullptr;
+
+  bool is_rotated() const { return is_quantised(format); }
 };
 
 // Positions [0, count) of a run lie in one page, or in unwritten keys and values.
@@ -109,7 +110,7 @@ struct Kernels {
   int64_t (*attend_many)(const Attention&, const Task&, float* scratch);
   // Merges the parts of a block and writes its outputs.
   void (*finish)(const Attention&, const QueryBlock&, const SplitPartial* parts, int count, float* scratch);
-  // The rows of a page, of `dim` numbers in whole groups, from one format and basis to another.
+  // The rows of a page, of `dim` numbers in whole groups, from one format to another.
   void (*recode)(const RowRun& from, const RowRun& to, int dim);
 };
 

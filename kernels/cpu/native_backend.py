@@ -323,8 +323,6 @@ def _layout_struct(layout: PageLayout) -> LayoutStruct:
         **begins,
         k_format=keys.encoding(geometry.k_dtype).cpu,
         v_format=values.encoding(geometry.v_dtype).cpu,
-        k_rotated=keys.is_rotated,
-        v_rotated=values.is_rotated,
     )
 
 

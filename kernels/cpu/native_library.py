@@ -93,8 +93,6 @@ class LayoutStruct(ctypes.Structure):
         ("value_scales", ctypes.c_int64),
         ("k_format", ctypes.c_int32),
         ("v_format", ctypes.c_int32),
-        ("k_rotated", ctypes.c_int32),
-        ("v_rotated", ctypes.c_int32),
     )
 
 

@@ -95,7 +95,7 @@ bool holds_floats(const PagedKvPages& pages, const PagedKvMetadata& metadata, in
 
 // Copies a page's rows as they are, or recodes them where the two pages hold numbers differently.
 void move_rows(const RowRun& from, const RowRun& to, int dim) {
-  if (from.format == to.format && from.rotated == to.rotated && !from.centre == !to.centre) {
+  if (from.format == to.format) {
     copy_rows(from, to, PAGE_SIZE, dim);
     if (to.centre) memcpy(to.centre, from.centre, centre_bytes(dim));
   } else {

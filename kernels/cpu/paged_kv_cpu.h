@@ -25,20 +25,19 @@ typedef struct {
   uint64_t byte_offset;
 } PagedKvTensor;
 
-// How a page holds numbers: floats of the model's dtype, or codes of 8 or 4 bits, of which groups of
-// 32 share a float16 scale. kernels/pages/number_format.py says what they are.
+// How a page holds numbers: floats of the model's dtype, or rotated numbers as codes of 8 or 4 bits, of
+// which groups of 32 share a float16 scale. kernels/pages/number_format.py says what they are.
 enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, PAGED_KV_Q4 = 4 };
 
 enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV_BAD_PAGE = 3 };
 
 // What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
-// if the format has any, then their centres, float16 [kv_heads, k_dim], if they are held relative to
-// one; and values, which have no centres. Rotated rows are in the basis of number_format.py.
+// if the format has any, then their centres, float16 [kv_heads, k_dim], which keys of 4 bits are held
+// relative to; and values, which have no centres.
 typedef struct {
   int64_t page_bytes;
   int64_t key_scales, key_centres, values, value_scales;  // where they begin, in bytes; no centres: 0
   int32_t k_format, v_format;
-  int32_t k_rotated, v_rotated;
 } PagedKvLayout;
 
 // The pages of one layer. A table entry is slab * slab_stride + page, and all pages of slab s are

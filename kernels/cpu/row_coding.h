@@ -89,7 +89,7 @@ typedef void (*WriteRows)(const float*, int, int, const RowRun&, int);
 constexpr WriteRows WRITE_ROWS[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
                                            write_codes<3>, write_codes<4>};
 
-// The centre of a page's rows, in the basis of `to`, where it is put. Tokens are added in the order of
+// The centre of a page's rows, rotated as codes are; puts it into `to`. Tokens are added in the order of
 // number_format.py.
 void find_centre(const RowRun& from, const RowRun& to, int dim, float* centre) {
   alignas(64) float parts[CENTRE_PARTS][LONGEST_HEAD], row[LONGEST_HEAD];
@@ -104,7 +104,7 @@ void find_centre(const RowRun& from, const RowRun& to, int dim, float* centre) {
     for (int i = 1; i < CENTRE_PARTS; i++) sum = add(sum, load(parts[i] + d));
     store(centre + d, mul(sum, set1(1.f / PAGE_SIZE)));
   }
-  if (from.rotated != to.rotated) rotate(centre, dim);
+  if (!from.is_rotated()) rotate(centre, dim);
   for (int d = 0; d < dim; d++) {
     bool is_held = centre[d] >= -LARGEST_F16 && centre[d] <= LARGEST_F16;
     uint16_t half = f16_of_float(is_held ? centre[d] : 0.f);
@@ -123,7 +123,7 @@ void recode(const RowRun& from, const RowRun& to, int dim) {
     int n = std::min(most, PAGE_SIZE - t);
     for (int i = 0; i < n; i++) {
       READ_ROW[from.format](from, t + i, dim, 1.f, rows + i * dim);
-      if (from.rotated != to.rotated) rotate(rows + i * dim, dim);
+      if (from.is_rotated() != to.is_rotated()) rotate(rows + i * dim, dim);
       for (int d = 0; to.centre && d < dim; d += W)
         store(rows + i * dim + d, sub(load(rows + i * dim + d), load(centre + d)));
     }

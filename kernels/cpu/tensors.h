@@ -87,7 +87,7 @@ std::vector<float> floats_of(const PagedKvTensor& tensor);
 
 // Rows of a step; its numbers must be contiguous in each.
 inline RowRun rows_of(const PagedKvTensor& tensor, int64_t batch, int64_t head, int64_t token) {
-  return {row_of(tensor, batch, head, token), token_stride(tensor), format_of(tensor), false, nullptr};
+  return {row_of(tensor, batch, head, token), token_stride(tensor), format_of(tensor), nullptr};
 }
 
 inline int64_t row_bytes(int format, int dim) {
@@ -116,7 +116,7 @@ inline RowRun keys_at(const PagedKvPages& pages, int32_t entry, int head, int to
   int64_t row = static_cast<int64_t>(head) * PAGE_SIZE + token;
   int64_t bytes = row_bytes(layout.k_format, pages.k_dim);
   char* page = page_at(pages, entry);
-  return {page + row * bytes, bytes, layout.k_format, layout.k_rotated != 0,
+  return {page + row * bytes, bytes, layout.k_format,
           page + layout.key_scales + row * scale_bytes(layout.k_format, pages.k_dim),
           layout.key_centres ? page + layout.key_centres + head * centre_bytes(pages.k_dim) : nullptr};
 }
@@ -127,7 +127,7 @@ inline RowRun values_at(const PagedKvPages& pages, int32_t entry, int head, int 
   int64_t row = static_cast<int64_t>(head) * PAGE_SIZE + token;
   int64_t bytes = row_bytes(layout.v_format, pages.v_dim);
   char* page = page_at(pages, entry);
-  return {page + layout.values + row * bytes, bytes, layout.v_format, layout.v_rotated != 0,
+  return {page + layout.values + row * bytes, bytes, layout.v_format,
           page + layout.value_scales + row * scale_bytes(layout.v_format, pages.v_dim)};
 }
 

@@ -118,13 +118,24 @@ struct Array {
     return decode(format, memory.data() + place_of(a, b, c, d));
   }
 
-  // The first number of each group becomes the largest that there is: 8 bits and a scale then hold
-  // the whole group as it is.
+  // Makes numbers that 8 bits and a scale hold as they are once rotated: four numbers and zeros in each
+  // block that is rotated. They become four whole numbers again and again, with signs and a scale. The
+  // largest is 127.
   void fit_into_bytes() {
+    int block = (int)(shape[3] & -shape[3]), size = SIZES[format];
     for (int64_t i = 0; i < shape[0] * shape[1] * shape[2]; i++)
-      for (int64_t d = 0; d < shape[3]; d += GROUP)
-        encode(format, 127.f / 32,
-               memory.data() + place_of(i / shape[2] / shape[1], i / shape[2] % shape[1], i % shape[2], d));
+      for (int64_t first = 0; first < shape[3]; first += block) {
+        char* to = memory.data() + place_of(i / shape[2] / shape[1], i / shape[2] % shape[1], i % shape[2], first);
+        for (int d = 0; d < block; d++) encode(format, 0, to + d * size);
+        // With an even sum, so that 8 bits hold their sums with other signs too.
+        int whole[] = {127, pick(-127, 127), pick(-127, 127), pick(-127, 126)}, at = 4 * pick(0, block / 4 - 1);
+        whole[3] += (whole[0] + whole[1] + whole[2] + whole[3]) & 1;
+        for (int d = 0; d < 4; d++) {
+          int sum = 0;
+          for (int k = 0; k < 4; k++) sum += __builtin_popcount(d & k) % 2 ? -whole[k] : whole[k];
+          encode(format, (float)sum / 16, to + (at + d) * size);
+        }
+      }
   }
 
  private:
@@ -146,10 +157,11 @@ struct Case {
   bool latent;  // keys are latents, and values are position keys
   int batch = pick(1, 3), heads = latent ? 1 : pick(1, 3);
   int gqa_group_size = latent ? pick_of({1, 3, 8, 16, 40}) : pick_of({1, 2, 3, 4, 5, 7, 8, 16});
-  int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
+  int k_dim = any_dim(), v_dim = pick(0, 1) ? k_dim : any_dim();
   int k_dtype = pick(0, 2), v_dtype = pick(0, 2), q_format = pick(0, 2);
   int steps = pick_of({1, 1, 2, 5, 40, 130});
   bool causal = pick(0, 3), has_new = pick(0, 1), sinks = pick(0, 1);
+  bool fits_into_bytes = k_dim % GROUP == 0 && pick(0, 1);  // the queries, once rotated
   int window = pick(0, 2) ? 0 : pick(1, 400);
   float scale = 1 / sqrtf((float)k_dim);
   float softcap = pick(0, 2) ? 0 : (float)pick(1, 8) / 4;
@@ -171,6 +183,8 @@ struct Case {
     make_pages();
   }
 
+  static int any_dim() { return pick(0, 1) ? GROUP * pick(1, 5) : 8 * pick(1, 20); }
+
   // Floats of the dtype, or codes where these can hold such vectors.
   static int any_format(int dtype, int dim) {
     return dim % GROUP || pick(0, 1) ? dtype : pick_of({PAGED_KV_Q8, PAGED_KV_Q4});
@@ -180,12 +194,10 @@ struct Case {
     PagedKvLayout layout{};
     layout.k_format = k_format;
     layout.v_format = v_format;
-    layout.k_rotated = layout.k_format >= PAGED_KV_Q8 && pick(0, 2);
-    layout.v_rotated = layout.v_format >= PAGED_KV_Q8 && pick(0, 2);
     int64_t rows = (int64_t)heads * PAGE;
     layout.key_scales = rows * row_bytes(layout.k_format, k_dim);
     layout.values = layout.key_scales + rows * scale_bytes(layout.k_format, k_dim);
-    if (layout.k_format == PAGED_KV_Q4 && pick(0, 3)) {
+    if (layout.k_format == PAGED_KV_Q4) {
       layout.key_centres = layout.values;
       layout.values += heads * k_dim * SIZES[PAGED_KV_F16];
     }
@@ -231,7 +243,6 @@ struct Case {
   struct Slot {
     char *numbers, *scales;
     int format, dim;
-    bool rotated;
     char* centre;
   };
 
@@ -245,7 +256,7 @@ struct Case {
     char* centre = is_centred ? page + layout.key_centres + head * dim * SIZES[PAGED_KV_F16] : nullptr;
     return {page + (values ? layout.values : 0) + row * row_bytes(format, dim),
             page + (values ? layout.value_scales : layout.key_scales) + row * scale_bytes(format, dim), format,
-            dim, (values ? layout.v_rotated : layout.k_rotated) != 0, centre};
+            dim, centre};
   }
 
   // The numbers of a token as its page holds them.
@@ -256,7 +267,7 @@ struct Case {
       double centre = slot.centre ? decode(PAGED_KV_F16, slot.centre + d * SIZES[PAGED_KV_F16]) : 0;
       numbers.push_back(centre + decode_number(slot.format, slot.numbers, slot.scales, d));
     }
-    return slot.rotated ? rotated(numbers) : numbers;
+    return slot.format >= PAGED_KV_Q8 ? rotated(numbers) : numbers;
   }
 
   // Fills a token's slots with NaN.
@@ -268,11 +279,11 @@ struct Case {
     }
   }
 
-  // For rotated keys of 4 bits: in the basis of others, bytes hold the queries here as they are.
+  // For keys of 4 bits, if bytes do not hold the queries as they are.
   bool may_round_queries() const {
-    if (latent) return false;
+    if (latent || fits_into_bytes) return false;
     bool rounds = false;
-    for (const PagedKvLayout& each : layouts) rounds |= each.k_format == PAGED_KV_Q4 && each.k_rotated;
+    for (const PagedKvLayout& each : layouts) rounds |= each.k_format == PAGED_KV_Q4;
     return rounds && q_format != PAGED_KV_F32;
   }
 
@@ -288,8 +299,7 @@ struct Case {
              latent, batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
              softcap, has_new, sinks, lengths[0], padding[0]);
     for (const PagedKvLayout& each : layouts)
-      snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
-               each.v_format, each.k_rotated, each.v_rotated);
+      snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d", each.k_format, each.v_format);
     return text;
   }
 };
@@ -410,7 +420,7 @@ void check_case(bool latent) {
   check_copies(c);
 
   Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.k_dim, pick(0, 1));
-  q.fit_into_bytes();
+  if (c.fits_into_bytes) q.fit_into_bytes();
   // Small, because the scale is theirs already: a softmax of large scores has one weight.
   Array position_q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.v_dim, pick(0, 1), 8);
   Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.out_dim(), false, 0);
