@@ -39,7 +39,6 @@ PARAMETERS = (
     "softcap",
 )
 PLACES = 16
-LAYOUT_FIELDS = 9
 LOG2_E = math.log2(math.e)
 
 
@@ -111,7 +110,7 @@ class PageKind:
 
     Attributes:
         flags: the number formats that occur, as flags of kernels/gpu/pages.h.
-        bases: the bases of values that occur, ascending: 0 plain, 1 rotated.
+        bases: the bases of values that occur, ascending: 0 plain, of floats; 1 rotated, of codes.
     """
 
     geometry: LayerGeometry
@@ -140,7 +139,7 @@ class BoundSlabs:
 
     Attributes:
         inputs: the memory of 16 slabs, the first one repeated if there are fewer, then their
-            layouts, int32 [16, 9]; see kernels/gpu/pages.h.
+            layouts, int32 [16, 7]; see kernels/gpu/pages.h.
         count: how many of the slabs differ, rounded up to a power of two.
     """
 
@@ -188,7 +187,7 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
         layouts[0].geometry,
         slab_stride,
         frozenset(each for layout in layouts for each in _encodings(layout)),
-        frozenset(layout.page_format.values.is_rotated for layout in layouts),
+        frozenset(_encodings(layout)[1].group > 0 for layout in layouts),
     )
     array = mx.array(np.array(fields, np.int32))
     count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
@@ -197,12 +196,9 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
 
 def _fields(layout: PageLayout) -> list[int]:
     """A slab's row of `layouts`; offsets are in words."""
-    keys, begins = layout.page_format.keys, layout.begins
-    k_numbers, v_numbers = [each.gpu for each in _encodings(layout)]
-    rotated = keys.is_rotated, layout.page_format.values.is_rotated
-    kinds = (k_numbers, v_numbers, *map(int, rotated))
+    begins, formats = layout.begins, [each.gpu for each in _encodings(layout)]
     at = begins.key_scales, begins.values, begins.value_scales
-    return [layout.page_words, *at, *kinds, begins.key_centres]
+    return [layout.page_words, *at, *formats, begins.key_centres]
 
 
 def _encodings(layout: PageLayout) -> tuple[Encoding, Encoding]:

@@ -64,7 +64,7 @@ void encode_slot(Slots slots, uint token, uint lane, THREAD const float* x) {
 // Turns numbers that were held in one way into the basis in which they will be held.
 template <uint DIM>
 void turn(Slots from, Slots to, uint lane, THREAD float* x) {
-  if (from.rotated != to.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
+  if (from.is_rotated() != to.is_rotated() && DIM % LANES == 0) rotate<DIM>(x, lane);
 }
 
 #ifdef HAS_Q4
@@ -127,7 +127,7 @@ void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values
   Slots to = pages.slots(uint(pair[1]), place.y, DIM, values);
   uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;
 #ifdef HAS_CODES
-  if (from.format != to.format || from.rotated != to.rotated) {
+  if (from.format != to.format) {
     recode_slot<DIM>(from, to, token, place, sums);
     return;
   }

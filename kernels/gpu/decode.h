@@ -345,10 +345,10 @@ void decode(DEVICE const T* queries, Strides strides,
   for (uint tile = first + part; tile < first + tiles && tile * TILE < seen.end; tile += PARTS) {
     uint position = tile * TILE, entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
     Slots values = pages.slots(entry, head, V_DIM, true);
-    if (values.rotated != rotated) continue;
+    if (values.is_rotated() != rotated) continue;
     Slots keys = pages.slots(entry, head, K_DIM, false);
     sums.read_tile(keys, values, seen, entry == seen.entry, position, lane,
-                   in_basis(staged, keys.rotated), own);
+                   in_basis(staged, keys.is_rotated()), own);
   }
   SHARED float* measures_here = all_measures + block * ROWS * 2;
   sums.measure(lane, measures_here + part * BLOCKS * ROWS * 2);

@@ -25,7 +25,7 @@ void gather_page(DEVICE const int* row, Source source, const THREAD Pages& pages
   Slots slots = pages.slots(entry, place.y, DIM, values);
   read_slot<DIM>(slots, source.at % PAGE_SIZE, place.lane, x);
 #ifdef HAS_CODES
-  if (slots.rotated && DIM % LANES == 0) rotate<DIM>(x, place.lane);
+  if (slots.is_rotated() && DIM % LANES == 0) rotate<DIM>(x, place.lane);
 #endif
 }
 

@@ -15,7 +15,7 @@ void decode_token(Slots slots, uint token, uint lane, SHARED To* to) {
   float x[numbers_of_lane(DIM)];
   read_slot<DIM>(slots, token, lane, x);
 #ifdef HAS_CODES
-  if (slots.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
+  if (slots.is_rotated() && DIM % LANES == 0) rotate<DIM>(x, lane);
 #endif
   for (uint i = 0; i < numbers_of_lane(DIM); i++)
     if (i * LANES + lane < DIM) to[i * LANES + lane] = To(x[i]);

@@ -7,8 +7,8 @@ CONSTANT uint LANES = 32;
 CONSTANT uint GROUP = 32;  // numbers that share a scale
 CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
-// How a slot holds numbers: in the model's dtype, or as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8 and
-// HAS_Q4 name the formats that a kernel variant reads, and HAS_CODES means Q8 or Q4. Other formats
+// How a slot holds numbers: in the model's dtype, or rotated as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8
+// and HAS_Q4 name the formats that a kernel variant reads, and HAS_CODES means Q8 or Q4. Other formats
 // would only take registers.
 CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
 
@@ -66,12 +66,13 @@ struct Slots {
   DEVICE const ushort* centre;  // added to each number of a token; null where there is none
 #endif
   uint format;
-  bool rotated;
+
+  bool is_rotated() const THREAD { return format != FLOATS; }
 };
 
 // Fields of a slab's layout: words of a page, then where keys' scales, values and their scales
 // begin in it, how both are held, and where the centres of keys begin: 0 if there are none.
-CONSTANT uint LAYOUT_FIELDS = 9;
+CONSTANT uint LAYOUT_FIELDS = 7;
 
 // Fields of a row of the tables: tokens, right padding, valid (sink) tokens at the beginning, and the
 // first valid token after those. Then of pages that sequences share: the tokens that groups of
@@ -105,13 +106,13 @@ struct Pages {
     uint numbers_at = values ? uint(layout[2]) : 0, scales_at = uint(layout[values ? 3 : 1]);
     uint first = head * PAGE_SIZE;
 #ifdef HAS_Q4
-    uint centres_at = values ? 0 : uint(layout[8]);
+    uint centres_at = values ? 0 : uint(layout[6]);
 #endif
     return {page + numbers_at + first * slot_words(format, dim), page + scales_at + first * (dim / GROUP),
 #ifdef HAS_Q4
             centres_at ? page + centres_at + head * dim : nullptr,
 #endif
-            format, layout[values ? 7 : 6] != 0};
+            format};
   }
 };
 

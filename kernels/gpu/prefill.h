@@ -194,8 +194,8 @@ void prefill(DEVICE const T* queries, Strides strides,
       Slots values = pages.slots(entry, place.y, V_DIM, true);
       Slots keys = pages.slots(entry, place.y, K_DIM, false);
 #ifdef HAS_CODES
-      if ((values.rotated && !tile.is_new) != (pass == 0)) continue;
-      bool keys_rotated = keys.rotated && !tile.is_new;
+      if ((values.is_rotated() && !tile.is_new) != (pass == 0)) continue;
+      bool keys_rotated = keys.is_rotated() && !tile.is_new;
       if (keys_rotated != queries_rotated)
         stage_rows(queries, strides, pages, rows, place, keys_rotated, own);
       queries_rotated = keys_rotated;

@@ -31,7 +31,7 @@ LATENT_FAULTS = [
     Fault(
         "rotated latents as if they were plain",
         "latent",
-        "if (slots.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);",
+        "if (slots.is_rotated() && DIM % LANES == 0) rotate<DIM>(x, lane);",
         "",
         "",
         BOTH,
