@@ -163,8 +163,8 @@ class PageCodec:
         return (16 * exact + bits * (layers - exact)) / layers
 
 
-Q8 = held(Quantised(8, is_rotated=True))
-PLAIN, CENTRED = (held(Quantised(4, is_rotated=True, is_centred=each)) for each in (False, True))
+Q8 = held(Quantised(8))
+PLAIN, CENTRED = (held(Quantised(4, is_centred=each)) for each in (False, True))
 FIRST = Q8, Q8
 Q4 = PageCodec(CENTRED, PLAIN, FIRST)
 CODECS = {

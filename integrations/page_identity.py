@@ -20,6 +20,7 @@ from xxhash import xxh3_128
 
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.integrations.model_version import ModelVersion
+from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.store.keys import Identity, Salt, salt_bytes
@@ -146,5 +147,5 @@ def _smaller(pool: PagePool) -> tuple[str, ...]:
 def _rotation(pool: PagePool) -> str:
     formats = [pool.page_format, *map(page_format_named, _smaller(pool))]
     parts = [part for each in formats for part in (each.keys, each.values)]
-    rotation = "hadamard" if any(part.is_rotated for part in parts) else "none"
+    rotation = "hadamard" if any(isinstance(part, Quantised) for part in parts) else "none"
     return f"{rotation}, centred" if any(part.is_centred for part in parts) else rotation

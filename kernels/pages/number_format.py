@@ -4,11 +4,11 @@ A number format turns the numbers of a page's tokens in one head into 16-bit wor
 plane that it needs, and back. Formats of the page that is written encode each token alone, so that
 it fills token by token.
 
-Some formats rotate the head dimension first, which spreads outliers over all numbers of a token. A
-few channels of keys are often far larger than the others. One scale for 32 numbers then leaves few
-codes for the others: signal to noise falls from 21 dB to 15. With rotation it is 23 dB. Rotated
-queries have the same products with rotated keys, and a weighted sum of rotated values is the
-rotated sum. So only outputs are rotated back.
+Formats of codes rotate the head dimension first, which spreads outliers over all numbers of a
+token. A few channels of keys are often far larger than the others. One scale for 32 numbers then
+leaves few codes for the others: signal to noise falls from 21 dB to 15. With rotation it is 23 dB.
+Rotated queries have the same products with rotated keys, and a weighted sum of rotated values is
+the rotated sum. So only outputs are rotated back.
 
 Keys of 4 bits are held relative to their centre, the mean of a page's keys. It has more than half
 of the energy of keys, and what is left has as much less noise in codes. Of values it has a sixth,
@@ -67,11 +67,6 @@ class NumberFormat(Protocol):
     def name(self) -> str: ...
 
     @property
-    def is_rotated(self) -> bool:
-        """Whether numbers are stored in the basis of `rotate`."""
-        ...
-
-    @property
     def is_centred(self) -> bool:
         """Whether numbers are held relative to their page's centre. It is the last plane, which has
         one slot of `dim` words for all tokens of a page."""
@@ -114,7 +109,7 @@ class SixteenBit:
     """The model's own numbers, bit for bit: float16 or bfloat16, and float32 for tests."""
 
     name = "fp16"
-    is_rotated = is_centred = False
+    is_centred = False
 
     @property
     def first(self) -> NumberFormat:
@@ -138,8 +133,7 @@ class SixteenBit:
 class Quantised:
     """Codes of 4 or 8 bits, 32 of which share one float16 scale: q4_0 and q8_0 of llama.cpp.
 
-    A number is code * scale. Rotated numbers are in the basis of `rotate`. All steps are in
-    float32.
+    A number is code * scale, in the basis of `rotate`. All steps are in float32.
 
     8 bits: the scale is the largest magnitude over 127. A code is floor(number * (1 / scale) +
     0.5), clipped to -127 and 127.
@@ -166,21 +160,19 @@ class Quantised:
 
     Attributes:
         bits: of a code.
-        is_rotated: see `NumberFormat`.
         is_centred: whether numbers are held relative to their page's centre.
     """
 
     bits: int
-    is_rotated: bool
     is_centred: bool = False
 
     @property
     def name(self) -> str:
-        return f"q{self.bits}" if self.is_rotated else f"q{self.bits}-unrotated"
+        return f"q{self.bits}"
 
     @property
     def first(self) -> NumberFormat:
-        return Quantised(8, self.is_rotated) if self.bits == 4 else self
+        return Quantised(8) if self.bits == 4 else self
 
     def encoding(self, dtype: mx.Dtype) -> Encoding:
         _require_floats(self.name, dtype)
@@ -200,8 +192,7 @@ class Quantised:
             return (numbers.view(WORD),) * (3 if self.is_centred else 2)
         floats = numbers.astype(mx.float32)
         centres = (self._centre(floats),) if self.is_centred else ()
-        if self.is_rotated:
-            floats = rotate(floats)
+        floats = rotate(floats)
         if centres:
             floats = floats - centres[0].astype(mx.float32)
         groups = _in_groups(floats)
@@ -219,23 +210,17 @@ class Quantised:
         if centres:
             rows = centres[0].view(mx.float16).astype(mx.float32)
             numbers = numbers + mx.repeat(rows, numbers.shape[-2] // rows.shape[-2], axis=-2)
-        return (rotate(numbers) if self.is_rotated else numbers).astype(dtype)
+        return rotate(numbers).astype(dtype)
 
     def _centre(self, floats: mx.array) -> mx.array:
         """The centre of a page, float16 [..., 1, dim]."""
-        mean = centre(floats)
-        mean = rotate(mean) if self.is_rotated else mean
+        mean = rotate(centre(floats))
         return mx.where(mx.abs(mean) <= MOST, mean, 0).astype(mx.float16)
 
 
 # By the names that users give them. Keys and values of one name differ in their centres only.
 KEY_FORMATS: dict[str, NumberFormat] = {
-    each.name: each
-    for each in (
-        SixteenBit(),
-        Quantised(8, is_rotated=True),
-        Quantised(4, is_rotated=True, is_centred=True),
-    )
+    each.name: each for each in (SixteenBit(), Quantised(8), Quantised(4, is_centred=True))
 }
 VALUE_FORMATS: dict[str, NumberFormat] = {
     name: replace(each, is_centred=False) if isinstance(each, Quantised) else each

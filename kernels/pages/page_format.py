@@ -58,7 +58,7 @@ class PageFormat:
 
     @cached_property
     def first(self) -> "PageFormat":
-        """The format of a sequence's first page: 8 bits instead of 4, in the same basis.
+        """The format of a sequence's first page: 8 bits instead of 4.
 
         Nearly every query attends to the first tokens, whatever they are: attention sinks (Xiao et
         al., "Efficient Streaming Language Models with Attention Sinks", 2023). So with 4 bits most
