@@ -22,6 +22,7 @@ struct ByteRow {
 };
 static_assert(sizeof(ByteRow) <= QUERY_FLOATS * sizeof(float), "a query's place holds it");
 
+// Codes of numbers that are not finite mean nothing. The product with the centre of keys tells of these.
 void arrange_bytes(const float* q, int dim, ByteRow* to) {
   int groups = dim / GROUP;
   char codes[LONGEST_HEAD];
@@ -30,15 +31,13 @@ void arrange_bytes(const float* q, int dim, ByteRow* to) {
   *to = {};
   for (int i = 0; i < groups; i++) {
     int sum = 0;
-    float all = 0.f;
     for (int j = 0; j < GROUP; j++) {
       char code = codes[i * GROUP + j];
       int place = i % REGISTER_GROUPS * (GROUP / 2) + j % (GROUP / 2);
       to->bytes[i / REGISTER_GROUPS][j / (GROUP / 2)][place] = code;
       sum += (signed char)code;
-      all += q[i * GROUP + j];
     }
-    to->scales[i] = scales.at[i] + (all - all);  // NaN where codes could not hold the numbers
+    to->scales[i] = scales.at[i];
     to->middles[i] = Codes<PAGED_KV_Q4>::MIDDLE * sum;
   }
 }
