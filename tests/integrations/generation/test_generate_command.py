@@ -95,7 +95,7 @@ def test_the_step_that_runs_ahead_is_waited_for(
     samples: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLX may crash if a rank ends before the exchanges of its last step."""
-    waited_for = []
+    waited_for: list[Any] = []
     monkeypatch.setattr(mx, "synchronize", waited_for.append)
     assert run("--prompt", PROMPT, "--num-samples", samples, "--max-tokens", "2") == 0
     assert waited_for == [generation_stream]
