@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benches.real_model_quality import KINDS, Losses, row_of, side_by_side, text_of
+from benches.real_model_quality import KINDS, Losses, log_probs, row_of, side_by_side, text_of
 from benches.real_models.folders import MODELS, model_folder
 from benches.results_file import write_result
 from paged_kv.kernels.pages.number_format import GROUP, MOST, Quantised, centre, rotate
@@ -229,15 +229,6 @@ def caches(model: Any, codec: PageCodec, shares: list[list[float]]) -> list[Any]
     ]
 
 
-def log_probs(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
-    """Log probabilities [tokens / EVERY, vocabulary] of what follows every fourth token."""
-    hidden = model.model(mx.array([tokens]), cache=cache)[0, ::EVERY]
-    logits = model.model.embed_tokens.as_linear(hidden)
-    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(found)
-    return found
-
-
 Part = tuple[dict[str, Losses], list[list[float]], int]
 
 
@@ -250,7 +241,7 @@ def losses_of(name: str, kind: str) -> Part:
     all_caches = {"fp16": make_prompt_cache(model)}
     all_caches |= {each: caches(model, codec, noted[each]) for each, codec in CODECS.items()}
     layers = sum(type(each) is KVCache for each in all_caches["fp16"])
-    losses = side_by_side(all_caches, text, partial(log_probs, model), EVERY)
+    losses = side_by_side(all_caches, text, partial(log_probs, model, EVERY), EVERY)
     return losses, noted["q8"], layers
 
 
@@ -261,7 +252,7 @@ def figures_of(done: dict[str, dict[str, Part]]) -> Figures:
         of_texts = {kind: part[0] for kind, part in done[model].items()}
         layers = next(iter(done[model].values()))[2]
         rows += [
-            {"model": model, "bits": codec.bits(layers)} | row_of(of_texts, name, 512 // EVERY)
+            {"model": model, "bits": codec.bits(layers)} | row_of(of_texts, name, EVERY)
             for name, codec in CODECS.items()
         ]
         shares = [each for part in done[model].values() for each in part[1]]

@@ -4,12 +4,13 @@ benches with which README begins."""
 from collections.abc import Callable
 from typing import Any
 
-from benches.table_cells import count, megabytes, millis, percent, table
+from benches.table_cells import count, megabytes, millis, percent, rate, table
 
 Figures = dict[str, Any]
 Digest = Callable[[dict[str, Figures]], str]
 # What was measured, which way is better, both sides, and the gain.
 Row = tuple[str, str, str, str, str]
+SIDES = ("mlx_lm", "paged")
 
 
 def why(figures: dict[str, Figures]) -> str:
@@ -30,6 +31,7 @@ def headlines(figures: dict[str, Figures]) -> str:
     decode = figures["whole_model"]["rows"]
     rows = [
         _server(figures["serving_http"]),
+        *_shared(figures["serving_shared"]),
         _first_token(figures["prefix_reuse"]),
         _memory(figures["serving"]),
         *_bits(figures["held_bytes"]),
@@ -43,17 +45,30 @@ def headlines(figures: dict[str, Figures]) -> str:
 
 
 def _server(figures: Figures) -> Row:
-    stock, paged = (figures[name]["tokens_per_second"] for name in ("mlx_lm", "paged"))
+    stock, paged = (figures[name]["tokens_per_second"] for name in SIDES)
     load = f"{figures['requests']} requests of {figures['clients']} clients"
-    label = f"server, {load}: tokens per second"
-    return label, "more", count(stock), count(paged), _ratio(paged / stock)
+    label = f"{figures['model']}, server, {load}: tokens per second"
+    return label, "more", rate(stock), rate(paged), _ratio(paged / stock)
+
+
+def _shared(figures: Figures) -> list[Row]:
+    """The median first token of clients that ask at once, with prompts that begin alike."""
+    label = (
+        f"{figures['model']}, first token of {figures['clients']} clients behind the same "
+        f"{figures['shared_tokens']:,} tokens"
+    )
+    rows = []
+    for wave, end in (("new", ""), ("known", ", when those are known")):
+        stock, paged = (figures[wave][side]["first_token_seconds"]["p50"] for side in SIDES)
+        rows.append((label + end, "less", millis(stock), millis(paged), _ratio(stock / paged)))
+    return rows
 
 
 def _first_token(figures: Figures) -> Row:
     first = figures["time_to_first_token"]
     stock, paged = first["mlx_lm_cold_seconds"], first["paged_cold_seconds"]
     tokens = first["common_tokens"] + first["new_tokens"]
-    label = f"first token of a new prompt of {tokens:,} tokens"
+    label = f"stdlib-llama, first token of a new prompt of {tokens:,} tokens"
     return label, "less", millis(stock), millis(paged), _ratio(stock / paged)
 
 
@@ -145,6 +160,7 @@ DIGESTS: dict[str, tuple[Digest, tuple[str, ...]]] = {
         headlines,
         (
             "serving_http",
+            "serving_shared",
             "prefix_reuse",
             "serving",
             "held_bytes",

@@ -28,6 +28,34 @@ def real_model_quality(figures: Figures) -> str:
     )
 
 
+def real_recall(figures: Figures) -> str:
+    """Right answers of each cache, of as many as there are, and how many of those of 16 bits."""
+    caches = list(dict.fromkeys(row["cache"] for row in figures["rows"]))
+    asked: dict[tuple[str, str, int], dict[str, Figures]] = {}
+    for row in figures["rows"]:
+        of_text = asked.setdefault((row["model"], row["task"], row["tokens"]), {})
+        of_text[row["cache"]] = row
+    rows = [
+        (
+            f"{model}, {task}, {count(tokens)} tokens",
+            *(
+                f"{of_text[cache]['right']} of {of_text[cache]['answers']}"
+                if cache in of_text
+                else ""
+                for cache in caches
+            ),
+        )
+        for (model, task, tokens), of_text in asked.items()
+    ]
+    kept = "; ".join(
+        f"{cache}: {sum(each[cache]['right_of_exact'] for each in both)} of "
+        f"{sum(each['fp16']['right'] for each in both)}"
+        for cache in caches[1:]
+        for both in [[each for each in asked.values() if cache in each]]
+    )
+    return f"{table(('right answers', *caches), rows)}\n\nOf those that fp16 pages give: {kept}."
+
+
 def page_codecs(figures: Figures) -> str:
     """Bits, loss and divergence of each codec in each model, and what centres are."""
     of_models: dict[str, list[Figures]] = {}
@@ -417,6 +445,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         page_codecs,
         held_bytes,
         real_model_quality,
+        real_recall,
         step_lengths,
         page_store,
         page_store_faults,

@@ -2,12 +2,14 @@
 
 Models of `benches.real_models` compute in float32, so that "fp16" pages hold their own numbers bit
 for bit, and what is compared with them has lost nothing else. mlx-lm's caches are its own
-`QuantizedKVCache`, with groups of 64, in layers without a window: it has none for windows.
+`QuantizedKVCache`, with groups of 64, in layers without a window: it has none for windows. They
+read 2,048 tokens: behind that its products take minutes for each thousand on a CPU.
 
 Three kinds of text: the source of Python's module statistics, Python's reference, and a chat of
 paragraphs of this project's pages. The first tokens of each are read by all caches side by side, a
-step at a time. `auto` may take two thirds of what 16-bit pages take, beside rings. A row is one
-model, one number of tokens and one cache, over all texts:
+step at a time. `auto` may take two thirds of what 16-bit pages take, beside rings. Of 2,048 tokens
+all are compared, of 4,096 every second, of 8,192 every fourth. A row is one model, one number of
+tokens and one cache, over all texts:
 
     loss_percent             how much larger the perplexity is than with "fp16" pages, and its
     standard_error_percent   standard error over blocks of 512 tokens
@@ -46,6 +48,7 @@ from paged_kv.integrations.batching.pool_memory import pool_size
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = (2048, 4096, 8192)
+STOCK_LENGTH = 2048  # the longest that mlx-lm's own caches read
 STEP, BLOCK, GROUP = 128, 512, 64
 FORMATS: dict[str, Any] = {"q8": "q8", "q8/q4": ("q8", "q4"), "q4": "q4", "auto": "auto"}
 PAGES = ("docs/troubleshooting.md", "docs/quickstart.md", "docs/server.md", "README.md")
@@ -111,7 +114,7 @@ def caches_of(model: Any, tokens: int) -> dict[str, Caches]:
         most = budget if name == "auto" else "4GB"
         factory = PagedCacheFactory(model, page_format=page_format, max_bytes=most)
         caches[name] = factory.make_cache()
-    for bits in (8, 4):
+    for bits in (8, 4) if tokens <= STOCK_LENGTH else ():
         caches[f"mlx-lm {bits} bits"] = [
             QuantizedKVCache(GROUP, bits) if type(cache) is KVCache else cache
             for cache in make_prompt_cache(model)
@@ -119,9 +122,10 @@ def caches_of(model: Any, tokens: int) -> dict[str, Caches]:
     return caches
 
 
-def log_probs(model: Any, cache: Caches, tokens: list[int]) -> mx.array:
-    """Log probabilities [tokens, vocabulary] of what follows each token of a step."""
-    logits = model(mx.array([tokens]), cache=cache)[0].astype(mx.float32)
+def log_probs(model: Any, every: int, cache: Caches, tokens: list[int]) -> mx.array:
+    """Log probabilities [tokens / every, vocabulary] of what follows `every` so many tokens."""
+    hidden = model.model(mx.array([tokens]), cache=cache)[0, ::every]
+    logits = model.model.embed_tokens.as_linear(hidden)
     found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(found)
     return found
@@ -133,15 +137,20 @@ def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     model.set_dtype(mx.float32)
     text = text_of(kind, tokenizer)[: length + 1]
     assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
-    caches = caches_of(model, length)
-    return side_by_side(caches, text, partial(log_probs, model))
+    every = every_of(length)
+    return side_by_side(caches_of(model, length), text, partial(log_probs, model, every), every)
+
+
+def every_of(length: int) -> int:
+    """Of how many tokens one is compared, so that all lengths compare as many."""
+    return length // min(LENGTHS)
 
 
 def side_by_side(
     caches: dict[str, Caches],
     text: list[int],
     log_probs: Callable[[Caches, list[int]], mx.array],
-    every: int = 1,
+    every: int,
 ) -> dict[str, Losses]:
     """What each cache loses over a text, a step at a time, of which `log_probs` gives the log
     probabilities of what follows `every` so many tokens. The first cache is exact."""
@@ -164,8 +173,9 @@ def blocks(losses: Losses, exact: Losses, size: int) -> Iterator[float]:
         yield mean(own) - mean(others)
 
 
-def row_of(of_texts: dict[str, dict[str, Losses]], cache: str, size: int = BLOCK) -> Figures:
-    """The figures of one cache over texts, in blocks of `size` tokens."""
+def row_of(of_texts: dict[str, dict[str, Losses]], cache: str, every: int) -> Figures:
+    """The figures of one cache over texts of which `every` so many tokens are compared."""
+    size = BLOCK // every
     pairs = {kind: (losses[cache], losses["fp16"]) for kind, losses in of_texts.items()}
     differences = [each for pair in pairs.values() for each in blocks(*pair, size)]
     divergences = sorted(each for own, _ in pairs.values() for each in own.divergences)
@@ -188,7 +198,12 @@ Done = dict[tuple[str, int], dict[str, dict[str, Losses]]]
 def figures_of(done: Done) -> Figures:
     """What the results file holds of the texts that are done."""
     rows = [
-        {"model": model, "tokens": length, "texts": list(of_texts), **row_of(of_texts, cache)}
+        {
+            "model": model,
+            "tokens": length,
+            "texts": list(of_texts),
+            **row_of(of_texts, cache, every_of(length)),
+        }
         for (model, length), of_texts in sorted(done.items())
         for cache in next(iter(of_texts.values()))
     ]

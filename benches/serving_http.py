@@ -1,6 +1,6 @@
 """Loads `mlx_lm.server` and `paged-kv server` over HTTP: python -m benches.serving_http
 
-Each is a process of its own, on the embedded model in float32 and on loopback. 16 clients, threads
+Each is a process of its own, on SmolLM2 in float32 and on loopback. 16 clients, threads
 of this process, ask for streams of text. A client with its answer sends the next request of a list
 drawn from one seed: prompts of 64 to 1,000 tokens of Python's standard library, and 16 to 96 new
 tokens, greedy. The prompts of each run are new to the server: runs differ in where texts begin.
@@ -16,7 +16,6 @@ Both servers take turns, and figures are of all requests of all runs together.
 import http.client
 import inspect
 import json
-import os
 import random
 import shutil
 import socket
@@ -32,27 +31,31 @@ from statistics import median, quantiles
 from time import perf_counter, sleep
 from typing import Any
 
-from benches.openblas import BLAS, LIBRARY
+from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
+from benches.real_models.folders import model_folder
 from benches.results_file import write_result
 
+ROOT = Path(__file__).parents[1]
 SEED = 0
 CLIENTS = 16
 REQUESTS = 32
-REPETITIONS = 2
+REPETITIONS = 1
 PROMPT_TOKENS = (64, 1_000)
 NEW_TOKENS = (16, 96)
 # Characters of source that hold the longest prompt.
 WINDOW = 6_000
-MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"
+MODEL = "smollm2"
 SOURCES = Path(inspect.getfile(json)).parents[1]
+# mlx-lm's does not load OpenBLAS by itself.
+_STOCK = "import benches.openblas, mlx_lm.server; mlx_lm.server.main()"
 COMMANDS = {
-    "mlx_lm": ["-m", "mlx_lm", "server"],
-    "paged": ["-m", "paged_kv", "server", "--max-kv-bytes", "512MB"],
+    "mlx_lm": ["-c", _STOCK],
+    "paged": ["-m", "paged_kv", "server", "--max-kv-bytes", "2GB"],
 }
 START_S = 300
 
@@ -150,17 +153,16 @@ def run(port: int, requests: Sequence[Request], load: Load) -> None:
 
 
 @contextmanager
-def server(name: str, model: Path, *more: str, python: str = sys.executable) -> Iterator[int]:
+def server(name: str, model: Path, *more: str) -> Iterator[int]:
     """A server in a process of its own, once it answers; its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR", *more]
-    environment = {**os.environ, **({"LD_PRELOAD": LIBRARY} if LIBRARY else {})}
-    command = [python, *COMMANDS[name], *options]
-    # mlx-lm's logs every request there.
-    # Not here: a server of another environment would import this checkout's code.
-    process = subprocess.Popen(command, cwd=model, env=environment, stderr=subprocess.DEVNULL)
+    # mlx-lm's logs every request.
+    process = subprocess.Popen(
+        [sys.executable, *COMMANDS[name], *options], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = perf_counter() + START_S
         while not _answers(port):
@@ -204,8 +206,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def write_float32(folder: Path) -> None:
     """A copy of the model whose weights have 32 bits: mlx_lm.server has no option for that."""
-    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
-    weights: Any = mx.load(str(MODEL / "model.safetensors"))
+    source = model_folder(MODEL)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    weights: Any = mx.load(str(source / "model.safetensors"))
     wide = {name: array.astype(mx.float32) for name, array in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
 
@@ -224,7 +227,7 @@ def main() -> None:
                     print(f"{each}: {loads[each].seconds[-1]:.1f} s", file=sys.stderr)
     texts = [[answer.text for answer in load.answers] for load in loads.values()]
     figures = {
-        "model": MODEL.name,
+        "model": MODEL,
         "dtype": "float32",
         "blas": BLAS,
         "clients": CLIENTS,

@@ -1,27 +1,36 @@
 """Times batches with drafts: python -m benches.speculation
 
-stdlib-llama in float32, on held-out source of about 2,048 tokens. Sides that are compared take
-turns, prompts are cached before, and figures are medians of the ratios within a turn.
+All in float32. Sides that are compared take turns, prompts are cached before, and figures are
+medians of the ratios within a turn.
 
-    texts    new: pieces of files; repeating: a piece, the same piece again, and its beginning, as
-             when a file is edited
-    ngram    a batch with prompt look-up, which adapts, beside the batch without drafts
-    model    a batch whose draft is the model's own first 5 of 6 layers, 4 tokens in every step,
-             beside mlx-lm's speculative_generate_step on the same prompts, one after the other;
-             accepted tokens a step are compared too
+    look_up  SmolLM2, a batch with prompt look-up, which adapts, beside the batch without drafts.
+             Tasks: to repeat a paragraph word for word, to continue a list of records, and to write
+             a text's facts as JSON of a schema, each until the model ends or for 128 tokens
+    model    stdlib-llama behind about 2,048 tokens of source, a batch whose draft is the model's
+             own first 5 of 6 layers, 4 tokens in every step, beside mlx-lm's
+             speculative_generate_step on the same prompts, one after the other; accepted tokens a
+             step are compared too
 """
 
 import copy
+import json
+import random
 from collections.abc import Callable
 from functools import partial
+from pydoc_data.topics import topics
 from typing import Any
 
+from benches.openblas import BLAS
+
+# isort: split
 import mlx.core as mx
+from mlx_lm import load
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from benches.heldout_text import contexts, model_in_float32
+from benches.real_models.folders import model_folder
 from benches.results_file import write_result
 from paged_kv import ModelDraft, NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
@@ -41,11 +50,71 @@ def first_layers(model: Any, count: int) -> Any:
     return draft
 
 
-def repeating(tokenizer: Any, count: int) -> Prompts:
-    """Pieces of files, each written twice and begun a third time."""
-    part = CONTEXT * 15 // 32
-    pieces = contexts(tokenizer, part, count)
-    return [[*piece, *piece, *piece[: CONTEXT - 2 * len(piece)]] for piece in pieces]
+def copying(number: int) -> str:
+    """A paragraph of Python's reference to repeat."""
+    paragraphs = [
+        paragraph
+        for topic in topics.values()
+        for paragraph in topic.strip().split("\n\n")
+        if 300 < len(paragraph) < 900 and "\n   " not in paragraph
+    ]
+    step = len(paragraphs) // max(ROWS)
+    return f"Repeat this text word for word:\n\n{paragraphs[number * step]}"
+
+
+def records(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """People, drawn by chance."""
+    names, cities = (
+        "Anna Boris Chen Dalia Emil Farah Goran Hana",
+        "Oslo Lima Cairo Quito Delhi Paris",
+    )
+    return [
+        {
+            "id": rng.randrange(10_000),
+            "name": rng.choice(names.split()),
+            "city": rng.choice(cities.split()),
+            "age": rng.randrange(18, 80),
+        }
+        for _ in range(count)
+    ]
+
+
+def listing(number: int) -> str:
+    """A list of records to continue."""
+    lines = map(json.dumps, records(random.Random(number), 12))
+    return "Continue this list of records:\n\n" + "\n".join(lines)
+
+
+def extracting(number: int) -> str:
+    """A text whose facts are to be written as JSON of a schema, behind one example."""
+    types = {"id": "integer", "name": "string", "city": "string", "age": "integer"}
+    items = {"type": "object", "properties": {key: {"type": each} for key, each in types.items()}}
+    schema = {"type": "array", "items": items}
+    rng = random.Random(f"extracting {number}")
+    example, people = records(rng, 1), records(rng, 4)
+    return (
+        f"Write JSON of this schema: {json.dumps(schema)}\n\nText: {told(example)}\n"
+        f"JSON: {json.dumps(example)}\n\nText: {told(people)}\nJSON:"
+    )
+
+
+def told(people: list[dict[str, Any]]) -> str:
+    """The records as sentences."""
+    sentence = "{name} (number {id}) is {age} years old and lives in {city}."
+    return " ".join(sentence.format(**each) for each in people)
+
+
+TASKS: dict[str, Callable[[int], str]] = {
+    "a paragraph to repeat": copying,
+    "a list to continue": listing,
+    "JSON of a schema": extracting,
+}
+
+
+def task_prompts(tokenizer: Any, make: Callable[[int], str]) -> Prompts:
+    """A chat for each row."""
+    chats = [[{"role": "user", "content": make(number)}] for number in range(max(ROWS))]
+    return [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in chats]
 
 
 def cache_prompts(factory: PagedCacheFactory, model: Any, prompts: Prompts) -> None:
@@ -57,22 +126,25 @@ def cache_prompts(factory: PagedCacheFactory, model: Any, prompts: Prompts) -> N
 
 
 class Batch:
-    """Generates for prompts whose pages are cached; keeps what the last generator counted."""
+    """Generates for prompts whose pages are cached; keeps what the last generator counted, and how
+    many tokens it gave."""
 
-    def __init__(self, factory: PagedCacheFactory, prompts: Prompts, tokens: int) -> None:
-        self._factory, self._prompts, self._tokens = factory, prompts, tokens
+    def __init__(self, factory: PagedCacheFactory, prompts: Prompts, **options: Any) -> None:
+        self._factory, self._prompts, self._options = factory, prompts, options
         self.generator: Any = None
+        self.tokens = 0
 
     def run(self, make: Callable[..., BatchGenerator]) -> None:
-        generator = self.generator = make(max_tokens=self._tokens)
+        generator = self.generator = make(**self._options)
         caches = [self._factory.fetch_cache(prompt)[0] for prompt in self._prompts]
         generator.insert_segments(
             [[prompt[-1:]] for prompt in self._prompts],
             caches=caches,
             all_tokens=[prompt[:-1] for prompt in self._prompts],
         )
-        while generator.next_generated():
-            pass
+        self.tokens = 0
+        while responses := generator.next_generated():
+            self.tokens += len(responses)
 
 
 class RowByRow:
@@ -108,9 +180,11 @@ class RowByRow:
         return caches
 
 
-def of_ngrams(model: Any, factory: PagedCacheFactory, prompts: Prompts) -> dict[str, Any]:
+def of_look_up(
+    model: Any, factory: PagedCacheFactory, prompts: Prompts, stop: list[list[int]]
+) -> dict[str, Any]:
     """A batch with prompt look-up beside the same without drafts."""
-    batch = Batch(factory, prompts, NEW_TOKENS)
+    batch = Batch(factory, prompts, max_tokens=NEW_TOKENS, stop_tokens=stop)
     without, with_drafts = in_turns(
         partial(batch.run, partial(BatchGenerator, model)),
         partial(batch.run, partial(SpeculativeBatchGenerator, model, NGramDraft())),
@@ -118,7 +192,7 @@ def of_ngrams(model: Any, factory: PagedCacheFactory, prompts: Prompts) -> dict[
     )
     counts = batch.generator.counts
     return {
-        "tokens": len(prompts) * NEW_TOKENS,
+        "tokens": batch.tokens,
         "seconds_without": without,
         "seconds_with": with_drafts,
         "speed": ratio(without, with_drafts),
@@ -133,7 +207,7 @@ def of_models(
     model: Any, draft: Any, factories: list[PagedCacheFactory], prompts: Prompts
 ) -> dict[str, Any]:
     """A batch with a draft model beside mlx-lm's rows, one after the other."""
-    batch = Batch(factories[0], prompts, MODEL_TOKENS)
+    batch = Batch(factories[0], prompts, max_tokens=MODEL_TOKENS)
     make = partial(
         SpeculativeBatchGenerator,
         model,
@@ -155,24 +229,45 @@ def of_models(
     }
 
 
-def main() -> None:
+def look_up() -> dict[str, Any]:
+    """Prompt look-up in each task."""
+    model, tokenizer = load(str(model_folder("smollm2")))[:2]
+    model.set_dtype(mx.float32)
+    stop = [[token] for token in tokenizer.eos_token_ids]
+    found = {}
+    for task, make in TASKS.items():
+        factory = PagedCacheFactory(model, max_bytes="1GB")
+        prompts = task_prompts(tokenizer, make)
+        cache_prompts(factory, model, prompts)
+        for rows in ROWS:
+            found[f"{task}_{rows}"] = of_look_up(model, factory, prompts[:rows], stop)
+            print(task, rows, found[f"{task}_{rows}"], flush=True)
+    return found
+
+
+def draft_model() -> dict[str, Any]:
+    """A draft model behind source."""
     model, tokenizer = model_in_float32("stdlib-llama")
     draft = first_layers(model, DRAFT_LAYERS)
     factories = [PagedCacheFactory(each, max_bytes="1GB") for each in (model, draft)]
-    figures: dict[str, Any] = {"context": CONTEXT, "draft_layers": DRAFT_LAYERS}
-    texts = {
-        "repeating": repeating(tokenizer, max(ROWS)),
-        "new": [piece[:CONTEXT] for piece in contexts(tokenizer, CONTEXT, max(ROWS))],
+    prompts = [piece[:CONTEXT] for piece in contexts(tokenizer, CONTEXT, max(ROWS))]
+    for each, factory in zip((model, draft), factories, strict=True):
+        cache_prompts(factory, each, prompts)
+    found = {}
+    for rows in ROWS:
+        found[str(rows)] = of_models(model, draft, factories, prompts[:rows])
+        print(rows, found[str(rows)], flush=True)
+    return found
+
+
+def main() -> None:
+    figures = {
+        "blas": BLAS,
+        "context": CONTEXT,
+        "draft_layers": DRAFT_LAYERS,
+        "look_up": look_up(),
+        "model": draft_model(),
     }
-    for text, prompts in texts.items():
-        for each, factory in zip((model, draft), factories, strict=True):
-            cache_prompts(factory, each, prompts)
-        for rows in ROWS:
-            found = figures[f"{text}_{rows}"] = {
-                "ngram": of_ngrams(model, factories[0], prompts[:rows]),
-                "model": of_models(model, draft, factories, prompts[:rows]),
-            }
-            print(text, rows, found, flush=True)
     print(write_result("speculation", figures))
 
 

@@ -11,6 +11,7 @@ from benches.table_cells import (
     micros,
     millis,
     percent,
+    rate,
     ratio,
     seconds,
     spaced,
@@ -203,30 +204,39 @@ def latent_attention(figures: Figures) -> str:
 
 
 def speculation(figures: Figures) -> str:
-    """Batches with drafts beside batches without, and beside mlx-lm's rows one after the other."""
-    rows = []
-    for key, of in figures.items():
-        if not isinstance(of, dict):
-            continue
-        text, batch = key.rsplit("_", 1)
-        looked_up, drafted = of["ngram"], of["model"]
-        rows.append(
-            (
-                f"{text} text, {batch} {'row' if batch == '1' else 'rows'}",
-                count(looked_up["tokens"] / median(looked_up["seconds_without"])),
-                f"{looked_up['speed']:.2f}",
-                count(looked_up["draft_tokens"]),
-                count(looked_up["accepted_tokens"]),
-                f"{drafted['speed']:.2f}",
-                f"{drafted['accepted_a_step']:.2f}",
-                f"{drafted['mlx_lm_accepted_a_step']:.2f}",
-            )
+    """Batches with look-up beside batches without, and batches with a draft model beside mlx-lm's
+    rows one after the other."""
+    looked_up = [
+        (
+            f"{task}, {_rows(batch)}",
+            rate(of["tokens"] / median(of["seconds_without"])),
+            f"{of['speed']:.2f}",
+            count(of["draft_tokens"]),
+            count(of["accepted_tokens"]),
         )
-    head = (
-        *("tokens a second without drafts", "times that with look-up", "drafted", "accepted"),
-        *("draft model: times mlx-lm's rows in turn", "accepted a step", "mlx-lm's"),
+        for key, of in figures["look_up"].items()
+        for task, batch in [key.rsplit("_", 1)]
+    ]
+    drafted = [
+        (
+            _rows(batch),
+            f"{of['speed']:.2f}",
+            f"{of['accepted_a_step']:.2f}",
+            f"{of['mlx_lm_accepted_a_step']:.2f}",
+        )
+        for batch, of in figures["model"].items()
+    ]
+    head = ("tokens a second without drafts", "times that with look-up", "drafted", "accepted")
+    beside = ("times mlx-lm's rows in turn", "accepted a step", "mlx-lm's")
+    source = f"stdlib-llama, draft model, at {figures['context']:,} tokens"
+    return (
+        f"{table(('smollm2, prompt look-up', *head), looked_up)}\n\n"
+        f"{table((source, *beside), drafted)}"
     )
-    return table((f"at {figures['context']:,} tokens", *head), rows)
+
+
+def _rows(batch: str) -> str:
+    return "1 row" if batch == "1" else f"{batch} rows"
 
 
 def whole_model(figures: Figures) -> str:
@@ -234,8 +244,8 @@ def whole_model(figures: Figures) -> str:
     rows = [
         (
             f"{row['model']}, batch {row['batch']}, context {row['context']:,}",
-            count(row["mlx_lm_tokens_per_second"]),
-            count(row["paged_tokens_per_second"]),
+            rate(row["mlx_lm_tokens_per_second"]),
+            rate(row["paged_tokens_per_second"]),
             ratio(row["paged_over_mlx_lm"]),
             ratio(row["mlx_lm_waiting_over_mlx_lm"]),
             percent(row["mlx_lm_attention_share"]),
@@ -463,7 +473,7 @@ def serving(figures: Figures) -> str:
 def serving_http(figures: Figures) -> str:
     """Two servers under one load."""
     servers = [figures["mlx_lm"], figures["paged"]]
-    rates = [count(each["tokens_per_second"]) for each in servers]
+    rates = [rate(each["tokens_per_second"]) for each in servers]
     rows: list[tuple[str, ...]] = [("generated tokens a second, all clients", *rates)]
     for name, label in (
         ("first_token_seconds", "first token"),
@@ -483,17 +493,24 @@ def serving_http(figures: Figures) -> str:
 def serving_shared(figures: Figures) -> str:
     """Servers whose clients all ask behind one prompt."""
     rows = []
-    for name in [name for name in figures if name.endswith("_clients")]:
-        of = figures[name]
-        for side in figures["sides"]:
-            gain = of["paged"]["tokens_per_second"] / of[side]["tokens_per_second"]
-            first = millis(of[side]["first_token_seconds"]["p50"])
-            rate = count(of[side]["tokens_per_second"])
-            label = {"mlx_lm": "mlx_lm.server", "paged": "paged-kv server"}.get(side, side)
-            rows.append((f"{spaced(name)}: {label}", rate, f"{gain:.2f}", first))
-    head = ("tokens a second", "times as many now", "first token, p50")
-    load = f"{figures['shared_tokens']:,} shared tokens, {figures['model']} in {figures['dtype']}"
-    return table((load, *head), rows)
+    for wave, label in (("new", "new to the server"), ("known", "known to it")):
+        stock, paged = figures[wave]["mlx_lm"], figures[wave]["paged"]
+        for name, side in (("mlx_lm.server", stock), ("paged-kv server", paged)):
+            gain = side["tokens_per_second"] / stock["tokens_per_second"]
+            first = side["first_token_seconds"]
+            cells = (rate(side["tokens_per_second"]), f"{gain:.2f}")
+            times = (millis(first["p50"]), millis(first["p95"]))
+            rows.append((f"{label}: {name}", *cells, *times))
+    head = ("tokens a second", "times mlx_lm.server", "first token, p50", "p95")
+    load = (
+        f"{figures['clients']} clients behind {figures['shared_tokens']:,} shared tokens, "
+        f"{figures['model']} in {figures['dtype']}"
+    )
+    equal, asked = (
+        sum(figures[wave][name] for wave in ("new", "known"))
+        for name in ("equal_texts", "requests")
+    )
+    return f"{table((load, *head), rows)}\n\nTexts are equal in {equal} of {asked} requests."
 
 
 def admission(figures: Figures) -> str:

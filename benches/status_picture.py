@@ -21,7 +21,8 @@ from urllib.request import urlopen
 from PIL import Image
 from playwright import sync_api as playwright
 
-from benches.serving_http import MODEL, Request, ask, server
+from benches.serving_http import Request, ask, server
+from paged_kv.embedded import embedded_model
 from tests.support.patience import wait_until
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "kv.png"
@@ -61,7 +62,7 @@ def prompt(number: int) -> str:
 def take(opened: Any, path: Path) -> None:
     """Write the picture that this browser shows."""
     # The server ends first, and with it the requests of the clients.
-    serving = server("paged", MODEL, "--max-kv-bytes", BUDGET)
+    serving = server("paged", Path(embedded_model()), "--max-kv-bytes", BUDGET)
     with ThreadPoolExecutor() as clients, serving as port:
         for number in range(ANSWERED):
             ask(port, Request(prompt(ASKED + number), 1))

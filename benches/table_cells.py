@@ -30,6 +30,10 @@ def ratio(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def rate(a_second: float) -> str:
+    return ratio(a_second)
+
+
 def seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s"
 

@@ -1,8 +1,7 @@
 """Times decoding with a whole model, on mlx-lm's caches and on pages: python -m benches.whole_model
 
     stdlib-llama     the trained model in this package, in float32
-    half a billion   a random llama as large as a 0.5B model (24 layers, 14 query heads on
-                     2 key-value heads of 64, hidden size 896), in float32 and bfloat16
+    smollm2          SmolLM2-135M-Instruct, in float32 and bfloat16
 
 Caches are filled with random keys and values up to the context, the same for both kinds. Steps of
 one token for each sequence, which resume there, are timed in turns. Each figure is the median of
@@ -28,6 +27,7 @@ from mlx_lm import load
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from benches.real_models.folders import model_folder
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
@@ -53,22 +53,9 @@ def stdlib_llama() -> Any:
     return model
 
 
-def half_a_billion(dtype: mx.Dtype) -> Any:
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=896,
-        num_hidden_layers=24,
-        intermediate_size=4864,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-6,
-        vocab_size=32_000,
-        tie_word_embeddings=True,
-    )
-    model = llama.Model(args)
+def smollm2(dtype: mx.Dtype) -> Any:
+    model = load(str(model_folder("smollm2")))[0]
     model.set_dtype(dtype)
-    mx.eval(model.parameters())
     return model
 
 
@@ -146,8 +133,8 @@ def main() -> None:
     mx.random.seed(0)
     cases = [
         Case("stdlib-llama, float32", stdlib_llama(), (256, 1024, 4096), (1, 8), 41),
-        Case("0.5B random llama, float32", half_a_billion(mx.float32), (512, 8192), (1,), 9),
-        Case("0.5B random llama, bfloat16", half_a_billion(mx.bfloat16), (512, 8192), (1,), 5),
+        Case("smollm2, float32", smollm2(mx.float32), (256, 2048, 8192), (1, 8), 9),
+        Case("smollm2, bfloat16", smollm2(mx.bfloat16), (256, 2048, 8192), (1, 8), 5),
     ]
     rows = []
     for case in cases:

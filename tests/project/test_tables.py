@@ -35,7 +35,7 @@ ROWS = {
     "admission": "| 200 requests, answers of max_tokens, 512 | 1.0 | 6.4 | 2.5 | 3 |",
     "serving": "| peak of keys and values | 3.1 MB | 1.0 MB in use, 2.1 MB mapped |",
     "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
-    "serving_shared": "| 16 clients: paged-kv server | 123 | 1.00 | 12 ms |",
+    "serving_shared": "| known to it: paged-kv server | 123 | 2.47 | 12 ms | 250 ms |",
     "server_soak": "| resident memory | 200.0 MB | 210.0 MB |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "distributed": "| 2 | 1.0 MB | 116 (111 to 148) |",
@@ -53,6 +53,7 @@ ROWS = {
     "page_codecs": "| q4 | 4.65 | +0.17 ± 0.13 % | 1.1e-03 | 4.65 | +0.17 ± 0.13 % | 1.1e-03 |",
     "real_model_quality": "| smollm2, 2,048 tokens: q4 | +0.75 ± 0.14 % | +0.87 % | +0.71 % "
     "| +0.66 % | 95.5 % | 1.2e-02, 2.0e-01 |",
+    "real_recall": "| smollm2, call, 4,096 tokens | 12 of 15 | 10 of 15 |  |",
     "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
     "20 times; logits equal |",
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
@@ -61,7 +62,7 @@ ROWS = {
     "store_writes": "| chat | 32,768 | 25% of bytes, 98.7% of hits |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
     "step_lengths": "| stdlib-gemma3: 7 | 9.4e-06 | 3.0e-03 | 102 and 102 | 8.1e-06 |",
-    "speculation": "| repeating text, 8 rows | 205 | 1.25 | 800 | 600 | 2.00 | 0.44 | 0.41 |",
+    "speculation": "| a list to continue, 8 rows | 205 | 1.25 | 800 | 600 |",
     "structured output": "| contains | 17 |",
     "vision_families": "- Tokens of a batch: equal to mlx-vlm's in 1 of 2",
 }
@@ -164,6 +165,11 @@ def test_only_the_newest_versions_are_shown(results: Path) -> None:
     assert section("growth", results).count("16,384 tokens") == 2
 
 
+def test_recall_sums_what_both_caches_read() -> None:
+    last = TABLES["real_recall"](FIGURES["real_recall"]).splitlines()[-1]
+    assert last == "Of those that fp16 pages give: q4: 36 of 48; mlx-lm 4 bits: 4 of 24."
+
+
 def test_unknown_table_is_refused(results: Path) -> None:
     with pytest.raises(ValueError, match="no table 'speed': use one of admission, allocator"):
         rewritten(marked("speed"), results)
@@ -191,9 +197,10 @@ def test_markers_come_in_pairs(text: str, results: Path) -> None:
 
 def test_headlines_come_from_several_benches(results: Path) -> None:
     text = section("headlines", results)
-    assert (
-        "| server, 96 requests of 16 clients: tokens per second | more | 50 | 123 | 2.47 |" in text
-    )
+    served = "server, 96 requests of 16 clients: tokens per second"
+    assert f"| stdlib-llama, {served} | more | 50 | 123 | 2.47 |" in text
+    shared = "stdlib-llama, first token of 8 clients behind the same 1,400 tokens"
+    assert f"| {shared}, when those are known | less | 12 ms | 12 ms | 1.00 |" in text
     # The gain is above 1 where pages are better, also where less is.
     assert "| less | 16.2, 20.2 | 5.0, 9.0 | 3.24 |" in text
     assert text.count("*Chip, 2 cores") == 1, "all were measured on one machine"

@@ -110,9 +110,17 @@ FIGURES: dict[str, dict[str, Any]] = {
     "serving_shared": {
         "model": "stdlib-llama",
         "dtype": "float32",
-        "shared_tokens": 2048,
-        "sides": ["mlx_lm", "paged"],
-        "16_clients": {"mlx_lm": SERVED, "paged": {**SERVED, "tokens_per_second": 123.4}},
+        "clients": 8,
+        "shared_tokens": 1400,
+        **{
+            wave: {
+                "mlx_lm": SERVED,
+                "paged": {**SERVED, "tokens_per_second": 123.4},
+                "requests": 24,
+                "equal_texts": 23,
+            }
+            for wave in ("new", "known")
+        },
     },
     "server_soak": {
         "requests": 2000,
@@ -395,6 +403,24 @@ FIGURES: dict[str, dict[str, Any]] = {
             for cache, loss in (("fp16", 0.0), ("q8", 0.02), ("q4", 0.75))
         ],
     },
+    "real_recall": {
+        "rows": [
+            {
+                "model": "smollm2",
+                "task": task,
+                "tokens": tokens,
+                "cache": cache,
+                "answers": 15,
+                "right": right,
+                "right_of_exact": right - 1 if cache != "fp16" else right,
+                "tokens_percent": 97.5,
+            }
+            for task in ("needle", "call")
+            for tokens in (1024, 4096)
+            for cache, right in (("fp16", 12), ("q4", 10), ("mlx-lm 4 bits", 3))
+            if tokens == 1024 or cache != "mlx-lm 4 bits"
+        ]
+    },
     "page_store": {
         "prompt_tokens": 4096,
         "first_token": {
@@ -487,8 +513,8 @@ FIGURES: dict[str, dict[str, Any]] = {
     "speculation": {
         "context": 2048,
         "draft_layers": 5,
-        "repeating_8": {
-            "ngram": {
+        "look_up": {
+            "a list to continue_8": {
                 "tokens": 1024,
                 "seconds_without": [4.0, 5.0, 6.0],
                 "seconds_with": [4.0, 4.0, 4.0],
@@ -497,8 +523,10 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "drafts": 200,
                 "draft_tokens": 800,
                 "accepted_tokens": 600,
-            },
-            "model": {
+            }
+        },
+        "model": {
+            "8": {
                 "tokens": 192,
                 "seconds_mlx_lm": [8.0, 8.0, 8.0],
                 "seconds_batch": [4.0, 4.0, 4.0],
@@ -506,7 +534,7 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "spread_mlx_lm": 0.1,
                 "accepted_a_step": 0.44,
                 "mlx_lm_accepted_a_step": 0.41,
-            },
+            }
         },
     },
     "structured output": {

@@ -1,0 +1,176 @@
+"""What real models find again in quantised pages: python -m benches.real_recall [NAME ...]
+
+Paragraphs of Python's reference, and five times between them, at even distances, a sentence with a
+code of five digits and a tool call in JSON with an id, a number and a price. Each cache reads that
+once. Then the model is asked for each code and for each call, behind a copy of the cache:
+
+    needle    "The code of the red door is" and the code
+    call      the call's name, and then its arguments to the end
+
+An answer is right if each of its tokens is the likeliest behind the ones before, so that greedy
+decoding would give it. Models compute in float32, and mlx-lm's caches, its own
+`QuantizedKVCache`, read up to 2,048 tokens, as they are slow. A row is one model, one task, one
+number of tokens and one cache, over all depths and texts:
+
+    right             answers, of `answers`
+    right_of_exact    of them, those that are right with "fp16" pages too
+    tokens_percent    of all tokens of the right answers, those that are the likeliest
+
+Texts run in two processes, as nothing here is a time; the results file is written anew after each.
+"""
+
+import argparse
+import copy
+import json
+import multiprocessing
+import random
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm import load
+
+from benches.real_model_quality import STEP, caches_of
+from benches.real_models.folders import MODELS, model_folder
+from benches.results_file import write_result
+
+LENGTHS, STOCK_LENGTH, TEXTS = (1024, 2048, 4096, 7168), 2048, 3
+CACHES = ("fp16", "q8", "q8/q4", "q4", "mlx-lm 8 bits", "mlx-lm 4 bits")
+COLOURS = ("red", "green", "blue", "white", "black")
+CITIES = ("oslo", "lima", "cairo", "quito", "delhi")
+
+Figures = dict[str, Any]
+
+
+class Question(NamedTuple):
+    """What is asked for, as tokens."""
+
+    task: str
+    asked: list[int]
+    answer: list[int]
+
+
+class Part(NamedTuple):
+    """Of one text: for each cache, and then each question, which tokens of the answer are the
+    likeliest."""
+
+    questions: list[str]
+    likeliest: dict[str, list[list[bool]]]
+
+
+def text_of(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[Question]]:
+    """A text of about `length` tokens, and the questions about it."""
+    rng = random.Random(f"{length} {number}")
+
+    def encoded(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    hidden, questions = [], []
+    for colour, city in zip(COLOURS, CITIES, strict=True):
+        sentence, code = f"The code of the {colour} door is", f" {rng.randrange(10_000, 100_000)}."
+        arguments = {
+            "id": f"{rng.getrandbits(32):08x}",
+            "seats": rng.randrange(1000),
+            "price": round(rng.uniform(1, 100), 2),
+        }
+        call = json.dumps({"name": f"book_{city}", "arguments": arguments})
+        name, _, rest = call.partition(' "arguments"')
+        hidden.append(encoded(f"\n\n{sentence}{code}\n\n{call}\n\n"))
+        asked = f"\n\nWhat is the code of the {colour} door? {sentence}"
+        questions += [
+            Question("needle", encoded(asked), encoded(code)),
+            Question("call", encoded(f"\n\n{name}"), encoded(f' "arguments"{rest}')),
+        ]
+    prose = encoded("\n\n".join(topics.values()))
+    piece = (length - sum(map(len, hidden))) // (len(hidden) + 1)
+    at = rng.randrange(len(prose) - length)
+    text = encoded(tokenizer.bos_token or "")
+    for each in [*hidden, []]:
+        text += prose[at : at + piece] + each
+        at += piece
+    return text, questions
+
+
+def likeliest(model: Any, cache: list[Any], question: Question) -> list[bool]:
+    """Whether each token of the answer is the likeliest behind the ones before."""
+    tokens = [*question.asked, *question.answer]
+    logits = model(mx.array([tokens[:-1]]), cache=copy.deepcopy(cache))[0]
+    found: Any = mx.argmax(logits[-len(question.answer) :], axis=-1)
+    return [own == right for own, right in zip(found.tolist(), question.answer, strict=True)]
+
+
+def part_of(name: str, length: int, number: int) -> Part:
+    """What each cache lets a model find in one text."""
+    model, tokenizer = load(str(model_folder(name)))[:2]
+    model.set_dtype(mx.float32)
+    text, questions = text_of(tokenizer, length, number)
+    found = {}
+    for cache_name, cache in caches_of(model, len(text)).items():
+        is_stock = cache_name.startswith("mlx-lm")
+        if cache_name not in CACHES or (is_stock and length > STOCK_LENGTH):
+            continue
+        for start in range(0, len(text), STEP):
+            model.model(mx.array([text[start : start + STEP]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        found[cache_name] = [likeliest(model, cache, each) for each in questions]
+    return Part([each.task for each in questions], found)
+
+
+def row_of(parts: list[Part], task: str, cache: str) -> Figures:
+    """The figures of one cache over texts."""
+    pairs = [
+        (own, exact)
+        for part in parts
+        for kind, own, exact in zip(
+            part.questions, part.likeliest[cache], part.likeliest["fp16"], strict=True
+        )
+        if kind == task
+    ]
+    tokens = [each for own, _ in pairs for each in own]
+    return {
+        "cache": cache,
+        "answers": len(pairs),
+        "right": sum(all(own) for own, _ in pairs),
+        "right_of_exact": sum(all(own) and all(exact) for own, exact in pairs),
+        "tokens_percent": 100 * sum(tokens) / len(tokens),
+    }
+
+
+def figures_of(done: dict[tuple[str, int], list[Part]]) -> Figures:
+    """What the results file holds of the texts that are done."""
+    rows = [
+        {"model": model, "task": task, "tokens": length, **row_of(parts, task, cache)}
+        for (model, length), parts in sorted(done.items())
+        for task in ("needle", "call")
+        for cache in parts[0].likeliest
+    ]
+    return {"blas": BLAS, "step": STEP, "texts": TEXTS, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what models find in quantised pages.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    done: dict[tuple[str, int], list[Part]] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
+        running = {
+            processes.submit(part_of, name, length, number): (name, length)
+            for length in LENGTHS
+            for name in arguments.names or MODELS
+            for number in range(TEXTS)
+        }
+        for part in as_completed(running):
+            done.setdefault(running[part], []).append(part.result())
+            figures = figures_of(done)
+            print(f"{running[part]}: {write_result('real_recall', figures).name}")
+            for row in figures["rows"]:
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
