@@ -1,7 +1,7 @@
-"""Loads the models of this repository, and text that they have not seen.
+"""Loads the models of this repository and the real ones, and text that the former have not seen.
 
-They were trained on the standard library of CPython 3.11.7 without these modules. A file is tokens
-that begin with the end-of-text token, as in training.
+Those of this repository were trained on the standard library of CPython 3.11.7 without these
+modules. A file is tokens that begin with the end-of-text token, as in training.
 """
 
 import sysconfig
@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import load
 
+from benches.real_models.folders import model_folder
 from paged_kv.embedded import embedded_model
 
 MODULES = (
@@ -32,8 +33,12 @@ MODELS = {
 
 
 def model_in_float32(name: str) -> tuple[Any, Any]:
-    """A model and its tokenizer."""
-    model, tokenizer = load(MODELS[name])[:2]
+    """A model of this repository, or a real one, and its tokenizer.
+
+    Raises:
+        RealModelError: the real model is not there; the message says how to get it.
+    """
+    model, tokenizer = load(MODELS.get(name) or str(model_folder(name)))[:2]
     model.set_dtype(mx.float32)
     return model, tokenizer
 

@@ -20,11 +20,8 @@ The plot shows bits and divergence: docs/pictures/codecs.svg.
 """
 
 import argparse
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any
@@ -35,12 +32,13 @@ from benches.openblas import BLAS
 import mlx.core as mx
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benches.real_model_quality import KINDS, Losses, log_probs, row_of, side_by_side, text_of
-from benches.real_models.folders import MODELS, model_folder
+from benches.heldout_text import model_in_float32
+from benches.real_model_quality import KINDS, Losses, row_of, side_by_side, text_of
+from benches.real_models.folders import MODELS
 from benches.results_file import write_result
+from benches.two_processes import finished
 from paged_kv.kernels.pages.number_format import GROUP, MOST, Quantised, centre, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
@@ -234,14 +232,13 @@ Part = tuple[dict[str, Losses], list[list[float]], int]
 
 def losses_of(name: str, kind: str) -> Part:
     """What each codec loses over a text; the shares of centres; the layers that are rounded."""
-    model, tokenizer = load(str(model_folder(name)))[:2]
-    model.set_dtype(mx.float32)
+    model, tokenizer = model_in_float32(name)
     text = text_of(kind, tokenizer)[: TOKENS + 1]
     noted: dict[str, list[list[float]]] = {codec: [] for codec in CODECS}
     all_caches = {"fp16": make_prompt_cache(model)}
     all_caches |= {each: caches(model, codec, noted[each]) for each, codec in CODECS.items()}
     layers = sum(type(each) is KVCache for each in all_caches["fp16"])
-    losses = side_by_side(all_caches, text, partial(log_probs, model, EVERY), EVERY)
+    losses = side_by_side(model, all_caches, text, EVERY)
     return losses, noted["q8"], layers
 
 
@@ -286,18 +283,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what codecs lose in real models.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
     done: dict[str, dict[str, Part]] = {}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
-        running = {
-            processes.submit(losses_of, name, kind): (name, kind)
-            for kind in KINDS
-            for name in parser.parse_args().names or MODELS
-        }
-        for part in as_completed(running):
-            name, kind = running[part]
-            done.setdefault(name, {})[kind] = part.result()
-            figures = figures_of(done)
-            print(f"{name}, {kind}: {write_result('page_codecs', figures).name}", flush=True)
+    calls = [(name, kind) for kind in KINDS for name in parser.parse_args().names or MODELS]
+    for (name, kind), part in finished(losses_of, calls):
+        done.setdefault(name, {})[kind] = part
+        figures = figures_of(done)
+        print(f"{name}, {kind}: {write_result('page_codecs', figures).name}", flush=True)
     draw(figures["rows"])
     print("drawn:", PICTURE.name)
 

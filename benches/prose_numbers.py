@@ -4,7 +4,7 @@ benches with which README begins."""
 from collections.abc import Callable
 from typing import Any
 
-from benches.table_cells import count, megabytes, millis, percent, rate, table
+from benches.table_cells import count, megabytes, millis, percent, table, three_digits
 
 Figures = dict[str, Any]
 Digest = Callable[[dict[str, Figures]], str]
@@ -48,7 +48,7 @@ def _server(figures: Figures) -> Row:
     stock, paged = (figures[name]["tokens_per_second"] for name in SIDES)
     load = f"{figures['requests']} requests of {figures['clients']} clients"
     label = f"{figures['model']}, server, {load}: tokens per second"
-    return label, "more", rate(stock), rate(paged), _ratio(paged / stock)
+    return label, "more", three_digits(stock), three_digits(paged), _ratio(paged / stock)
 
 
 def _shared(figures: Figures) -> list[Row]:

@@ -1,9 +1,9 @@
 """Makes the tables of all but speed: memory, losses of quantised pages, pages on disk, models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from benches.table_cells import count, megabytes, millis, percent, quoted, ratio, table
+from benches.table_cells import count, megabytes, millis, percent, quoted, table, three_digits
 
 Figures = dict[str, Any]
 
@@ -47,13 +47,15 @@ def real_recall(figures: Figures) -> str:
         )
         for (model, task, tokens), of_text in asked.items()
     ]
-    kept = "; ".join(
-        f"{cache}: {sum(each[cache]['right_of_exact'] for each in both)} of "
-        f"{sum(each['fp16']['right'] for each in both)}"
-        for cache in caches[1:]
-        for both in [[each for each in asked.values() if cache in each]]
-    )
+    kept = "; ".join(_answers_kept(cache, asked.values()) for cache in caches[1:])
     return f"{table(('right answers', *caches), rows)}\n\nOf those that fp16 pages give: {kept}."
+
+
+def _answers_kept(cache: str, texts: Iterable[dict[str, Figures]]) -> str:
+    """How many of the right answers of 16 bits a cache gives, in the texts that it has read."""
+    read = [each for each in texts if cache in each]
+    kept = sum(each[cache]["right_of_exact"] for each in read)
+    return f"{cache}: {kept} of {sum(each['fp16']['right'] for each in read)}"
 
 
 def page_codecs(figures: Figures) -> str:
@@ -187,7 +189,7 @@ def page_store(figures: Figures) -> str:
             (
                 f"{dtype}: first token of {tokens:,} tokens, from disk",
                 millis(run["disk_seconds"]),
-                f"{millis(run['cold_seconds'])} cold, {ratio(run['cold_over_disk'])} times; "
+                f"{millis(run['cold_seconds'])} cold, {three_digits(run['cold_over_disk'])} times; "
                 f"logits {equal}",
             )
         )

@@ -23,12 +23,9 @@ Texts run in two processes, as nothing here is a time; the results file is writt
 
 import argparse
 import math
-import multiprocessing
 import sysconfig
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import mean, stdev
@@ -38,11 +35,12 @@ from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from benches.real_models.folders import MODELS, model_folder
+from benches.heldout_text import model_in_float32
+from benches.real_models.folders import MODELS
 from benches.results_file import write_result
+from benches.two_processes import finished
 from paged_kv import PagedCacheFactory, PagePool
 from paged_kv.integrations.batching.pool_memory import pool_size
 
@@ -122,7 +120,7 @@ def caches_of(model: Any, tokens: int) -> dict[str, Caches]:
     return caches
 
 
-def log_probs(model: Any, every: int, cache: Caches, tokens: list[int]) -> mx.array:
+def log_probs(model: Any, cache: Caches, tokens: list[int], every: int) -> mx.array:
     """Log probabilities [tokens / every, vocabulary] of what follows `every` so many tokens."""
     hidden = model.model(mx.array([tokens]), cache=cache)[0, ::every]
     logits = model.model.embed_tokens.as_linear(hidden)
@@ -133,12 +131,10 @@ def log_probs(model: Any, every: int, cache: Caches, tokens: list[int]) -> mx.ar
 
 def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     """What each cache loses over the first tokens of a text."""
-    model, tokenizer = load(str(model_folder(name)))[:2]
-    model.set_dtype(mx.float32)
+    model, tokenizer = model_in_float32(name)
     text = text_of(kind, tokenizer)[: length + 1]
     assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
-    every = every_of(length)
-    return side_by_side(caches_of(model, length), text, partial(log_probs, model, every), every)
+    return side_by_side(model, caches_of(model, length), text, every_of(length))
 
 
 def every_of(length: int) -> int:
@@ -147,20 +143,17 @@ def every_of(length: int) -> int:
 
 
 def side_by_side(
-    caches: dict[str, Caches],
-    text: list[int],
-    log_probs: Callable[[Caches, list[int]], mx.array],
-    every: int,
+    model: Any, caches: dict[str, Caches], text: list[int], every: int
 ) -> dict[str, Losses]:
-    """What each cache loses over a text, a step at a time, of which `log_probs` gives the log
-    probabilities of what follows `every` so many tokens. The first cache is exact."""
+    """What each cache loses over a text, a step at a time, at `every` so many tokens. The first
+    cache is exact."""
     losses = {cache: Losses() for cache in caches}
     for start in range(0, len(text) - 1, STEP):
         end = min(start + STEP, len(text) - 1)
         following = text[start + 1 : end + 1][::every]
         exact: mx.array | None = None
         for cache, layers in caches.items():
-            found = log_probs(layers, text[start:end])
+            found = log_probs(model, layers, text[start:end], every)
             exact = found if exact is None else exact
             losses[cache].note(found, exact, following)
     return losses
@@ -217,22 +210,19 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=max(LENGTHS), metavar="N")
     arguments = parser.parse_args()
     done: Done = {}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
-        running = {
-            processes.submit(losses_of, name, kind, length): (name, length, kind)
-            for length in LENGTHS
-            if length <= arguments.most_tokens
-            for name in arguments.names or MODELS
-            for kind in KINDS
-        }
-        for part in as_completed(running):
-            name, length, kind = running[part]
-            done.setdefault((name, length), {})[kind] = part.result()
-            figures = figures_of(done)
-            print(f"{name}, {length}, {kind}: {write_result('real_model_quality', figures).name}")
-            for row in figures["rows"]:
-                print(row, flush=True)
+    calls = [
+        (name, kind, length)
+        for length in LENGTHS
+        if length <= arguments.most_tokens
+        for name in arguments.names or MODELS
+        for kind in KINDS
+    ]
+    for (name, kind, length), losses in finished(losses_of, calls):
+        done.setdefault((name, length), {})[kind] = losses
+        figures = figures_of(done)
+        print(f"{name}, {length}, {kind}: {write_result('real_model_quality', figures).name}")
+        for row in figures["rows"]:
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

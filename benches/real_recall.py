@@ -8,9 +8,9 @@ once. Then the model is asked for each code and for each call, behind a copy of 
     call      the call's name, and then its arguments to the end
 
 An answer is right if each of its tokens is the likeliest behind the ones before, so that greedy
-decoding would give it. Models compute in float32, and mlx-lm's caches, its own
-`QuantizedKVCache`, read up to 2,048 tokens, as they are slow. A row is one model, one task, one
-number of tokens and one cache, over all depths and texts:
+decoding would give it. Models compute in float32, and caches are those of
+`benches.real_model_quality`. A row is one model, one task, one number of tokens and one cache, over
+all depths and texts:
 
     right             answers, of `answers`
     right_of_exact    of them, those that are right with "fp16" pages too
@@ -22,9 +22,7 @@ Texts run in two processes, as nothing here is a time; the results file is writt
 import argparse
 import copy
 import json
-import multiprocessing
 import random
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -32,14 +30,14 @@ from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
-from mlx_lm import load
 
+from benches.heldout_text import model_in_float32
 from benches.real_model_quality import STEP, caches_of
-from benches.real_models.folders import MODELS, model_folder
+from benches.real_models.folders import MODELS
 from benches.results_file import write_result
+from benches.two_processes import finished
 
-LENGTHS, STOCK_LENGTH, TEXTS = (1024, 2048, 4096, 7168), 2048, 3
-CACHES = ("fp16", "q8", "q8/q4", "q4", "mlx-lm 8 bits", "mlx-lm 4 bits")
+LENGTHS, TEXTS = (1024, 2048, 4096, 7168), 3
 COLOURS = ("red", "green", "blue", "white", "black")
 CITIES = ("oslo", "lima", "cairo", "quito", "delhi")
 
@@ -105,14 +103,13 @@ def likeliest(model: Any, cache: list[Any], question: Question) -> list[bool]:
 
 def part_of(name: str, length: int, number: int) -> Part:
     """What each cache lets a model find in one text."""
-    model, tokenizer = load(str(model_folder(name)))[:2]
-    model.set_dtype(mx.float32)
+    model, tokenizer = model_in_float32(name)
     text, questions = text_of(tokenizer, length, number)
     found = {}
-    for cache_name, cache in caches_of(model, len(text)).items():
-        is_stock = cache_name.startswith("mlx-lm")
-        if cache_name not in CACHES or (is_stock and length > STOCK_LENGTH):
-            continue
+    caches = caches_of(model, length)
+    # Where "auto" recodes pages, they are those of others.
+    del caches["auto"]
+    for cache_name, cache in caches.items():
         for start in range(0, len(text), STEP):
             model.model(mx.array([text[start : start + STEP]]), cache=cache)
             mx.eval([layer.state for layer in cache])
@@ -156,20 +153,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
     arguments = parser.parse_args()
     done: dict[tuple[str, int], list[Part]] = {}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
-        running = {
-            processes.submit(part_of, name, length, number): (name, length)
-            for length in LENGTHS
-            for name in arguments.names or MODELS
-            for number in range(TEXTS)
-        }
-        for part in as_completed(running):
-            done.setdefault(running[part], []).append(part.result())
-            figures = figures_of(done)
-            print(f"{running[part]}: {write_result('real_recall', figures).name}")
-            for row in figures["rows"]:
-                print(row, flush=True)
+    calls = [
+        (name, length, number)
+        for length in LENGTHS
+        for name in arguments.names or MODELS
+        for number in range(TEXTS)
+    ]
+    for (name, length, _), part in finished(part_of, calls):
+        done.setdefault((name, length), []).append(part)
+        path = write_result("real_recall", figures_of(done))
+        print(f"{name}, {length}: {path.name}", flush=True)
 
 
 if __name__ == "__main__":

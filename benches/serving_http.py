@@ -144,10 +144,10 @@ def ask(port: int, request: Request) -> Answer:
     return answer
 
 
-def run(port: int, requests: Sequence[Request], load: Load) -> None:
-    """All requests of one run."""
+def run(port: int, requests: Sequence[Request], load: Load, at_once: int) -> None:
+    """All requests of one run, of so many clients at once."""
     began = perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
+    with ThreadPoolExecutor(at_once) as clients:
         load.answers += clients.map(lambda request: answered(port, request), requests)
     load.seconds.append(perf_counter() - began)
 
@@ -223,7 +223,7 @@ def main() -> None:
             for repetition in range(REPETITIONS):
                 requests = make_requests(tokenizer, repetition)
                 for each, port in (("mlx_lm", stock), ("paged", paged)):
-                    run(port, requests, loads[each])
+                    run(port, requests, loads[each], CLIENTS)
                     print(f"{each}: {loads[each].seconds[-1]:.1f} s", file=sys.stderr)
     texts = [[answer.text for answer in load.answers] for load in loads.values()]
     figures = {

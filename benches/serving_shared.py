@@ -14,9 +14,7 @@ import json
 import random
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from benches.serving_http import (
@@ -25,8 +23,8 @@ from benches.serving_http import (
     SOURCES,
     Load,
     Request,
-    answered,
     figures_of,
+    run,
     server,
     write_float32,
 )
@@ -60,14 +58,6 @@ def make_requests(tokenizer: Any, repetition: int, wave: str) -> list[Request]:
     return requests
 
 
-def run(port: int, requests: list[Request], load: Load) -> None:
-    """All requests of one wave at once."""
-    began = perf_counter()
-    with ThreadPoolExecutor(len(requests)) as clients:
-        load.answers += clients.map(lambda request: answered(port, request), requests)
-    load.seconds.append(perf_counter() - began)
-
-
 def main() -> None:
     loads = {wave: {side: Load() for side in SIDES} for wave in WAVES}
     with tempfile.TemporaryDirectory() as name:
@@ -78,7 +68,8 @@ def main() -> None:
             for repetition in range(REPETITIONS):
                 for side, port in zip(SIDES, (stock, paged), strict=True):
                     for wave, of_sides in loads.items():
-                        run(port, make_requests(tokenizer, repetition, wave), of_sides[side])
+                        requests = make_requests(tokenizer, repetition, wave)
+                        run(port, requests, of_sides[side], CLIENTS)
                         print(
                             f"{wave}, {side}: {of_sides[side].seconds[-1]:.1f} s", file=sys.stderr
                         )

@@ -24,13 +24,11 @@ from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from benches.heldout_text import contexts, model_in_float32
-from benches.real_models.folders import model_folder
 from benches.results_file import write_result
 from paged_kv import ModelDraft, NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
@@ -93,12 +91,12 @@ def extracting(number: int) -> str:
     rng = random.Random(f"extracting {number}")
     example, people = records(rng, 1), records(rng, 4)
     return (
-        f"Write JSON of this schema: {json.dumps(schema)}\n\nText: {told(example)}\n"
-        f"JSON: {json.dumps(example)}\n\nText: {told(people)}\nJSON:"
+        f"Write JSON of this schema: {json.dumps(schema)}\n\nText: {sentences(example)}\n"
+        f"JSON: {json.dumps(example)}\n\nText: {sentences(people)}\nJSON:"
     )
 
 
-def told(people: list[dict[str, Any]]) -> str:
+def sentences(people: list[dict[str, Any]]) -> str:
     """The records as sentences."""
     sentence = "{name} (number {id}) is {age} years old and lives in {city}."
     return " ".join(sentence.format(**each) for each in people)
@@ -231,8 +229,7 @@ def of_models(
 
 def look_up() -> dict[str, Any]:
     """Prompt look-up in each task."""
-    model, tokenizer = load(str(model_folder("smollm2")))[:2]
-    model.set_dtype(mx.float32)
+    model, tokenizer = model_in_float32("smollm2")
     stop = [[token] for token in tokenizer.eos_token_ids]
     found = {}
     for task, make in TASKS.items():

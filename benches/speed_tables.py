@@ -11,11 +11,10 @@ from benches.table_cells import (
     micros,
     millis,
     percent,
-    rate,
-    ratio,
     seconds,
     spaced,
     table,
+    three_digits,
 )
 
 Figures = dict[str, Any]
@@ -80,7 +79,7 @@ def _decode_rows(dtype: str, of: Figures, bandwidth: float) -> Iterator[Row]:
         share = of[name].get("share_of_bandwidth", rate / bandwidth)
         beside = f"{percent(share)} of what is read"
         if "times_mlx" in of[name]:
-            beside += f", {ratio(of[name]['times_mlx'])} times MLX"
+            beside += f", {three_digits(of[name]['times_mlx'])} times MLX"
         yield f"{dtype}: decode of {label}", giga(rate, "B/s"), beside
 
 
@@ -91,7 +90,7 @@ def _short_row(dtype: str, short: Figures) -> Row:
 
 def _prefill_row(dtype: str, prefill: Figures) -> Row:
     share = percent(prefill["share_of_matrix_product"])
-    beside = f"{share} of a matrix product, {ratio(prefill['times_mlx'])} times MLX"
+    beside = f"{share} of a matrix product, {three_digits(prefill['times_mlx'])} times MLX"
     return f"{dtype}: prefill of 512 on 4K", giga(prefill["pages_flops"], "FLOP/s"), beside
 
 
@@ -137,7 +136,7 @@ def quantised_kernels(figures: Figures) -> str:
     ]
     rows += [*_model_rows("1 row", figures["model_of_1"])]
     rows += [*_model_rows("8 rows", figures["model_of_8"])]
-    stock = ratio(figures["mlx_lm_of_1_at_32k"]["times_mlx_lm"])
+    stock = three_digits(figures["mlx_lm_of_1_at_32k"]["times_mlx_lm"])
     rows.append(("decode of 1 row at 32K, times as fast as mlx-lm with 4 bits", "", "", stock))
     head = ("fp16", "q8: times as fast", "q4: times as fast")
     return table((f"{figures['backend']} backend", *head), rows)
@@ -192,13 +191,13 @@ def latent_attention(figures: Figures) -> str:
             batch, context = name.removeprefix("decode_of_").split("_at_")
             label = f"{dtype}: {batch} {'row' if batch == '1' else 'rows'} at {context.upper()}"
             flops = giga(of["operations_per_second"], "FLOP/s")
-            mlx_lm = ratio(of["times_mlx_lm"]) if "times_mlx_lm" in of else ""
+            mlx_lm = three_digits(of["times_mlx_lm"]) if "times_mlx_lm" in of else ""
             beside = mlx_lm, f"{of['times_numpy']:.2f}"
             rows.append((label, millis(of["seconds"]), flops, *beside))
         step = figures[dtype]["step"]
         heads, tokens = figures["step_heads"], figures["step_tokens"]
         label = f"{dtype}: a layer's step, {heads} heads at {tokens}"
-        rows.append((label, millis(step["seconds"]), "", ratio(step["times_mlx_lm"]), ""))
+        rows.append((label, millis(step["seconds"]), "", three_digits(step["times_mlx_lm"]), ""))
     head = ("time", "speed", "times as fast as mlx-lm", "times as fast as numpy's float32 products")
     return table((f"{figures['backend']} backend", *head), rows)
 
@@ -209,7 +208,7 @@ def speculation(figures: Figures) -> str:
     looked_up = [
         (
             f"{task}, {_rows(batch)}",
-            rate(of["tokens"] / median(of["seconds_without"])),
+            three_digits(of["tokens"] / median(of["seconds_without"])),
             f"{of['speed']:.2f}",
             count(of["draft_tokens"]),
             count(of["accepted_tokens"]),
@@ -244,10 +243,10 @@ def whole_model(figures: Figures) -> str:
     rows = [
         (
             f"{row['model']}, batch {row['batch']}, context {row['context']:,}",
-            rate(row["mlx_lm_tokens_per_second"]),
-            rate(row["paged_tokens_per_second"]),
-            ratio(row["paged_over_mlx_lm"]),
-            ratio(row["mlx_lm_waiting_over_mlx_lm"]),
+            three_digits(row["mlx_lm_tokens_per_second"]),
+            three_digits(row["paged_tokens_per_second"]),
+            three_digits(row["paged_over_mlx_lm"]),
+            three_digits(row["mlx_lm_waiting_over_mlx_lm"]),
             percent(row["mlx_lm_attention_share"]),
             percent(row["paged_attention_share"]),
         )
@@ -266,7 +265,7 @@ def host_cost(figures: Figures) -> str:
             f"{row['backend']}, batch {row['batch']}, context {row['context']:,}",
             micros(1e3 * row["mlx_lm_microseconds"]),
             micros(1e3 * row["paged_microseconds"]),
-            ratio(1 / row["paged_over_mlx_lm"]),
+            three_digits(1 / row["paged_over_mlx_lm"]),
             count(row["launches_a_layer"]) if row["launches_a_layer"] else "",
             count(row["decode_characters"]) if row["decode_characters"] else "",
             *(
@@ -433,7 +432,7 @@ def batch_operations(figures: Figures) -> str:
                     label,
                     millis(stock["seconds"]),
                     millis(paged["seconds"]),
-                    ratio(result["ratios"][phase]["seconds"]),
+                    three_digits(result["ratios"][phase]["seconds"]),
                     megabytes(stock["new_bytes"]),
                     megabytes(paged["new_bytes"]),
                     f"{paged['blocks_copied_change']:.0f} of {paged['blocks_used']:.0f}",
@@ -473,7 +472,7 @@ def serving(figures: Figures) -> str:
 def serving_http(figures: Figures) -> str:
     """Two servers under one load."""
     servers = [figures["mlx_lm"], figures["paged"]]
-    rates = [rate(each["tokens_per_second"]) for each in servers]
+    rates = [three_digits(each["tokens_per_second"]) for each in servers]
     rows: list[tuple[str, ...]] = [("generated tokens a second, all clients", *rates)]
     for name, label in (
         ("first_token_seconds", "first token"),
@@ -498,7 +497,7 @@ def serving_shared(figures: Figures) -> str:
         for name, side in (("mlx_lm.server", stock), ("paged-kv server", paged)):
             gain = side["tokens_per_second"] / stock["tokens_per_second"]
             first = side["first_token_seconds"]
-            cells = (rate(side["tokens_per_second"]), f"{gain:.2f}")
+            cells = (three_digits(side["tokens_per_second"]), f"{gain:.2f}")
             times = (millis(first["p50"]), millis(first["p95"]))
             rows.append((f"{label}: {name}", *cells, *times))
     head = ("tokens a second", "times mlx_lm.server", "first token, p50", "p95")
@@ -524,7 +523,7 @@ def admission(figures: Figures) -> str:
     for name, load in loads.items():
         runs = [load[policy][-1] for policy in ("reserve", "optimistic")]
         means = [f"{run['running_mean']:.1f}" for run in runs]
-        speeds = [ratio(load["speed_ratio"]), count(runs[1]["preemptions"])]
+        speeds = [three_digits(load["speed_ratio"]), count(runs[1]["preemptions"])]
         rows.append((f"{load['requests']} requests, {name}", *means, *speeds))
     loads_wrong = sum(load["requests_wrong"] for load in loads.values())
     head = ("running, reserve", "running, optimistic", "times the tokens a second", "preemptions")

@@ -26,12 +26,9 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def ratio(number: float) -> str:
+def three_digits(number: float) -> str:
+    """All before the point, where there are more."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def rate(a_second: float) -> str:
-    return ratio(a_second)
 
 
 def seconds(seconds: float) -> str:
