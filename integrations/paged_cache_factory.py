@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
-from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
@@ -68,7 +68,7 @@ class PagedCacheFactory:
         store_bytes: the most that the folder may take on disk, as for `max_bytes`.
         store_options: which prefixes are written, and how much in a day.
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
-            the least recently used. Pass an object with a method `rank`, see `EvictionPolicy`.
+            those of `LeastWorth`. Pass an object with a method `rank`, see `EvictionPolicy`.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -115,7 +115,7 @@ class PagedCacheFactory:
         store: TierPlace | abc.Sequence[TierPlace] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
-        eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
+        eviction_policy: EvictionPolicy = LEAST_WORTH,
         always_gather: bool = False,
         compile: bool | None = None,
         processor: Any = None,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         FirstInFirstOut,
         LeastFrequentlyUsed,
         LeastRecentlyUsed,
+        LeastWorth,
     )
     from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
     from paged_kv.cache.paged_kv_cache import PagedKVCache
@@ -65,6 +66,7 @@ __all__ = [
     "GrammarProcessor",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "LeastWorth",
     "ModelDraft",
     "NGramDraft",
     "NotPinned",
@@ -96,6 +98,7 @@ _HOMES = {
     "FirstInFirstOut": "allocator.prefixes.eviction",
     "LeastFrequentlyUsed": "allocator.prefixes.eviction",
     "LeastRecentlyUsed": "allocator.prefixes.eviction",
+    "LeastWorth": "allocator.prefixes.eviction",
     "BlockStateError": "allocator.errors",
     "RequantisationPolicy": "allocator.requantisation",
     "NotPinned": "allocator.errors",

@@ -7,30 +7,20 @@ that follow it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import count
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from math import isnan, log2
+from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
+from paged_kv.allocator.prefixes.uses import Use, UseHistory
 
-class Use(NamedTuple):
-    """When and how often an entry was used, in ticks of one clock. Storing it is its first use.
+logger = logging.getLogger("paged_kv")
 
-    Attributes:
-        first: its first use.
-        last: its latest use.
-        times: how many there were.
-    """
-
-    first: int
-    last: int
-    times: int = 1
-
-    def again(self, now: int) -> Use:
-        """The same entry, used once more."""
-        return Use(self.first, now, self.times + 1)
+# More ticks than any clock counts. A float still holds a tick beside it exactly.
+_FOR_EVER = float(1 << 44)
 
 
 class EvictionPolicy(Protocol):
@@ -38,8 +28,28 @@ class EvictionPolicy(Protocol):
 
     def rank(self, use: Use) -> float:
         """The entry of the lowest rank is evicted first, and of several the one that was used
-        least recently. Must depend on nothing but `use`."""
+        least recently. It is asked when an entry is stored, used, or becomes the last block of a
+        prompt. If it raises an error or returns no number, the entry's rank is its latest use."""
         ...
+
+
+@dataclass(frozen=True)
+class LeastWorth:
+    """Evicts what is worth least: the recent uses of an entry, times the tokens that it saves a
+    prompt, by its bytes. States that are superseded go before all others.
+
+    Uses count less with time as in LRFU (Lee et al. 2001, "LRFU: a spectrum of policies that
+    subsumes the least recently used and least frequently used policies"), whose one parameter is
+    measured here: the half-life is twice the mean time until entries are used again. As all worths
+    halve in the same time, their order stays, and a rank need not be computed again: it is the tick
+    at which the worth is 1.
+    """
+
+    def rank(self, use: Use) -> float:
+        """The tick at which its worth is 1; its latest use while no entry was used again."""
+        if use.is_superseded:
+            return use.last - _FOR_EVER
+        return use.last + use.half_life * log2(use.recent * use.tokens / use.nbytes)
 
 
 @dataclass(frozen=True)
@@ -69,9 +79,40 @@ class FirstInFirstOut:
         return use.first
 
 
-LEAST_RECENTLY_USED = LeastRecentlyUsed()
+LEAST_WORTH = LeastWorth()
 
 Entry = TypeVar("Entry", bound=Hashable)
+
+
+class Ranking:
+    """The ranks that a policy gives. A policy of a user must not break what asks it.
+
+    Args:
+        policy: is asked.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._has_warned = False
+
+    def __call__(self, use: Use) -> float:
+        """The policy's rank; its latest use if the policy fails."""
+        try:
+            rank = float(self._policy.rank(use))
+            if not isnan(rank):
+                return rank
+            raise ValueError("it returned NaN")
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the eviction policy %r cannot rank %r (%r): such entries rank by their latest "
+                    "use; mend its rank(), which must return a number",
+                    self._policy,
+                    use,
+                    error,
+                )
+            return float(use.last)
 
 
 class EvictionOrder(Generic[Entry]):
@@ -79,19 +120,23 @@ class EvictionOrder(Generic[Entry]):
 
     Args:
         policy: ranks them.
+
+    Attributes:
+        history: when entries are used.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
-        self._clock = count(1)
+        self.history = UseHistory()
+        self._rank = Ranking(policy)
         self._ranked: SortedDict[tuple[float, int], Entry] = SortedDict()
         self._uses: dict[Entry, Use] = {}
+        self._keys: dict[Entry, tuple[float, int]] = {}
 
     def __len__(self) -> int:
         return len(self._ranked)
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self._uses
+        return entry in self._keys
 
     def __iter__(self) -> Iterator[Entry]:
         """A copy, so that entries may be removed meanwhile."""
@@ -104,28 +149,26 @@ class EvictionOrder(Generic[Entry]):
 
     def index(self, entry: Entry) -> int:
         """How many others go before it."""
-        return int(self._ranked.index(self._key(self._uses[entry])))
+        return int(self._ranked.index(self._keys[entry]))
 
-    def now(self) -> int:
-        """The next tick of the clock."""
-        return next(self._clock)
+    def use_of(self, entry: Entry) -> Use:
+        """When and how often an entry was used."""
+        return self._uses[entry]
 
     def put(self, entry: Entry, use: Use) -> None:
-        """Add an entry, or change its rank."""
+        """Add an entry, or rank it again. No two entries have the same latest use."""
         self.discard(entry)
         self._uses[entry] = use
-        self._ranked[self._key(use)] = entry
+        self._keys[entry] = key = self._rank(use), use.last
+        self._ranked[key] = entry
 
     def touch(self, entry: Entry) -> None:
         """Use an entry that is there once more, or add it."""
-        now, before = self.now(), self._uses.get(entry)
-        self.put(entry, Use(now, now) if before is None else before.again(now))
+        known = self._uses.get(entry)
+        self.put(entry, self.history.first() if known is None else self.history.again(known))
 
     def discard(self, entry: Entry) -> None:
         """Remove an entry if it is there."""
-        use = self._uses.pop(entry, None)
-        if use is not None:
-            del self._ranked[self._key(use)]
-
-    def _key(self, use: Use) -> tuple[float, int]:
-        return self._policy.rank(use), use.last
+        key = self._keys.pop(entry, None)
+        if key is not None:
+            del self._ranked[key], self._uses[entry]

@@ -17,7 +17,7 @@ from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.eviction import (
-    LEAST_RECENTLY_USED,
+    LEAST_WORTH,
     EvictionOrder,
     EvictionPolicy,
 )
@@ -58,7 +58,7 @@ class OutOfWindowBlocks:
         policy: which of them to evict first.
     """
 
-    def __init__(self, policy: EvictionPolicy = LEAST_RECENTLY_USED) -> None:
+    def __init__(self, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self._order: EvictionOrder[_Place] = EvictionOrder(policy)
         self._known: dict[_Place, weakref.ref[OutOfWindowBlock]] = {}
         self._places: dict[tuple[BlockAllocator, int], _Place] = {}

@@ -23,11 +23,12 @@ from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.eviction import (
-    LEAST_RECENTLY_USED,
+    LEAST_WORTH,
     EvictionOrder,
     EvictionPolicy,
 )
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Checkpoint, Node, Windows
+from paged_kv.allocator.prefixes.uses import Use
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PrefixIndex:
         self,
         page_size: int = 256,
         lock: threading.RLock | None = None,
-        policy: EvictionPolicy = LEAST_RECENTLY_USED,
+        policy: EvictionPolicy = LEAST_WORTH,
     ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
@@ -98,7 +99,7 @@ class PrefixIndex:
         the model must compute again."""
         with self.lock:
             found = self.peek(namespace, tokens)
-            self._touch(found.nodes)
+            self._note(found.nodes, self._leaves.history.again)
             return found
 
     def peek(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
@@ -124,13 +125,14 @@ class PrefixIndex:
         `windows` goes. A checkpoint is kept for the end of the tokens. Returns the nodes that hold
         them now."""
         with self.lock:
-            node = self._roots.setdefault(namespace, Node((), {}, None))
+            root = Node((), {}, None, path_hash=hash(namespace))
+            node = self._roots.setdefault(namespace, root)
             path = []
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
                 node = self._child(node, page) or self._add(node, page, theirs)
                 path.append(node)
-            self._touch(path)
+            self._note(path, self._leaves.history.stored)
             for node, held in zip(path, windows, strict=False):
                 for allocator, parts in held.items():
                     for slots in parts:
@@ -228,7 +230,7 @@ class PrefixIndex:
     def _add(self, parent: Node, page: tuple[int, ...], blocks: Blocks) -> Node:
         """A new child; one that holds only the beginning of its tokens goes."""
         shorter, common = _closest_child(parent, page)
-        node = Node(page, dict(blocks), parent)
+        node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
         if shorter is not None and common == len(shorter.tokens):
             node.inherit(shorter)
             if self.on_replace is not None:
@@ -242,8 +244,8 @@ class PrefixIndex:
         if parent.parent is not None and not parent.children:
             self._leaves.discard(parent)
         parent.children[page] = node
-        node.first_used = node.last_used = self._leaves.now()
-        node.uses = 1
+        position = parent.use.position + len(page)
+        node.use = self._leaves.history.first(node.path_hash, position)
         self._leaves.put(node, node.use)
         self._size += 1
         return node
@@ -273,11 +275,10 @@ class PrefixIndex:
                 node.blocks[allocator] = target
             self._nodes[allocator, target] = nodes
 
-    def _touch(self, path: Sequence[Node]) -> None:
+    def _note(self, path: Sequence[Node], used: Callable[[Use], Use]) -> None:
         """Note that a path was used: each node later than its children."""
         for node in reversed(path):
-            node.last_used = self._leaves.now()
-            node.uses += 1
+            node.use = used(node.use)
             if not node.children:
                 self._leaves.put(node, node.use)
 
@@ -300,6 +301,7 @@ class PrefixIndex:
                 continue
             if self.on_evict is not None:
                 self.on_evict(leaf)
+            self._leaves.history.forget(leaf.path_hash, leaf.use, len(self))
             self._remove(leaf)
             if (parent := leaf.parent) is not None and parent in self._leaves:
                 # It may rank before leaves that stay.

@@ -10,8 +10,8 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefixes.eviction import Use
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
+from paged_kv.allocator.prefixes.uses import Use
 
 Blocks = Mapping[BlockAllocator, int]
 """For each group, the block that holds the tokens."""
@@ -59,9 +59,8 @@ class Node:
         children: the nodes after, by their tokens.
         windows: the tokens held in groups with a window, by (first, last) slot.
         checkpoints: states to resume from, by the number of this node's tokens before them.
-        first_used: tick of the first match or insertion.
-        last_used: tick of the latest one.
-        uses: how many there were.
+        path_hash: of all tokens up to this block's end, and their namespace.
+        use: when and how often it was used, for an eviction policy.
         pins: number of pins.
     """
 
@@ -71,15 +70,9 @@ class Node:
     children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
     windows: dict[BlockAllocator, dict[tuple[int, int], WindowSlots]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    first_used: int = 0
-    last_used: int = 0
-    uses: int = 0
+    path_hash: int = 0
+    use: Use = Use(0, 0)
     pins: int = 0
-
-    @property
-    def use(self) -> Use:
-        """When and how often it was used, for an eviction policy."""
-        return Use(self.first_used, self.last_used, self.uses)
 
     def slots_of(self, allocator: BlockAllocator) -> list[WindowSlots]:
         """The tokens that a group with a window still holds."""

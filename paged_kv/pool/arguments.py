@@ -9,7 +9,8 @@ from numbers import Real
 import mlx.core as mx
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy
+from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
 from paged_kv.checks import described
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
@@ -132,7 +132,7 @@ class PagePool:
         max_bytes: float | str | None = None,
         beside: PagePool | None = None,
         trace: str | os.PathLike[str] | None = None,
-        eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
+        eviction_policy: EvictionPolicy = LEAST_WORTH,
         name: str = "pool",
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, least=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_kv.allocator.prefixes.eviction import (
-    LEAST_RECENTLY_USED,
+    LEAST_WORTH,
     EvictionOrder,
     EvictionPolicy,
 )
@@ -40,7 +40,7 @@ class Snapshots:
         policy: which of them to evict first.
     """
 
-    def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_RECENTLY_USED) -> None:
+    def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self.max_bytes = max_bytes
         self._order: EvictionOrder[weakref.ref[Snapshot]] = EvictionOrder(policy)
 

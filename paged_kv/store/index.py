@@ -21,7 +21,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Ranking
+from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.store.folder import Folder
 
 NAME = "index.sqlite3"
@@ -129,7 +130,8 @@ class Index:
     def in_order(self, policy: EvictionPolicy) -> list[str]:
         """The keys of all entries, in the order in which a policy evicts them."""
         found = self._all("SELECT key, first_used, last_used, uses FROM entries")
-        ranked = [(policy.rank(Use(*use)), use[1], key) for key, *use in found]
+        rank = Ranking(policy)
+        ranked = [(rank(Use(*use)), use[1], key) for key, *use in found]
         return [key for *_, key in sorted(ranked)]
 
     def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:

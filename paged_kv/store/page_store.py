@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.store import index as index_file
 from paged_kv.store.entry_file import (
     MAX_HEAD_BYTES,
@@ -137,7 +137,7 @@ class PageStore:
         *,
         min_free_bytes: int = MIN_FREE_BYTES,
         patience_s: float = 10.0,
-        policy: EvictionPolicy = LEAST_RECENTLY_USED,
+        policy: EvictionPolicy = LEAST_WORTH,
         daily_bytes: int | None = None,
     ) -> None:
         if max_bytes < MIN_BYTES:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.checks import file_path
 from paged_kv.extras import extra_module
 from paged_kv.store.background import BackgroundStore
@@ -47,7 +47,7 @@ def open_tiers(
     addresses: Sequence[Address],
     max_bytes: int,
     options: StoreOptions,
-    policy: EvictionPolicy = LEAST_RECENTLY_USED,
+    policy: EvictionPolicy = LEAST_WORTH,
 ) -> TieredStore:
     """Open all tiers. A server that does not answer counts as one that holds nothing.
 

@@ -17,9 +17,10 @@ from paged_kv import (
 )
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import EvictionOrder, Use
+from paged_kv.allocator.prefixes.eviction import EvictionOrder
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.prefix.snapshots import Snapshots
 from tests.support.examples import examples
 from tests.support.store_entries import entry, links, open_store, prompt

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.eviction import LeastRecentlyUsed
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import WindowSlots
@@ -18,7 +19,7 @@ class Retired:
     def __init__(self, count: int) -> None:
         self.allocator = BlockAllocator(ByteBudget(1000), 1, 4)
         self.allocator.ensure_free({"fp16": count})
-        self.blocks = OutOfWindowBlocks()
+        self.blocks = OutOfWindowBlocks(LeastRecentlyUsed())
         self.tables: list[BlockTable] = []
         self.known: list[OutOfWindowBlock] = []
         for _ in range(count):
