@@ -209,6 +209,11 @@ class PagedCacheFactory:
         """What `fetch_cache` would find in memory now; nothing counts as used."""
         return self.prefixes.peek(self._namespace(self.pool.page_format.name, salt), tokens)
 
+    def parting(self, tokens: list[int], *, salt: Hashable = None) -> int:
+        """After how many tokens of a prompt it is worth an `insert_cache`, beside its end: where it
+        parts from cached ones, if the model has states and none is cached there; 0 if nowhere."""
+        return self.prefixes.parting(self._namespace(self.pool.page_format.name, salt), tokens)
+
     def insert_cache(
         self,
         tokens: TokenIds,

@@ -36,7 +36,7 @@ class EvictionPolicy(Protocol):
 @dataclass(frozen=True)
 class LeastWorth:
     """Evicts what is worth least: the recent uses of an entry, times the tokens that it saves a
-    prompt, by its bytes. States that are superseded go before all others.
+    prompt a byte. States that are superseded go before all others.
 
     Uses count less with time as in LRFU (Lee et al. 2001, "LRFU: a spectrum of policies that
     subsumes the least recently used and least frequently used policies"), whose one parameter is
@@ -49,7 +49,7 @@ class LeastWorth:
         """The tick at which its worth is 1; its latest use while no entry was used again."""
         if use.is_superseded:
             return use.last - _FOR_EVER
-        return use.last + use.half_life * log2(use.recent * use.tokens / use.nbytes)
+        return use.last + use.half_life * log2(use.recent * use.saving)
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,19 @@ class Ranking:
 
     Args:
         policy: is asked.
+
+    Attributes:
+        policy: as given.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._has_warned = False
 
     def __call__(self, use: Use) -> float:
         """The policy's rank; its latest use if the policy fails."""
         try:
-            rank = float(self._policy.rank(use))
+            rank = float(self.policy.rank(use))
             if not isnan(rank):
                 return rank
             raise ValueError("it returned NaN")
@@ -108,7 +111,7 @@ class Ranking:
                 logger.warning(
                     "the eviction policy %r cannot rank %r (%r): such entries rank by their latest "
                     "use; mend its rank(), which must return a number",
-                    self._policy,
+                    self.policy,
                     use,
                     error,
                 )

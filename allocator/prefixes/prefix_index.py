@@ -27,7 +27,7 @@ from paged_kv.allocator.prefixes.eviction import (
     EvictionOrder,
     EvictionPolicy,
 )
-from paged_kv.allocator.prefixes.prefix_node import Blocks, Checkpoint, Node, Windows
+from paged_kv.allocator.prefixes.prefix_node import Blocks, Node, Windows
 from paged_kv.allocator.prefixes.uses import Use
 
 
@@ -118,12 +118,10 @@ class PrefixIndex:
         tokens: Sequence[int],
         blocks: Sequence[Blocks],
         windows: Sequence[Windows] = (),
-        checkpoint: Checkpoint | None = None,
     ) -> tuple[Node, ...]:
         """Take a reference to the blocks that hold a prompt's tokens, a page's worth each, where
         no others are known that do; and to what groups with a window hold of each page, as far as
-        `windows` goes. A checkpoint is kept for the end of the tokens. Returns the nodes that hold
-        them now."""
+        `windows` goes. Returns the nodes that hold them now."""
         with self.lock:
             root = Node((), {}, None, path_hash=hash(namespace))
             node = self._roots.setdefault(namespace, root)
@@ -137,9 +135,6 @@ class PrefixIndex:
                 for allocator, parts in held.items():
                     for slots in parts:
                         node.hold(allocator, slots)
-            if path and checkpoint is not None:
-                at = len(tokens) - (len(path) - 1) * self.page_size
-                path[-1].hold_checkpoint(at, checkpoint)
             return tuple(path)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
@@ -229,14 +224,16 @@ class PrefixIndex:
 
     def _add(self, parent: Node, page: tuple[int, ...], blocks: Blocks) -> Node:
         """A new child; one that holds only the beginning of its tokens goes."""
-        shorter, common = _closest_child(parent, page)
+        closest, common = _closest_child(parent, page)
         node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
-        if shorter is not None and common == len(shorter.tokens):
-            node.inherit(shorter)
+        if closest is not None and common == len(closest.tokens):
+            node.inherit(closest)
             if self.on_replace is not None:
-                self.on_replace(shorter, node)
-            if not shorter.pins:
-                self._remove(shorter)
+                self.on_replace(closest, node)
+            if not closest.pins:
+                self._remove(closest)
+        elif closest is not None:
+            node.share_checkpoints(closest, common)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
                 allocator.keep(block, partial(self._on_move, allocator))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
@@ -71,7 +71,7 @@ class Node:
     windows: dict[BlockAllocator, dict[tuple[int, int], WindowSlots]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     path_hash: int = 0
-    use: Use = Use(0, 0)
+    use: Use = field(default_factory=lambda: Use(0, 0))
     pins: int = 0
 
     def slots_of(self, allocator: BlockAllocator) -> list[WindowSlots]:
@@ -99,13 +99,28 @@ class Node:
         self.checkpoints[end] = checkpoint
         checkpoint.pins += self.pins
 
+    def share_checkpoints(self, sibling: Node, num_tokens: int) -> None:
+        """Hold the states of a sibling within the first tokens that both have."""
+        for end, checkpoint in sibling.checkpoints.items():
+            if end <= num_tokens:
+                self.hold_checkpoint(end, checkpoint)
+
     def inherit(self, shorter: Node) -> None:
         """Take over the windows and checkpoints of a node with the first of these tokens."""
-        for end, checkpoint in shorter.checkpoints.items():
-            self.hold_checkpoint(end, checkpoint)
+        self.share_checkpoints(shorter, len(shorter.tokens))
         for allocator, held in shorter.windows.items():
             for slots in held.values():
                 self.hold(allocator, slots)
+
+    def demote_windows(self, allocator: BlockAllocator) -> None:
+        """Let no prefix end here any more in a group with a window: its blocks may go as those that
+        the window has passed."""
+        for slots in list(self.windows.get(allocator, {}).values()):
+            if slots.is_end:
+                passed = replace(slots, is_end=False)
+                self._count(slots, -1)
+                self._count(passed, 1)
+                self.windows[allocator][slots.first, slots.last] = passed
 
     def release_windows(self) -> None:
         """Release the tokens held in groups with a window."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import count
+from math import exp2
 from typing import NamedTuple
 
-# The mean time until a use is that of about so many latest uses.
+# A mean is that of about so many latest numbers.
 _AVERAGED = 4096
 # Entries that were evicted and are remembered: so many times as many as there are, in some MB.
 _GONE_SHARE, _MOST_GONE = 4, 1 << 15
@@ -28,8 +29,10 @@ class Use(NamedTuple):
         position: how many tokens of its prompt end with it; 0 in the store and of out-of-window
             blocks.
         tokens: of a recurrent state, how many a prompt would have to compute if it resumed from
-            the state before; 1 of pages, which all save as much.
-        nbytes: bytes of a recurrent state; 1 of pages.
+            the state before; of pages 0.
+        nbytes: bytes of a recurrent state; of pages 0.
+        saving: tokens a byte, relative to the mean of the states; 1 of pages, which all save as
+            much.
         is_superseded: whether it is a recurrent state behind which the same conversation has
             another one, and no prompt has parted between them.
     """
@@ -40,9 +43,23 @@ class Use(NamedTuple):
     recent: float = 1.0
     half_life: float = 0.0
     position: int = 0
-    tokens: int = 1
-    nbytes: int = 1
+    tokens: int = 0
+    nbytes: int = 0
+    saving: float = 1.0
     is_superseded: bool = False
+
+
+class Mean:
+    """The mean of the latest numbers, `value`; 0 without any."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0
+
+    def add(self, number: float) -> None:
+        """Note a number."""
+        self._count = min(self._count + 1, _AVERAGED)
+        self.value += (number - self.value) / self._count
 
 
 class UseHistory:
@@ -50,8 +67,7 @@ class UseHistory:
 
     def __init__(self) -> None:
         self._clock = count(1)
-        self._mean = 0.0
-        self._averaged = 0
+        self._time_until_used = Mean()
         # Latest use and recent uses of entries that were evicted, the longest ago first.
         self._gone: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
@@ -83,7 +99,7 @@ class UseHistory:
 
     @property
     def _half_life(self) -> float:
-        return 2 * self._mean
+        return 2 * self._time_until_used.value
 
     def _moved(self, use: Use, *, is_use: bool) -> Use:
         now = self.now()
@@ -95,7 +111,5 @@ class UseHistory:
     def _left(self, last: int, recent: float, now: int, *, is_use: bool) -> float:
         """What earlier uses count now."""
         if is_use:
-            self._averaged = min(self._averaged + 1, _AVERAGED)
-            self._mean += (now - last - self._mean) / self._averaged
-        # An entry that is not used for a thousand half-lives counts as nothing, not as an error.
-        return recent * 2.0 ** -min((now - last) / max(self._half_life, 1.0), 1000.0)
+            self._time_until_used.add(now - last)
+        return recent * exp2(-(now - last) / max(self._half_life, 1.0))

@@ -23,9 +23,10 @@ Tokens = list[int]
 WORTH_SHARING = PAGE_SIZE
 
 # Recurrent layers resume only where a snapshot was taken: where prompts end, or where their last
-# page begins if it may be quantised, and after each SNAPSHOT_TOKENS tokens. That is mlx-lm's
-# prefill step, so no step gets shorter. A state can be as large as the pages of a thousand tokens
-# or more, so snapshots must be fewer than pages.
+# page begins if it may be quantised, where prompts are known to part, and on the way after
+# SNAPSHOT_TOKENS, twice, four times as many tokens and so on: a prompt that parts where nobody has
+# parted before resumes at least half-way. A state can be as large as the pages of a thousand tokens
+# or more. That is mlx-lm's prefill step, so no step gets shorter.
 SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 
@@ -33,6 +34,8 @@ class Reuses(Protocol):
     """Finds and keeps cached prompts."""
 
     def fetch_cache(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[list[Any], int]: ...
+
+    def parting(self, tokens: Tokens, *, salt: Hashable = None) -> int: ...
 
     def insert_cache(
         self, tokens: Tokens, prompt_cache: list[Any], *, salt: Hashable = None
@@ -81,9 +84,11 @@ class SharedPrefill:
         return [found[index] for index in range(len(prompts))]
 
     def start(self, prompt: Tokens, others: Iterable[Tokens]) -> Start:
-        """The longest prefix of a prompt that is cached or shared with one of the others."""
+        """The longest prefix of a prompt that is cached or shared with one of the others, or with
+        prompts of which the states there are not cached."""
         cache, cached = self.factory.fetch_cache(prompt)
         shared = max([common_prefix(prompt, other) for other in others], default=0)
+        shared = max(shared, self.factory.parting(prompt))
         goal = min(shared, len(prompt) - 1)
         if goal - cached >= WORTH_SHARING:
             cached = self._compute(prompt[:goal], cache, cached)
@@ -98,9 +103,9 @@ class SharedPrefill:
                 break
             _step(self.model, tokens[cached:end], cache)
             cached = end
-            if not end % SNAPSHOT_TOKENS:
+            if is_on_the_way(end):
                 self.factory.insert_cache(tokens[:end], cache)
-        if cached > begin and cached % SNAPSHOT_TOKENS:
+        if cached > begin and not is_on_the_way(cached):
             self.factory.insert_cache(tokens[:cached], cache)
         return cached
 
@@ -129,12 +134,18 @@ def joined(segments: Sequence[Tokens]) -> Tokens:
     return list(chain.from_iterable(segments))
 
 
+def is_on_the_way(end: int) -> bool:
+    """Whether a snapshot of recurrent layers is due after so many tokens of any prompt."""
+    steps, rest = divmod(end, SNAPSHOT_TOKENS)
+    return not rest and steps.bit_count() == 1
+
+
 def step_ends(start: int, end: int, step_size: int) -> list[int]:
     """The ends of the steps that compute the tokens [start, end) of a prompt. A step ends wherever
     a snapshot is due, and has at most `step_size` tokens."""
     ends = []
     while start < end:
-        border = (start // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS
+        border = SNAPSHOT_TOKENS << (start // SNAPSHOT_TOKENS).bit_length()
         start = min(start + step_size, border, end)
         ends.append(start)
     return ends
@@ -164,7 +175,7 @@ def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> 
         first, end = start, start + len(segment)
         last_page = (end - 1) // PAGE_SIZE * PAGE_SIZE
         at = {last_page} if at_pages and last_page > start else set()
-        for border in sorted({*step_ends(start, end, SNAPSHOT_TOKENS), *at}):
+        for border in sorted({*step_ends(start, end, end), *at}):
             cut.append(segment[first - start : border - start])
             first = border
         start = end

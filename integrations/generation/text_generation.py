@@ -18,6 +18,7 @@ from mlx_lm.utils import sharded_load
 
 from paged_kv.commands.model_names import not_loaded, require_model
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
+from paged_kv.integrations.batching.shared_prefill import is_on_the_way
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared
@@ -143,10 +144,11 @@ class TextGeneration:
                 progress(done, total)
             # The same prompt resumes after its last token but one. Insert there: states, and
             # windows after a long answer, cannot be rolled back to it. Other prompts resume from
-            # states of earlier steps.
-            is_kept = done == total - 1 or (has_states and done % _STEP_TOKENS == 0)
+            # states on the way.
+            held = len(key) - total + done
+            is_kept = done == total - 1 or (has_states and is_on_the_way(held))
             if 0 < done < total and is_kept:
-                self._factory.insert_cache(key[: len(key) - total + done], prompt_cache)
+                self._factory.insert_cache(key[:held], prompt_cache)
 
         for response in stream_generate(
             model,

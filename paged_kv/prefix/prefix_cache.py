@@ -13,6 +13,7 @@ from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -26,8 +27,13 @@ from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import Keeping
 from paged_kv.prefix.rates import Rates
-from paged_kv.prefix.snapshots import Snapshot, Snapshots
-from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
+from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots
+from paged_kv.prefix.window_prefixes import (
+    WindowPrefix,
+    held_slots,
+    supersede_rings,
+    window_prefix,
+)
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.steps.blocks import recode_sequence
 from paged_kv.steps.sequence import Sequence
@@ -175,7 +181,7 @@ class PrefixCache:
         start = self._common_start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
         sequence = Sequence(self.pool, page_format)
-        sequence.caches_out_of_window = True
+        sequence.prompt_tokens, sequence.caches_out_of_window = len(tokens), True
         if start.num_tokens:
             self._share(sequence, match, start)
         return Prefix(sequence, start.num_tokens, start.snapshot and start.snapshot.states)
@@ -211,10 +217,14 @@ class PrefixCache:
         for group in self._window_groups():
             for page, slots in held_slots(sequence, group, num_tokens):
                 windows[page].setdefault(group.allocator, []).append(slots)
-        is_at_end = sequence.length == num_tokens > 0
-        snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
-        nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
+        nodes = self.pool.index.insert(namespace, known, blocks, windows)
+        is_answer = 0 < sequence.prompt_tokens <= num_tokens
+        if not is_answer:
+            for group in self._window_groups():
+                supersede_rings(nodes, windows, group)
+        if self.has_states and sequence.length == num_tokens > 0:
+            self._keep_states(nodes, num_tokens, states, is_answer=is_answer)
         if not self.pool.num_layers:
             self.pool.index.prune(_has_snapshot)  # no block of the others holds anything
         for group in self._shared_groups():
@@ -232,6 +242,18 @@ class PrefixCache:
         num_tokens = self._start(match).num_tokens
         pages = takewhile(self._is_in_use, match.nodes[: num_tokens // PAGE_SIZE])
         return Expected(num_tokens, PAGE_SIZE * sum(1 for _ in pages))
+
+    @locked
+    def parting(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
+        """After how many tokens of a prompt its states are worth keeping, because other prompts
+        have these tokens and then others, and the index holds no state so far along; 0 if there is
+        no such place a page or more from where the prompt can resume. O(tokens)."""
+        if not self.has_states:
+            return 0
+        match = self.pool.index.peek(namespace, tokens)
+        place = match.num_tokens // PAGE_SIZE * PAGE_SIZE
+        is_worth = place - self._start(match).num_tokens >= PAGE_SIZE
+        return self.ranks.least("parting", place if is_worth else 0)
 
     @locked
     def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
@@ -258,18 +280,17 @@ class PrefixCache:
             return num_tokens - in_page
         return min(num_tokens, length)
 
-    def _snapshot(self, states: Any) -> Snapshot | None:
-        if not self.has_states:
-            return None
+    def _keep_states(
+        self, path: abc.Sequence[Node], num_tokens: int, states: Any, *, is_answer: bool
+    ) -> None:
+        """Keep the states after the last token of a path, if there is room."""
         nbytes = sum(cache.nbytes for cache in states)
         if nbytes > self.snapshots.max_bytes:
-            return None
-        taken = self.snapshots.take(states, nbytes)
-        if taken is None:
-            for _ in self.pool.timed_pins.ending():
-                if (taken := self.snapshots.take(states, nbytes)) is not None:
-                    break
-        return taken
+            return
+        end = num_tokens - (len(path) - 1) * PAGE_SIZE
+        keep = partial(self.snapshots.keep, path, end, states, nbytes, is_answer=is_answer)
+        if not keep():
+            any(keep() for _ in self.pool.timed_pins.ending())
 
     def _share_of(self, node: Node) -> float:
         """The share of the memory that a node's pages take, and that of its snapshots."""
@@ -278,7 +299,7 @@ class PrefixCache:
             slots = [each.out_of_window.block for each in windows.values()]
             pages += [(allocator, block) for block in set(slots) if block is not None]
         nbytes = sum(allocator.format_of(block).block_bytes for allocator, block in pages)
-        states = sum(each.nbytes for each in _snapshots(node))
+        states = sum(each.nbytes for _, each in live_snapshots(node))
         return nbytes / self.pool.budget.max_bytes + states / max(1, self.snapshots.max_bytes)
 
     def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
@@ -336,10 +357,8 @@ class PrefixCache:
             if end:
                 yield end, None
             return
-        for end in sorted(node.checkpoints, reverse=True):
-            snapshot = node.checkpoints[end]
-            assert isinstance(snapshot, Snapshot)
-            if end <= tokens and snapshot.states is not None:
+        for end, snapshot in reversed(live_snapshots(node)):
+            if end <= tokens:
                 yield end, snapshot
 
     def _is_quantised(self, node: Node) -> bool:
@@ -374,10 +393,4 @@ class PrefixCache:
 
 
 def _has_snapshot(node: Node) -> bool:
-    return any(_snapshots(node))
-
-
-def _snapshots(node: Node) -> list[Snapshot]:
-    """Those that a node still holds."""
-    known = [each for each in node.checkpoints.values() if isinstance(each, Snapshot)]
-    return [each for each in known if each.states is not None]
+    return bool(live_snapshots(node))

@@ -1,12 +1,22 @@
 """Caches states of recurrent layers, as they were after some tokens of a prompt.
 
 They are not paged: each is a copy of its own, and as large as many pages. So they have a budget of
-their own, beside that of the pages.
+their own, beside that of the pages, and the order in which they are evicted knows what each is for:
+
+    the last of a conversation    its next turn resumes from it
+    at a junction                 prompts have parted behind it, so the next one may too
+    on the way                    the conversation has a later state, and nobody parted between them
+
+Those on the way are superseded. A conversation goes on with the latest state of a prompt: that
+behind an answer does not supersede it, because many templates leave parts of answers out of the
+next prompt. What the states of a path are for is found when it is inserted, and again before one of
+them is evicted.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +25,9 @@ from paged_kv.allocator.prefixes.eviction import (
     EvictionOrder,
     EvictionPolicy,
 )
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.allocator.prefixes.uses import Mean
 
 
 @dataclass(eq=False)
@@ -24,12 +37,16 @@ class Snapshot:
     Attributes:
         states: the states; None once they were evicted.
         nbytes: bytes of their arrays.
+        is_answer: whether they end behind tokens that were generated.
         pins: pinned prefixes that hold it.
+        place: a node that holds it, and how many of that node's tokens are before it.
     """
 
     states: Any
     nbytes: int
+    is_answer: bool = False
     pins: int = 0
+    place: tuple[weakref.ref[Node], int] | None = None
 
 
 class Snapshots:
@@ -43,22 +60,46 @@ class Snapshots:
     def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self.max_bytes = max_bytes
         self._order: EvictionOrder[weakref.ref[Snapshot]] = EvictionOrder(policy)
+        self._savings = Mean()  # tokens a byte
 
     @property
     def nbytes(self) -> int:
         """Bytes of all. O(snapshots)."""
         return sum(snapshot.nbytes for snapshot in self._live())
 
-    def take(self, states: Any, nbytes: int) -> Snapshot | None:
+    def take(self, states: Any, nbytes: int, *, is_answer: bool = False) -> Snapshot | None:
         """A snapshot that stays as long as somebody holds it; others are evicted for it. None if
         there is no room."""
         pinned = sum(each.nbytes for each in self._live() if each.pins)
         if pinned + nbytes > self.max_bytes:
             return None
-        snapshot = Snapshot(states, nbytes)
+        snapshot = Snapshot(states, nbytes, is_answer)
         self.shrink(self.max_bytes - nbytes)
         self._order.touch(weakref.ref(snapshot))
         return snapshot
+
+    def keep(
+        self, path: Sequence[Node], end: int, states: Any, nbytes: int, *, is_answer: bool
+    ) -> bool:
+        """Keep the states after the first `end` tokens of a path's last node, unless they are kept
+        already; the path begins at a root's child. It goes on with the uses of the state before,
+        unless another prompt has parted between them. False if there is no room."""
+        known = dict(live_snapshots(path[-1])).get(end)
+        snapshot = known or self.take(states, nbytes, is_answer=is_answer)
+        if snapshot is None:
+            return False
+        snapshot.is_answer &= is_answer
+        if known is None:
+            path[-1].hold_checkpoint(end, snapshot)
+        before: Snapshot | None = None
+        for node in path:
+            for at, each in live_snapshots(node):
+                each.place = weakref.ref(node), at
+                if each is snapshot and known is None and before is not None:
+                    self._go_on(before, snapshot)
+                self._rank(each)
+                before = each
+        return True
 
     def touch(self, snapshot: Snapshot) -> None:
         """Note that a sequence resumed from it."""
@@ -67,8 +108,18 @@ class Snapshots:
     def shrink(self, max_bytes: int) -> None:
         """Evict snapshots that are not pinned until all take at most so many bytes."""
         excess = self.nbytes - max_bytes
-        for snapshot in self._live():
-            if excess > 0 and not snapshot.pins:
+        passed, ranked = 0, set()
+        while excess > 0 and passed < len(self._order):
+            snapshot = self._order[passed]()
+            assert snapshot is not None, "those that were collected have just been left out"
+            if snapshot.pins:
+                passed += 1
+            elif snapshot not in ranked:
+                # What it is for may have changed since: the state behind it was evicted, say.
+                ranked.add(snapshot)
+                self._rank(snapshot)
+                passed = 0
+            else:
                 self._order.discard(weakref.ref(snapshot))
                 snapshot.states = None
                 excess -= snapshot.nbytes
@@ -80,3 +131,107 @@ class Snapshots:
             if snapshot is None:
                 self._order.discard(reference)
         return [snapshot for snapshot in known.values() if snapshot is not None]
+
+    def _rank(self, snapshot: Snapshot) -> None:
+        reference = weakref.ref(snapshot)
+        node, end = _place_of(snapshot)
+        if node is not None:
+            use = self._order.use_of(reference)
+            position = _begin(node) + end
+            tokens = position - _position_before(node, end)
+            saving = tokens / max(1, snapshot.nbytes)
+            self._savings.add(saving)
+            use = use._replace(
+                position=position,
+                tokens=tokens,
+                nbytes=snapshot.nbytes,
+                saving=saving / self._savings.value,
+                is_superseded=_is_superseded(node, end),
+            )
+            self._order.put(reference, use)
+
+    def _go_on(self, before: Snapshot, new: Snapshot) -> None:
+        node, end = _place_of(before)
+        later = None if node is None else _next_snapshot(node, end)
+        if later is new:
+            reference = weakref.ref(new)
+            uses = self._order.history.stored(self._order.use_of(weakref.ref(before)))
+            use = self._order.use_of(reference)
+            self._order.put(reference, use._replace(recent=max(use.recent, uses.recent)))
+
+
+def live_snapshots(node: Node) -> list[tuple[int, Snapshot]]:
+    """The snapshots that a node still holds, each with the number of the node's tokens before it,
+    in order."""
+    known = sorted(node.checkpoints.items(), key=lambda each: each[0])
+    return [
+        (end, each) for end, each in known if isinstance(each, Snapshot) and each.states is not None
+    ]
+
+
+def _place_of(snapshot: Snapshot) -> tuple[Node | None, int]:
+    if snapshot.place is None:
+        return None, 0
+    reference, end = snapshot.place
+    return reference(), end
+
+
+def _begin(node: Node) -> int:
+    """How many tokens of its prompt are before a node."""
+    return node.use.position - len(node.tokens)
+
+
+def _position_before(node: Node, end: int) -> int:
+    """The position of the snapshot before one; 0 without any."""
+    earlier = [each for each, _ in live_snapshots(node) if each < end]
+    while not earlier and node.parent is not None:
+        node = node.parent
+        earlier = [each for each, _ in live_snapshots(node)]
+    return _begin(node) + earlier[-1] if earlier else 0
+
+
+def _is_superseded(node: Node, end: int) -> bool:
+    """Whether a prompt has a state behind this one, and no other has parted between them."""
+    return _next_snapshot(node, end, of_prompts=True) is not None
+
+
+def _next_snapshot(node: Node, end: int, *, of_prompts: bool = False) -> Snapshot | None:
+    """The snapshot behind one, maybe only those of prompts and not of answers; None if there is
+    none, or if prompts have parted before it. O(nodes between them)."""
+    while True:
+        later, found = next(
+            (
+                each
+                for each in live_snapshots(node)
+                if each[0] > end and not (of_prompts and each[1].is_answer)
+            ),
+            (len(node.tokens), None),
+        )
+        if _has_parted(node, end, later):
+            return None
+        if found is not None or not node.children:
+            return found
+        # With several children, the test above says whether they have parted before the snapshot.
+        node, end = node.children.peekitem(0)[1], 0
+
+
+def _has_parted(node: Node, first: int, last: int) -> bool:
+    """Whether a prompt has the first tokens of a node, at least `first` and fewer than `last`, and
+    then others."""
+    return any(first <= common < last for common in _in_common(node, first))
+
+
+def _in_common(node: Node, least: int) -> Iterator[int]:
+    """How many first tokens the siblings of a node have in common with it, of those that have at
+    least so many. They are its neighbours in the order of tokens."""
+    assert node.parent is not None
+    siblings = node.parent.children.keys()
+    at = node.parent.children.index(node.tokens)
+    for step in (-1, 1):
+        other = at + step
+        while 0 <= other < len(siblings):
+            common = common_prefix(siblings[other], node.tokens)
+            if common < least:
+                break
+            yield common
+            other += step

@@ -55,6 +55,30 @@ def held_slots(
             yield page, WindowSlots(out_of_window, first, last, is_end=True)
 
 
+def supersede_rings(
+    path: abc.Sequence[Node],
+    windows: abc.Sequence[abc.Mapping[BlockAllocator, abc.Sequence[WindowSlots]]],
+    group: LayerGroup,
+) -> None:
+    """Let the rings go that prefixes of this one ended with, in a group with a window, but those
+    behind which another prompt has parted. `windows` are the slots of its own ring by page."""
+    window, allocator = group.window, group.allocator
+    assert window is not None
+    ring = window.ring
+    own = [
+        page
+        for page, held in enumerate(windows)
+        if page >= ring.head and any(slots.is_end for slots in held.get(allocator, ()))
+    ]
+    # The nearest page from here on behind which prompts part.
+    parting = len(path) + ring.entries
+    for page in reversed(range(ring.head, min(own, default=0))):
+        if len(path[page].children) > 1:
+            parting = page
+        if parting - page >= ring.entries:
+            path[page].demote_windows(allocator)
+
+
 def window_prefix(
     nodes: abc.Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
 ) -> WindowPrefix | None:

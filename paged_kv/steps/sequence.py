@@ -46,6 +46,8 @@ class Sequence:
             ran out of memory.
         model_version: the version of the model's weights at the sequence's start, or None.
         unwritten: the latest step of each layer whose ring does not hold it yet.
+        prompt_tokens: the length of the prompt that it was fetched for, or 0: later tokens were
+            generated.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
@@ -72,6 +74,7 @@ class Sequence:
         self.bounds = RollbackBounds(pool)
         self._states_len = 0
         self.unwritten: dict[int, UnwrittenStep] = {}
+        self.prompt_tokens = 0
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self._step: Transaction | None = None
@@ -305,10 +308,8 @@ class Sequence:
         self.close_step()
         self.commit()
         copy = Sequence(self.pool, self.page_format)
-        copy.model_version, copy.caches_out_of_window = (
-            self.model_version,
-            self.caches_out_of_window,
-        )
+        copy.model_version, copy.prompt_tokens = self.model_version, self.prompt_tokens
+        copy.caches_out_of_window = self.caches_out_of_window
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         copy.layers = self.layers.without_latest()
         copy.bounds = self.bounds

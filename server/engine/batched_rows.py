@@ -12,7 +12,7 @@ import mlx.core as mx
 from paged_kv.admission.demand import Demand
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.shared_prefill import shared_beyond, without_first
+from paged_kv.integrations.batching.shared_prefill import cut_at, shared_beyond, without_first
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
@@ -130,7 +130,8 @@ class BatchedRows:
         job.cached_tokens = cached
         first, *others = samplings
         row = _Row(job, prompt, job.first_choice, others)
-        rest = without_first(prompt.segments, cached)
+        segments = cut_at(prompt.segments, [self._reuse.parting(prompt.tokens, job.salt)])
+        rest = without_first(segments, cached)
         uid = self._insert(row, cache, prompt.tokens[:cached], rest, first)
         del cache
         if cached == len(prompt.tokens) - 1:

@@ -232,6 +232,10 @@ class PromptReuse:
         are in full pages that sequences hold."""
         return (0, 0) if self._factory is None else self._factory.peek(tokens, salt=salt)
 
+    def parting(self, tokens: list[int], salt: Hashable) -> int:
+        """After how many tokens a prompt is worth an `insert`, beside its end; 0 if nowhere."""
+        return 0 if self._factory is None else self._factory.parting(tokens, salt=salt)
+
     def insert(self, tokens: list[int], prompt_cache: list[Any], salt: Hashable) -> None:
         """Cache what a prompt cache holds of these tokens. This empties the list: its pages would
         stay in use as long as a reference to it exists."""

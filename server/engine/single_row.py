@@ -171,8 +171,9 @@ class SingleRow:
     def _start(self, job: Job, prompt: Prompt) -> _Start:
         model: Any = self._provider.model
         lengths = accumulate(len(segment) for segment in prompt.segments)
-        ends = [end for end in lengths if end < len(prompt.tokens)]
         known = prompt.cache_key
+        parting = self._provider.reuse.parting(known, job.salt)
+        ends = sorted({*lengths, parting} - {0, len(prompt.tokens)})
         if job.prompt_logprobs is not None and not job.scored:
             # What is cached has no logits; of one token nothing is found.
             known = known[:1]

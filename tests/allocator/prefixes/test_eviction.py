@@ -169,7 +169,7 @@ def test_a_factory_hands_its_policy_to_all_of_them(policy: EvictionPolicy, tmp_p
         factory.pool.out_of_window._order,
         factory.prefixes.snapshots._order,
     ]
-    assert all(order._policy is policy for order in orders)
+    assert all(order._rank.policy is policy for order in orders)
     assert factory.store.folder is not None
     assert factory.store.folder.store._policy is policy
     factory.close()

@@ -110,11 +110,10 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         tokens = self.tables[table][: len(self.tables[table]) - left_out]
         blocks = [{self.allocator: block} for block in table.blocks[: -(-len(tokens) // PAGE)]]
-        state = State(tuple(tokens)) if has_state else None
-        nodes = self.index.insert(namespace, tokens, blocks, (), state)
-        assert self.index.match(namespace, [*tokens, -1]).num_tokens == len(tokens)
+        nodes = self.index.insert(namespace, tokens, blocks)
         if nodes and has_state:
-            assert nodes[-1].checkpoints[(len(tokens) - 1) % PAGE + 1] is state
+            nodes[-1].hold_checkpoint((len(tokens) - 1) % PAGE + 1, State(tuple(tokens)))
+        assert self.index.match(namespace, [*tokens, -1]).num_tokens == len(tokens)
 
     @rule(pick=picks)
     def drop(self, pick: int) -> None:
