@@ -90,7 +90,8 @@ class Snapshots:
             return False
         snapshot.is_answer &= is_answer
         if known is None:
-            path[-1].hold_checkpoint(end, snapshot)
+            for node in (path[-1], *(sibling for sibling, _ in _siblings(path[-1], end))):
+                node.hold_checkpoint(end, snapshot)
         before: Snapshot | None = None
         for node in path:
             for at, each in live_snapshots(node):
@@ -218,20 +219,21 @@ def _next_snapshot(node: Node, end: int, *, of_prompts: bool = False) -> Snapsho
 def _has_parted(node: Node, first: int, last: int) -> bool:
     """Whether a prompt has the first tokens of a node, at least `first` and fewer than `last`, and
     then others."""
-    return any(first <= common < last for common in _in_common(node, first))
+    return any(common < last for _, common in _siblings(node, first))
 
 
-def _in_common(node: Node, least: int) -> Iterator[int]:
-    """How many first tokens the siblings of a node have in common with it, of those that have at
-    least so many. They are its neighbours in the order of tokens."""
+def _siblings(node: Node, least: int) -> Iterator[tuple[Node, int]]:
+    """The siblings of a node that have at least so many first tokens in common with it, and how
+    many. They are its neighbours in the order of tokens."""
     assert node.parent is not None
-    siblings = node.parent.children.keys()
-    at = node.parent.children.index(node.tokens)
+    children = node.parent.children
+    at = children.index(node.tokens)
     for step in (-1, 1):
         other = at + step
-        while 0 <= other < len(siblings):
-            common = common_prefix(siblings[other], node.tokens)
+        while 0 <= other < len(children):
+            tokens, sibling = children.peekitem(other)
+            common = common_prefix(tokens, node.tokens)
             if common < least:
                 break
-            yield common
+            yield sibling, common
             other += step

@@ -12,6 +12,7 @@ from paged_kv import (
     FirstInFirstOut,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    LeastWorth,
     PagedCacheFactory,
     PagePool,
 )
@@ -32,6 +33,7 @@ FIRST: dict[EvictionPolicy, str] = {
     LeastRecentlyUsed(): "cab",
     LeastFrequentlyUsed(): "cba",
     FirstInFirstOut(): "abc",
+    LeastWorth(): "cba",
 }
 USES = "aab"
 POLICIES = pytest.mark.parametrize("policy", FIRST, ids=lambda each: type(each).__name__)
@@ -145,8 +147,19 @@ def test_snapshots(policy: EvictionPolicy) -> None:
 
 @POLICIES
 def test_the_store(policy: EvictionPolicy, tmp_path: Path) -> None:
+    # A folder keeps no half-lives.
+    known = LeastRecentlyUsed() if policy == LeastWorth() else policy
+    assert _stored_order(policy, tmp_path) == FIRST[known]
+
+
+def test_a_broken_policy_breaks_no_store(tmp_path: Path) -> None:
+    order = _stored_order(Broken(RuntimeError("broken")), tmp_path)
+    assert order == FIRST[LeastRecentlyUsed()]
+
+
+def _stored_order(policy: EvictionPolicy, folder: Path) -> str:
     keys: dict[str, str] = {}
-    with open_store(tmp_path, policy=policy) as store:
+    with open_store(folder, policy=policy) as store:
         for seed, name in enumerate("abc"):
             (link, *_) = links(prompt(seed))
             store.put([entry(link)])
@@ -154,7 +167,7 @@ def test_the_store(policy: EvictionPolicy, tmp_path: Path) -> None:
         for name in USES:
             store.touch([keys[name]])
         names = {key: name for name, key in keys.items()}
-        assert "".join(names[key] for key in store.eviction_order()) == FIRST[policy]
+        return "".join(names[key] for key in store.eviction_order())
 
 
 @POLICIES
@@ -175,9 +188,49 @@ def test_a_factory_hands_its_policy_to_all_of_them(policy: EvictionPolicy, tmp_p
     factory.close()
 
 
+class Broken:
+    """Returns what it is given, or raises it."""
+
+    def __init__(self, rank: Any) -> None:
+        self.answer = rank
+
+    def rank(self, use: Use) -> Any:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [float("nan"), None, "first", RuntimeError("broken")], ids=repr)
+def test_a_broken_policy_evicts_what_was_not_used_for_longest(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that stores or evicts goes on, and one warning names the policy."""
+    policy, least = Broken(answer), FIRST[LeastRecentlyUsed()]
+    order: EvictionOrder[str] = EvictionOrder(policy)
+    for name in "abc" + USES:
+        order.touch(name)
+    assert "".join(order) == least
+    (warning,) = caplog.messages
+    assert "Broken object" in warning
+    assert "must return a number" in warning
+
+
 class NoNumber:
     def rank(self, use: Use) -> Any:
         return "first"
+
+
+def test_what_many_prompts_use_stays_longer_than_what_was_just_stored() -> None:
+    """And not for ever: the half-life is twice the mean time until a use."""
+    order: EvictionOrder[str] = EvictionOrder(LeastWorth())
+    for name in ("often", *["x"] * 4, "often", *["x"] * 4, "often"):
+        order.touch(name)
+    for name in ("once", "other"):
+        order.touch(name)
+    assert list(order)[:2] == ["once", "other"]
+    for number in range(100):
+        order.touch(str(number))
+    assert order.index("often") < 30
 
 
 @pytest.mark.parametrize("policy", ["lru", LeastRecentlyUsed, NoNumber(), None])

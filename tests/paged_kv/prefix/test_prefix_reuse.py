@@ -307,7 +307,7 @@ def test_several_threads_look_up_insert_and_drop(qwen3: Any, rounds: int) -> Non
     "name", plain_only(["falcon_h1", "rwkv7"], ["falcon_h1", "qwen3_next", "rwkv7", "mamba2"])
 )
 def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
-    """Prompts that are computed together leave a state every 2,048 tokens."""
+    """Prompts that are computed together leave a state after 2,048 tokens."""
     model = small_model(name)
     factory = PagedCacheFactory(model)
     text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]
@@ -343,6 +343,42 @@ def test_states_have_a_bound_of_their_own_and_the_last_used_stay() -> None:
     # The first is pinned, and pages without a state are of no use.
     assert [count > 0 for count in found] == [True, False, False, False, True, True]
     assert factory.unpin([0, *TEXT[:40]]) == 41
+
+
+KINDS = ["qwen3_next", "falcon_h1", "mamba", "gemma3_text", "gpt_oss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_agents_get_cold_tokens_whatever_is_evicted(name: str) -> None:
+    """Conversations go on, part and begin while there is room for few states and pages."""
+    model: Any = small_model(name)
+    probe = PagedCacheFactory(model)
+    read(model, probe, TEXT[:300])
+    one = probe.prefixes.snapshots.nbytes
+    factory = PagedCacheFactory(model, max_bytes=8 * max(probe.stats().bytes_mapped, one))
+    states = factory.prefixes.snapshots
+    states.max_bytes = 4 * one
+    prefill = SharedPrefill(factory, model, 700, lambda *_: True)
+    rng = random.Random(name)
+    texts, found = [TEXT[:300]], 0
+    for _ in range(40):
+        number = rng.randrange(len(texts))
+        text = texts[number]
+        if rng.random() < 0.4:  # a sub-agent, or a turn that is asked again
+            texts = [*texts[-3:], text[: rng.choice([300, 512, len(text)])]]
+            number = len(texts) - 1
+        text = [*texts[number], *(rng.randrange(97) for _ in range(rng.randrange(1, 90)))][:900]
+        found += factory.peek(text).num_tokens
+        cache, cached, _ = prefill.start(text, [])
+        run = greedy(model, text[cached:], cache, 3)
+        factory.insert_cache(text + run.tokens, cache)
+        del cache
+        factory.pool.check()
+        assert states.nbytes <= states.max_bytes
+        assert_same_run(run, cold(model, text, 3), 1e-3)
+        texts[number] = text + run.tokens
+    assert found > 2000
 
 
 SPLITS = (255, 256, 257, 511, 512, 513)

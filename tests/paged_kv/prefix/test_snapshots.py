@@ -1,15 +1,23 @@
 """Snapshots of recurrent layers: the positions where they hit, and the order of eviction."""
 
+import weakref
+from collections import abc
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paged_kv import PagePool, Sequence
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.prefix.snapshots import Snapshots
+from paged_kv.prefix.snapshots import Snapshots, live_snapshots
 from paged_kv.steps.batch import Batch
+from tests.support.examples import examples
 
 TEXT = list(range(1000))
 
@@ -115,3 +123,155 @@ def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
     assert (pinned.states, held[-1].states) == ("pinned", 6)
     del held, taken
     assert snapshots.nbytes == 4
+
+
+class Prompts:
+    """Prompts in an index of pages of four tokens, with states of one byte each."""
+
+    def __init__(self, most: int = 1 << 20) -> None:
+        self.index = PrefixIndex(4)
+        self.snapshots = Snapshots(most)
+
+    def keep(self, tokens: abc.Sequence[int], *, is_answer: bool = False) -> None:
+        """Insert tokens with the state behind them."""
+        path = self.index.insert("", tokens, [{}] * -(-len(tokens) // 4))
+        end = len(tokens) - 4 * (len(path) - 1)
+        assert self.snapshots.keep(path, end, tuple(tokens), 1, is_answer=is_answer)
+
+    def found(self, tokens: abc.Sequence[int]) -> tuple[int, ...]:
+        """The tokens before the longest state that a prompt can resume from."""
+        match = self.index.match("", [*tokens, -1])
+        states = [
+            each
+            for at, node in enumerate(match.nodes)
+            for end, each in live_snapshots(node)
+            if 4 * at + end <= match.num_tokens
+        ]
+        if states:
+            self.snapshots.touch(states[-1])
+        return states[-1].states if states else ()
+
+    @property
+    def uses(self) -> dict[tuple[int, ...], Use]:
+        """What the order knows of each state, by the tokens before it."""
+        order = self.snapshots._order
+        return {each.states: order.use_of(weakref.ref(each)) for each in self.snapshots._live()}
+
+
+def test_states_on_the_way_go_first_then_what_is_worth_least() -> None:
+    prompts = Prompts(4)
+    system = [*range(8)]
+    prompts.keep(system)
+    prompts.keep([*system, *[1] * 4])
+    prompts.keep([*system, *[1] * 9])  # the conversation goes on
+    prompts.keep([*system, *[2] * 4])  # and another one begins
+    assert prompts.found([*system, *[1] * 20]) == (*system, *[1] * 9)
+    prompts.keep([*[3] * 9])
+    # Nobody had parted from the conversation at its first turn, though that was not used last.
+    assert set(prompts.uses) == {
+        tuple(system),
+        (*system, *[1] * 9),
+        (*system, *[2] * 4),
+        (*[3] * 9,),
+    }
+    assert prompts.found([*system, *[1] * 4, 7]) == tuple(system)
+
+
+def test_an_answer_takes_no_place_of_its_prompt() -> None:
+    """The next prompt may leave out a part of it."""
+    prompts = Prompts()
+    first, answer = (1,) * 6, (1,) * 6 + (2,) * 3
+    prompts.keep(first)
+    prompts.keep(answer, is_answer=True)
+    assert not any(use.is_superseded for use in prompts.uses.values())
+    prompts.keep((*answer, 5, 5))
+    superseded = {tokens for tokens, use in prompts.uses.items() if use.is_superseded}
+    assert superseded == {first, answer}
+
+
+def test_a_conversation_takes_its_uses_along() -> None:
+    prompts = Prompts()
+    text = (1,) * 5
+    prompts.keep(text)
+    for turn in range(2, 6):
+        prompts.keep((9, turn))
+        assert prompts.found((*text, 0)) == text
+        text += (turn,) * 5
+        prompts.keep(text)
+    assert prompts.uses[text].times == 1
+    assert prompts.uses[text].recent > 1.5
+    prompts.keep((*text[:-5], 8, 8))  # parts from it: another conversation
+    assert prompts.uses[(*text[:-5], 8, 8)].recent == 1
+
+
+def test_a_state_takes_the_place_of_a_longer_one_that_was_evicted() -> None:
+    prompts = Prompts(3)
+    prompts.keep((1,) * 4)
+    prompts.keep((1,) * 8)
+    (longer,) = [each for each in prompts.snapshots._live() if len(each.states) == 8]
+    longer.states = None
+    prompts.snapshots._order.discard(weakref.ref(longer))
+    for first in (2, 3, 4):
+        prompts.keep((first, first))
+    # It is the last of its conversation now; what was used last stays.
+    assert set(prompts.uses) == {(2, 2), (3, 3), (4, 4)}
+    prompts.keep((5, 5))
+    assert not any(use.is_superseded for use in prompts.uses.values())
+
+
+def common(some: abc.Sequence[int], others: abc.Sequence[int]) -> int:
+    return next(
+        (at for at, (one, two) in enumerate(zip(some, others, strict=False)) if one != two),
+        min(len(some), len(others)),
+    )
+
+
+lists = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+
+
+@given(st.lists(st.tuples(lists, st.booleans()), min_size=1, max_size=10))
+@examples(150)
+def test_what_a_state_is_for_is_what_its_prompts_say(
+    kept: list[tuple[list[int], bool]],
+) -> None:
+    """Whatever parts within a page."""
+    prompts = Prompts()
+    answers: dict[tuple[int, ...], bool] = {}
+    for tokens, is_answer in kept:
+        prompts.keep(tokens, is_answer=is_answer)
+        answers[tuple(tokens)] = answers.get(tuple(tokens), True) and is_answer
+    for _ in range(2):  # what a state is for is found when a path of it is inserted
+        for tokens, is_answer in kept:
+            prompts.keep(tokens, is_answer=is_answer)
+    assert set(prompts.uses) == set(answers)
+    for tokens, use in prompts.uses.items():
+        before = [len(each) for each in answers if common(each, tokens) == len(each) < len(tokens)]
+        assert (use.position, use.tokens) == (len(tokens), len(tokens) - max(before, default=0))
+        assert use.is_superseded == any(
+            not is_answer
+            and common(later, tokens) == len(tokens) < len(later)
+            and not any(
+                len(tokens) <= common(each, later) < min(len(each), len(later)) for each in answers
+            )
+            for later, is_answer in answers.items()
+        )
+    for tokens in map(tuple, product((0, 1), repeat=7)):
+        states = [each for each in answers if common(each, tokens) == len(each)]
+        assert prompts.found(tokens) == max(states, key=len, default=())
+
+
+def test_prompts_tell_where_they_part_from_others() -> None:
+    hybrid = Hybrid()
+    prompt = TEXT[:900]
+    assert hybrid.prefixes.parting("", prompt) == 0
+    hybrid.insert(prompt, hybrid.sequence(prompt))
+    assert hybrid.prefixes.parting("", prompt) == 768  # no state is within reach
+    assert hybrid.prefixes.parting("", [*prompt, 1]) == 0
+    other = [*prompt[:600], -1, -1]
+    assert hybrid.prefixes.parting("", other) == 512
+    hybrid.insert(prompt[:300], hybrid.sequence(prompt[:300]))
+    assert hybrid.prefixes.parting("", other) == 0
+    hybrid.insert(prompt[:256], hybrid.sequence(prompt[:256]))
+    assert hybrid.prefixes.parting("", [*prompt[:500], -1]) == 0
+    without = PrefixCache(PagePool(1, max_bytes=1 << 22), has_states=False)
+    assert without.parting("", prompt) == 0

@@ -291,6 +291,41 @@ def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> N
     assert told.prefixes.fetch("", [7] * 301, told.pool.page_format).num_tokens == 300
 
 
+def test_rings_on_the_way_of_a_conversation_go_before_its_last_and_those_at_junctions() -> None:
+    told = Told(200 * 256 * DIM * 2 * 4, {1: Window(300, 256)})
+    text = TALES[0]
+
+    def turn(prompt: list[int], answer: int = 0) -> None:
+        """Compute a prompt and insert it, with some tokens of an answer or without."""
+        prefix = told.prefixes.fetch("", [*prompt, 0], told.pool.page_format)
+        told.write(prefix.sequence, prompt[prefix.num_tokens :])
+        told.prefixes.insert("", prompt, prefix.sequence, None)
+        if answer:
+            told.write(prefix.sequence, [5] * answer)
+            told.prefixes.insert("", prompt + [5] * answer, prefix.sequence, None)
+
+    for end in (1000, 2000, 2900):
+        turn(text[:end])
+    turn([*text[:2000], 7, 7])  # parts from the conversation
+    turn(text[:3900], answer=600)
+    told.pool.out_of_window.evict(lambda: False)
+
+    def found(prompt: list[int]) -> int:
+        return told.prefixes.fetch("", [*prompt, 0], told.pool.page_format).num_tokens
+
+    # An answer does not take the place of its prompt.
+    assert found([*text[:3900], *[5] * 600]) == 4500
+    assert found([*text[:3900], 8]) == 3900
+    assert found([*text[:2000], 8]) == 2000
+    assert found([*text[:1000], 8]) == 0
+    # Within a page that goes along with a prompt, this one does not begin.
+    assert found([*text[:2900], 8]) == 1792
+    turn([*text[:3900], *[5] * 600, *text[:900]])
+    told.pool.out_of_window.evict(lambda: False)
+    assert found([*text[:3900], 8]) == 1792
+    assert found([*text[:2000], 7, 7, 8]) == 2002
+
+
 def test_passed_pages_make_no_page_smaller() -> None:
     """With "auto", pages become smaller at the end, but no sooner."""
     requantised = []
