@@ -78,16 +78,20 @@ class UseHistory:
     def first(self, key: Hashable = None, position: int = 0) -> Use:
         """The first use of a new entry. If one with its key was evicted, `recent` goes on."""
         now, gone = self.now(), self._gone.pop(key, None)
-        recent = 1.0 if gone is None else 1 + self._left(*gone, now, is_use=True)
+        recent = 1.0 if gone is None else self._with_another(*gone, now)
         return Use(now, now, 1, recent, self._half_life, position)
 
     def again(self, use: Use) -> Use:
         """An entry that a prompt has found."""
-        return self._moved(use, is_use=True)
+        now = self.now()
+        recent = self._with_another(use.last, use.recent, now)
+        return Use(use.first, now, use.times + 1, recent, self._half_life, *use[5:])
 
     def stored(self, use: Use) -> Use:
         """An entry that was stored again, which is no other use of it."""
-        return self._moved(use, is_use=False)
+        now = self.now()
+        recent = self._left(use.last, use.recent, now)
+        return Use(use.first, now, use.times, recent, self._half_life, *use[5:])
 
     def forget(self, key: Hashable, use: Use, others: int) -> None:
         """Remember the uses of an entry that is evicted, while not many more entries are evicted
@@ -101,15 +105,11 @@ class UseHistory:
     def _half_life(self) -> float:
         return 2 * self._time_until_used.value
 
-    def _moved(self, use: Use, *, is_use: bool) -> Use:
-        now = self.now()
-        recent = is_use + self._left(use.last, use.recent, now, is_use=is_use)
-        return use._replace(
-            last=now, times=use.times + is_use, recent=recent, half_life=self._half_life
-        )
+    def _with_another(self, last: int, recent: float, now: int) -> float:
+        """What the uses of an entry count that is used once more."""
+        self._time_until_used.add(now - last)
+        return 1 + self._left(last, recent, now)
 
-    def _left(self, last: int, recent: float, now: int, *, is_use: bool) -> float:
-        """What earlier uses count now."""
-        if is_use:
-            self._time_until_used.add(now - last)
+    def _left(self, last: int, recent: float, now: int) -> float:
+        """What the uses of an entry count now."""
         return recent * exp2(-(now - last) / max(self._half_life, 1.0))

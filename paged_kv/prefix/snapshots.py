@@ -112,8 +112,7 @@ class Snapshots:
         passed, ranked = 0, set()
         while excess > 0 and passed < len(self._order):
             snapshot = self._order[passed]()
-            assert snapshot is not None, "those that were collected have just been left out"
-            if snapshot.pins:
+            if snapshot is None or snapshot.pins:
                 passed += 1
             elif snapshot not in ranked:
                 # What it is for may have changed since: the state behind it was evicted, say.
@@ -136,7 +135,7 @@ class Snapshots:
     def _rank(self, snapshot: Snapshot) -> None:
         reference = weakref.ref(snapshot)
         node, end = _place_of(snapshot)
-        if node is not None:
+        if node is not None and reference in self._order:
             use = self._order.use_of(reference)
             position = _begin(node) + end
             tokens = position - _position_before(node, end)

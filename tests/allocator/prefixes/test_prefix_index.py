@@ -371,3 +371,17 @@ def test_pruning_leaves_what_is_needed_pinned_or_before_those() -> None:
     index.unpin(pinned)
     index.prune(lambda node: False)
     assert (len(index), index.num_prompts) == (0, 0)
+
+
+def test_a_prompt_that_comes_back_is_worth_what_it_was_before_it_was_evicted() -> None:
+    indexed = Indexed()
+    often, once = [1, 1], [2, 2]
+    indexed.insert(often)
+    for _ in range(3):
+        indexed.index.match("", [*often, 0])
+    indexed.index.evict(lambda: False)
+    for tokens in (often, once):
+        indexed.insert(tokens)
+    uses = {node.tokens[0]: node.use for node in indexed.index.nodes()}
+    assert uses[1].times == uses[2].times == 1
+    assert uses[1].recent > uses[2].recent == 1

@@ -191,7 +191,7 @@ def test_an_answer_takes_no_place_of_its_prompt() -> None:
 
 def test_a_conversation_takes_its_uses_along() -> None:
     prompts = Prompts()
-    text = (1,) * 5
+    text: tuple[int, ...] = (1,) * 5
     prompts.keep(text)
     for turn in range(2, 6):
         prompts.keep((9, turn))
@@ -244,20 +244,20 @@ def test_what_a_state_is_for_is_what_its_prompts_say(
         for tokens, is_answer in kept:
             prompts.keep(tokens, is_answer=is_answer)
     assert set(prompts.uses) == set(answers)
-    for tokens, use in prompts.uses.items():
-        before = [len(each) for each in answers if common(each, tokens) == len(each) < len(tokens)]
-        assert (use.position, use.tokens) == (len(tokens), len(tokens) - max(before, default=0))
+    for prompt, use in prompts.uses.items():
+        before = [len(each) for each in answers if common(each, prompt) == len(each) < len(prompt)]
+        assert (use.position, use.tokens) == (len(prompt), len(prompt) - max(before, default=0))
         assert use.is_superseded == any(
             not is_answer
-            and common(later, tokens) == len(tokens) < len(later)
+            and common(later, prompt) == len(prompt) < len(later)
             and not any(
-                len(tokens) <= common(each, later) < min(len(each), len(later)) for each in answers
+                len(prompt) <= common(each, later) < min(len(each), len(later)) for each in answers
             )
             for later, is_answer in answers.items()
         )
-    for tokens in map(tuple, product((0, 1), repeat=7)):
-        states = [each for each in answers if common(each, tokens) == len(each)]
-        assert prompts.found(tokens) == max(states, key=len, default=())
+    for asked in product((0, 1), repeat=7):
+        states = [each for each in answers if common(each, asked) == len(each)]
+        assert prompts.found(asked) == max(states, key=len, default=())
 
 
 def test_prompts_tell_where_they_part_from_others() -> None:
