@@ -99,13 +99,16 @@ class Node:
         self.checkpoints[end] = checkpoint
         checkpoint.pins += self.pins
 
-    def inherit(self, shorter: Node) -> None:
-        """Take over the windows and checkpoints of a node with the first of these tokens."""
-        for end, checkpoint in shorter.checkpoints.items():
-            self.hold_checkpoint(end, checkpoint)
-        for allocator, held in shorter.windows.items():
+    def inherit(self, other: Node, num_tokens: int) -> None:
+        """Take over the windows and checkpoints within the first tokens of a node that has the same
+        `num_tokens` first tokens."""
+        for end, checkpoint in other.checkpoints.items():
+            if end <= num_tokens:
+                self.hold_checkpoint(end, checkpoint)
+        for allocator, held in other.windows.items():
             for slots in held.values():
-                self.hold(allocator, slots)
+                if slots.last <= num_tokens:
+                    self.hold(allocator, slots)
 
     def release_windows(self) -> None:
         """Release the tokens held in groups with a window."""

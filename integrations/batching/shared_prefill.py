@@ -35,7 +35,12 @@ class Reuses(Protocol):
     def fetch_cache(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[list[Any], int]: ...
 
     def insert_cache(
-        self, tokens: Tokens, prompt_cache: list[Any], *, salt: Hashable = None
+        self,
+        tokens: Tokens,
+        prompt_cache: list[Any],
+        *,
+        salt: Hashable = None,
+        session: Hashable = None,
     ) -> int: ...
 
 
