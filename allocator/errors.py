@@ -4,7 +4,8 @@ PagedKVError
 ├── PoolExhausted       the byte budget cannot hold the requested blocks
 ├── BlockStateError     the state of a block forbids the call
 ├── RollbackError       later writes overwrote tokens that a trim would need
-└── NotPinned           `unpin` names a prompt that is not pinned
+├── NotPinned           `unpin` names a prompt that is not pinned
+└── UnknownSession      `end_session` names a session that no prompt had
 """
 
 from __future__ import annotations
@@ -128,4 +129,25 @@ class NotPinned(PagedKVError, ValueError):
             f"this prompt (tokens: {self.num_tokens:,}) is not pinned under this salt (pins of "
             f"other prompts or salts: {self.pins:,}): call unpin once for each pin, with exactly "
             "the same tokens and salt"
+        )
+
+
+class UnknownSession(PagedKVError, LookupError):
+    """`end_session` names a session that is not known; nothing was changed.
+
+    Attributes:
+        session: its name.
+        sessions: number of known sessions, of all salts.
+    """
+
+    def __init__(self, session: object, sessions: int) -> None:
+        super().__init__(session, sessions)
+        self.session = session
+        self.sessions = sessions
+
+    def __str__(self) -> str:
+        return (
+            f"there is no session {self.session!r} under this salt (sessions of all salts: "
+            f"{self.sessions:,}): no prompt was inserted with it, or it was ended or forgotten "
+            "since. Call end_session once, with the session and salt of insert_cache"
         )

@@ -11,6 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
 from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
+from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
@@ -220,26 +221,58 @@ class PagedCacheFactory:
         prompt_cache: list[Any],
         *,
         salt: Hashable = None,
+        session: Hashable = None,
         **media: Unpack[Media],
     ) -> int:
         """Let `fetch_cache` reuse what a prompt cache of one sequence holds of these tokens;
         returns how many of them a longer prompt can reuse. It copies nothing. The cache stays
         usable, and can also be inserted under another salt: then both salts hit.
 
-        The pages stay until they are evicted, or `clear()`. Of recurrent layers, and of models
+        The pages stay until they are evicted, `clear()`, `forget` of these tokens, or `end_session`
+        of the `session` that the prompt is named to be part of. Of recurrent layers, and of models
         without pages, it keeps a snapshot: prompts resume at its end.
 
         Raises:
-            TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` is not
-                hashable.
+            TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` or
+                `session` is not hashable.
             ValueError: the cache holds several sequences, or is not of this factory; or the media
                 are not those of the prompt.
         """
-        known = self._media.keyed(tokens, media)
+        known, owner = self._media.keyed(tokens, media), _owner(salt, session)
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
-        return self.prefixes.insert(namespace, known, sequence, states, keeping=keeping)
+        return self.prefixes.insert(
+            namespace, known, sequence, states, keeping=keeping, owner=owner
+        )
+
+    def forget(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
+        """Evict what only this cached prompt and its prefixes use; returns how many blocks' worth
+        of tokens that was, which may be 0.
+
+        What stays: what other prompts begin with too, what is pinned or held, and prompts of
+        sessions. Sequences that use the pages keep them, and pages on disk stay.
+
+        Raises:
+            TypeError: `tokens` are not token ids, or `salt` is not hashable.
+            ValueError: the media are not those of the prompt.
+        """
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        return self.prefixes.forget(namespace, self._media.keyed(tokens, media))
+
+    def end_session(self, session: Hashable, *, salt: Hashable = None) -> int:
+        """Evict what only prompts use that were inserted with this `session` and `salt`; returns
+        how many blocks' worth of tokens that was, which may be 0.
+
+        What stays is as for `forget`. Of the 4,096 sessions used last the factory knows the
+        prompts; those of others stay until they are evicted.
+
+        Raises:
+            UnknownSession: no prompt was inserted with it, or it has been ended or forgotten since.
+                The call has no effect then.
+            TypeError: `session` or `salt` is not hashable.
+        """
+        return self.prefixes.end_session(_owner(salt, session))
 
     def wanted_blocks(self, tokens: TokenIds, *, salt: Hashable = None) -> Wanted | None:
         """What `fetch_cache` would look up of a prompt in the store; None if nothing."""
@@ -382,3 +415,9 @@ class PagedCacheFactory:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
+
+
+def _owner(salt: Hashable, session: Hashable) -> Owner:
+    require_hashable("salt", salt)
+    require_hashable("session", session)
+    return Owner(inner_salt(salt), session)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         PagedKVError,
         PoolExhausted,
         RollbackError,
+        UnknownSession,
     )
     from paged_kv.allocator.prefixes.eviction import (
         EvictionPolicy,
@@ -86,6 +87,7 @@ __all__ = [
     "StoreError",
     "StoreOptions",
     "ThreadConflict",
+    "UnknownSession",
     "Unstored",
     "__version__",
     "embedded_model",
@@ -106,6 +108,7 @@ _HOMES = {
     "PagedKVError": "allocator.errors",
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",
+    "UnknownSession": "allocator.errors",
     "PagedCacheFactory": "integrations.paged_cache_factory",
     "PagePool": "pool.page_pool",
     "PagedKVCache": "cache.paged_kv_cache",

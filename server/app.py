@@ -19,6 +19,8 @@ from paged_kv.server import status_page
 from paged_kv.server.completions.answer_bodies import Completions
 from paged_kv.server.completions.answering import Answering
 from paged_kv.server.completions.service import Service
+from paged_kv.server.completions.sessions import PATH as SESSIONS
+from paged_kv.server.completions.sessions import Sessions
 from paged_kv.server.completions.tokenizing import (
     DETOKENIZE,
     TOKENIZE,
@@ -91,6 +93,7 @@ def _api_routes(service: Service) -> list[Route]:
         Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
         Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
         Route(f"{responses.PATH}/{{name}}/cancel", reader.cancel, methods=["POST"]),
+        Route(f"{SESSIONS}/{{name:path}}", Sessions(service).end, methods=["DELETE"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

@@ -27,6 +27,7 @@ from paged_kv.allocator.prefixes.eviction import (
     EvictionOrder,
     EvictionPolicy,
 )
+from paged_kv.allocator.prefixes.owners import Owner, Owners
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Node, Windows
 from paged_kv.allocator.prefixes.uses import Use
 
@@ -69,6 +70,7 @@ class PrefixIndex:
         # as the end of one prompt and in the middle of another.
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
         self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
+        self._owners = Owners()
         self._size = 0
         self._pinned = 0
 
@@ -136,6 +138,45 @@ class PrefixIndex:
                     for slots in parts:
                         node.hold(allocator, slots)
             return tuple(path)
+
+    def own(self, nodes: Sequence[Node], owner: Owner) -> None:
+        """Note that these nodes, which `insert` returned, hold a prompt of an owner."""
+        with self.lock:
+            self._owners.mark(nodes, owner)
+
+    def end_session(self, owner: Owner) -> int:
+        """Remove what only prompts of a session use: the last nodes of each, up to one that is
+        pinned, that another owner's prompt ends with, or that has other children. Returns how many
+        blocks' worth that was. Other holders keep their blocks. O(nodes of its prompts).
+
+        Raises:
+            UnknownSession: no prompt has this owner; nothing was changed.
+        """
+        with self.lock:
+            before = len(self)
+            for end in self._owners.release(owner):
+                node: Node | None = end
+                while node is not None and self._is_unused(node):
+                    self._remove_unshared(node)
+                    node = node.parent
+            return before - len(self)
+
+    def forget_prompt(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """Remove what only this prompt and its prefixes use, if they are of no session: its last
+        nodes, up to one that is pinned, that a session's prompt ends with, or that has other
+        children. Returns how many blocks' worth that was, 0 if a longer prompt goes through all of
+        it. Other holders keep their blocks. O(tokens)."""
+        with self.lock:
+            found, before = self.known(namespace, tokens), len(self)
+            is_whole = sum(len(node.tokens) for node in found.nodes) == found.num_tokens
+            for node in reversed(found.nodes) if is_whole else ():
+                for owner in self._owners.owners_of(node):
+                    if owner.session is None:
+                        self._owners.unmark(node, owner)
+                if not self._is_unused(node):
+                    break
+                self._remove_unshared(node)
+            return before - len(self)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """Keep what is known of a prefix, its last token included, until `unpin` of what this
@@ -226,14 +267,14 @@ class PrefixIndex:
         """A new child; one that holds only the beginning of its tokens goes."""
         closest, common = _closest_child(parent, page)
         node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
+        if closest is not None:
+            node.inherit(closest, common)
         if closest is not None and common == len(closest.tokens):
-            node.inherit(closest)
             if self.on_replace is not None:
                 self.on_replace(closest, node)
             if not closest.pins:
+                self._owners.move(closest, node)
                 self._remove(closest)
-        elif closest is not None:
-            node.share_checkpoints(closest, common)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
                 allocator.keep(block, partial(self._on_move, allocator))
@@ -256,6 +297,7 @@ class PrefixIndex:
         self._size -= 1
         if parent.parent is not None and not parent.children:
             self._leaves.put(parent, parent.use)
+        self._owners.move(leaf, None if parent.parent is None else parent)
         leaf.release_windows()
         for allocator, block in leaf.blocks.items():
             nodes = self._nodes[allocator, block]
@@ -263,6 +305,14 @@ class PrefixIndex:
             if not nodes:
                 del self._nodes[allocator, block]
                 allocator.evict(block)
+
+    def _remove_unshared(self, leaf: Node) -> None:
+        """Remove a leaf, whose states and windows within tokens that a sibling has too go to this
+        one: its prompts began with them."""
+        sibling, common = _closest_sibling(leaf)
+        if sibling is not None:
+            sibling.inherit(leaf, common)
+        self._remove(leaf)
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
@@ -278,6 +328,11 @@ class PrefixIndex:
             node.use = used(node.use)
             if not node.children:
                 self._leaves.put(node, node.use)
+
+    def _is_unused(self, node: Node) -> bool:
+        """Whether a node is a leaf that neither a pin nor a prompt of an owner needs; false for one
+        that was removed."""
+        return node in self._leaves and not node.pins and not self._owners.owners_of(node)
 
     def _is_in_use(self, node: Node) -> bool:
         """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another
@@ -311,8 +366,22 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
     if exact is not None:
         return exact, len(page)
     after = node.children.bisect_left(page)
-    neighbours = node.children.keys()[max(0, after - 1) : after + 1]
-    best = max(neighbours, key=lambda tokens: common_prefix(tokens, page), default=None)
+    return _closest(node, node.children.keys()[max(0, after - 1) : after + 1], page)
+
+
+def _closest_sibling(node: Node) -> tuple[Node | None, int]:
+    """The sibling that has most first tokens in common with a node, and how many."""
+    assert node.parent is not None
+    children = node.parent.children
+    at = children.index(node.tokens)
+    neighbours = [*children.keys()[max(0, at - 1) : at], *children.keys()[at + 1 : at + 2]]
+    return _closest(node.parent, neighbours, node.tokens)
+
+
+def _closest(
+    node: Node, children: Sequence[tuple[int, ...]], page: tuple[int, ...]
+) -> tuple[Node | None, int]:
+    best = max(children, key=lambda tokens: common_prefix(tokens, page), default=None)
     return (None, 0) if best is None else (node.children[best], common_prefix(best, page))
 
 

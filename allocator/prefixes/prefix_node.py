@@ -99,18 +99,16 @@ class Node:
         self.checkpoints[end] = checkpoint
         checkpoint.pins += self.pins
 
-    def share_checkpoints(self, sibling: Node, num_tokens: int) -> None:
-        """Hold the states of a sibling within the first tokens that both have."""
-        for end, checkpoint in sibling.checkpoints.items():
+    def inherit(self, other: Node, num_tokens: int) -> None:
+        """Take over the windows and checkpoints within the first tokens of a node that has the same
+        `num_tokens` first tokens."""
+        for end, checkpoint in other.checkpoints.items():
             if end <= num_tokens:
                 self.hold_checkpoint(end, checkpoint)
-
-    def inherit(self, shorter: Node) -> None:
-        """Take over the windows and checkpoints of a node with the first of these tokens."""
-        self.share_checkpoints(shorter, len(shorter.tokens))
-        for allocator, held in shorter.windows.items():
+        for allocator, held in other.windows.items():
             for slots in held.values():
-                self.hold(allocator, slots)
+                if slots.last <= num_tokens:
+                    self.hold(allocator, slots)
 
     def demote_windows(self, allocator: BlockAllocator) -> None:
         """Let no prefix end here any more in a group with a window: its blocks may go as those that

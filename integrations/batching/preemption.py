@@ -96,6 +96,7 @@ class Preemption:
     Attributes:
         priorities: of sequences that have one.
         salts: of sequences that share prompts with their like only, by uid.
+        sessions: that the prompts of sequences are part of, by uid.
         requests: what a trace calls sequences that are known to it before they come here, by uid.
     """
 
@@ -119,6 +120,7 @@ class Preemption:
         self._unshared: set[int] = set()
         self._error: PoolExhausted | None = None
         self.salts: dict[int, Hashable] = {}
+        self.sessions: dict[int, Hashable] = {}
         self.requests: dict[int, Hashable] = {}
 
     def step(self) -> Responses:
@@ -248,7 +250,8 @@ class Preemption:
         # A reserved block that was not written is not worth keeping.
         for sequence in cache.sequences:
             sequence.shrink()
-        self._factory.insert_cache(waiting.tokens, waiting.cache, salt=self.salts.get(waiting.uid))
+        salt, session = self.salts.get(waiting.uid), self.sessions.get(waiting.uid)
+        self._factory.insert_cache(waiting.tokens, waiting.cache, salt=salt, session=session)
         self._held[waiting.uid] = len(waiting.tokens)
         segments = [segment for segment in [waiting.tokens, *waiting.segments] if segment]
         return waiting._replace(segments=segments, cache=self._factory.make_cache(), tokens=[])
@@ -391,7 +394,7 @@ class Preemption:
                 self._events.ended(self._request(uid))
             self._known &= uids
             self._unshared &= uids
-            kept = self._generating, self._held, self._prompt_tokens
+            kept = self._generating, self._held, self._prompt_tokens, self.sessions
             for gone in (*kept, self.priorities.by_uid, self.salts, self.requests):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]

@@ -38,7 +38,12 @@ class Reuses(Protocol):
     def parting(self, tokens: Tokens, *, salt: Hashable = None) -> int: ...
 
     def insert_cache(
-        self, tokens: Tokens, prompt_cache: list[Any], *, salt: Hashable = None
+        self,
+        tokens: Tokens,
+        prompt_cache: list[Any],
+        *,
+        salt: Hashable = None,
+        session: Hashable = None,
     ) -> int: ...
 
 

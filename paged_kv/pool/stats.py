@@ -47,7 +47,8 @@ class PoolStats(BlockTotals):
         evictions: blocks' worth of cached tokens that were evicted, by reason: "out_of_window",
             memory was needed, and blocks that a window has passed go first; "room", memory was
             needed; "exhausted", memory was needed and nothing else was left to try; "limit", there
-            were more prompts or bytes than the caller allows; "clear" was called.
+            were more prompts or bytes than the caller allows; "clear" was called; "forgotten", a
+            prompt was forgotten, or a session ended.
         requantisations: blocks requantised because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that were cached.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.allocator.prefixes.prefix_index import Match
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
@@ -195,12 +196,14 @@ class PrefixCache:
         states: Any,
         *,
         keeping: Keeping = Keeping.AS_RULED,
+        owner: Owner | None = None,
     ) -> int:
         """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
         now reuse. Copies no page, but recodes full ones, as the sequence's next step would: so what
         is found is what the sequence itself goes on with. `states` are the states of the layers
         that are not paged, after all tokens of the sequence; the caller must not change them later.
-        `keeping` says what the tier below gets.
+        `keeping` says what the tier below gets, and `owner` whose prompt it is; None if it is
+        nobody's, and may go with whoever's prompts use it.
         """
         sequence.commit()
         # If memory is too short, the next step recodes them, of this sequence or of one that finds
@@ -225,6 +228,8 @@ class PrefixCache:
                 supersede_rings(nodes, windows, group)
         if self.has_states and sequence.length == num_tokens > 0:
             self._keep_states(nodes, num_tokens, states, is_answer=is_answer)
+        if owner is not None:
+            self.pool.index.own(nodes, owner)
         if not self.pool.num_layers:
             self.pool.index.prune(_has_snapshot)  # no block of the others holds anything
         for group in self._shared_groups():
@@ -232,6 +237,20 @@ class PrefixCache:
         if self._lower is not None and keeping is not Keeping.NOTHING:
             self._lower.keep(namespace, nodes, num_tokens, keeping)
         return self._start(Match(nodes, num_tokens)).num_tokens
+
+    @locked
+    def forget(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
+        """See `PrefixIndex.forget_prompt`. O(tokens)."""
+        return self._forgotten(self.pool.index.forget_prompt(namespace, tokens))
+
+    @locked
+    def end_session(self, owner: Owner) -> int:
+        """See `PrefixIndex.end_session`.
+
+        Raises:
+            UnknownSession: no prompt has this owner; nothing was changed.
+        """
+        return self._forgotten(self.pool.index.end_session(owner))
 
     @locked
     def peek(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Expected:
@@ -270,6 +289,13 @@ class PrefixCache:
         """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
         self._lower = lower
         self.pool.index.on_evict = lower.on_evict
+
+    def _forgotten(self, blocks: int) -> int:
+        """Count so many blocks' worth of tokens, and free out-of-window blocks that went with
+        them."""
+        self.pool.out_of_window.drain()
+        self.pool.counts.evictions["forgotten"] += blocks
+        return blocks
 
     def _reusable(self, num_tokens: int, length: int) -> int:
         """How many of the first `num_tokens` tokens of a sequence prompts can reuse: none within a

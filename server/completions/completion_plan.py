@@ -127,6 +127,7 @@ def make_plan(
             choices=choices,
             first_choice=number * choices,
             salt=salt,
+            session=body.session,
             channel=channel,
             constraint=constraint,
             priority=body.priority or 0,

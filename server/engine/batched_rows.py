@@ -196,6 +196,7 @@ class BatchedRows:
         if self._preemption is not None:
             self._preemption.priorities.by_uid[uid] = row.job.priority
             self._preemption.salts[uid] = row.job.salt
+            self._preemption.sessions[uid] = row.job.session
             self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
         self._rows[uid] = row
         self._reading.add(uid)
@@ -250,7 +251,7 @@ class BatchedRows:
             self._keep(row, response.all_tokens[:], response.prompt_cache)
 
     def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
-        self._reuse.insert(tokens, cache, row.job.salt)
+        self._reuse.insert(tokens, cache, row.job.salt, row.job.session)
         hold(self._reuse, row.prompt, row.job.salt)
 
 

@@ -24,7 +24,7 @@ import mlx.core as mx
 from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
-from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.errors import PoolExhausted, UnknownSession
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
 from paged_kv.server.engine.jobs import (
@@ -34,13 +34,14 @@ from paged_kv.server.engine.jobs import (
     Job,
     Mailbox,
     Outbox,
+    SessionEnd,
     Stage,
     Token,
 )
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.api_errors import APIError, busy, wrong_value
+from paged_kv.server.http.api_errors import APIError, busy, shortened, wrong_value
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,11 @@ class GenerationThread:
         """Let the other ranks compile a grammar, while this one does."""
         if self._ranks.size > 1:
             self._mailbox.put(partial(GenerationThread._compile, constraint=constraint))
+
+    def end_session(self, end: SessionEnd) -> None:
+        """Evict what only the prompts of a session use; its future tells how much, or raises
+        APIError 404. A job of the session goes on, and what it inserts is the session's again."""
+        self._mailbox.put(partial(GenerationThread._end_session, end=end))
 
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""
@@ -242,6 +248,20 @@ class GenerationThread:
 
     def _compile(self, constraint: Constraint) -> None:
         compile_on_other_ranks(self.provider, constraint)
+
+    def _end_session(self, end: SessionEnd) -> None:
+        try:
+            freed = self.provider.reuse.end_session(end.session, end.salt)
+        except UnknownSession:
+            if not any(map(end.is_of, self.jobs.values())):
+                end.freed.set_exception(_no_session(end.session))
+                return
+            freed = 0  # nothing is computed yet
+        except Exception as error:
+            end.freed.set_exception(error)
+            raise
+        end.freed.set_result(freed)
+        self._has_left = True
 
     def _note_stop(self) -> None:
         self._stopped = True
@@ -431,6 +451,15 @@ class GenerationThread:
 
     def _running(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
+
+
+def _no_session(name: str) -> APIError:
+    return APIError(
+        404,
+        f"there is no session {shortened(name)}: no request with your key and cache_salt has named "
+        "it, or it was ended or forgotten since; a salt goes into the query, as ?cache_salt=alice",
+        code="session_not_found",
+    )
 
 
 def _as_api_error(error: Exception) -> APIError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -17,6 +18,7 @@ from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.speculation.batch import SpeculationCounts
+from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.engine.ending import Ending
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.http.api_errors import APIError
@@ -120,6 +122,7 @@ class Job:
         ending: the tokens that end a choice.
         prompt_logprobs: how many of the likeliest tokens to list for each token of the prompt, with
             its log probability; None if these are not asked for.
+        session: the session that the prompt is part of; None if it is part of none.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         scored: the prompt's tokens so far, if their log probabilities are asked for.
@@ -143,6 +146,7 @@ class Job:
     asked_tokens: int = 0
     ending: Ending = field(default_factory=Ending)
     prompt_logprobs: int | None = None
+    session: str | None = None
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     scored: list[ScoredToken] = field(default_factory=list)
@@ -171,6 +175,30 @@ class Job:
         """What other ranks get: they have no clients, and the prompt is read. They compile the
         grammar themselves."""
         return vars(self) | {"channel": None, "read": None, "compiled": None}
+
+
+@dataclass(eq=False)
+class SessionEnd:
+    """A client's request to end a session.
+
+    Attributes:
+        session: its name.
+        salt: of its prompts.
+        freed: how many blocks' worth of tokens that frees, once the generation thread has ended the
+            session; on ranks that have no clients nobody waits for it.
+    """
+
+    session: str
+    salt: Hashable
+    freed: Future[int] = field(default_factory=Future)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What other ranks get."""
+        return SessionEnd, (self.session, self.salt)
+
+    def is_of(self, job: Job) -> bool:
+        """Whether a job is part of the session."""
+        return (job.session, inner_salt(job.salt)) == (self.session, self.salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+from paged_kv.allocator.errors import UnknownSession
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import Keeping, keeping_of
@@ -236,13 +237,30 @@ class PromptReuse:
         """After how many tokens a prompt is worth an `insert`, beside its end; 0 if nowhere."""
         return 0 if self._factory is None else self._factory.parting(tokens, salt=salt)
 
-    def insert(self, tokens: list[int], prompt_cache: list[Any], salt: Hashable) -> None:
-        """Cache what a prompt cache holds of these tokens. This empties the list: its pages would
-        stay in use as long as a reference to it exists."""
+    def insert(
+        self,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        salt: Hashable,
+        session: str | None = None,
+    ) -> None:
+        """Cache what a prompt cache holds of these tokens, as a session's if one is named. This
+        empties the list: its pages would stay in use as long as a reference to it exists."""
         if self._factory is not None:
-            self._factory.insert_cache(tokens, prompt_cache, salt=salt)
+            self._factory.insert_cache(tokens, prompt_cache, salt=salt, session=session)
         prompt_cache.clear()
         self._trim()
+
+    def end_session(self, session: str, salt: Hashable) -> int:
+        """Evict what only the prompts of a session use; returns how many blocks' worth of tokens
+        that was. What a draft model has of them stays.
+
+        Raises:
+            UnknownSession: no cached prompt of the loaded model has it.
+        """
+        if self._factory is None:
+            raise UnknownSession(session, 0)
+        return self._factory.end_session(session, salt=salt)
 
     @property
     def next_end(self) -> float:

@@ -226,7 +226,7 @@ class SingleRow:
                 return
 
     def _keep(self, tokens: list[int], cache: list[Any], job: Job, prompt: Prompt) -> None:
-        self._provider.reuse.insert(tokens, cache, job.salt)
+        self._provider.reuse.insert(tokens, cache, job.salt, job.session)
         hold(self._provider.reuse, prompt, job.salt)
 
     def _generate(

@@ -60,7 +60,6 @@ WITHOUT_MEANING = frozenset(
     {
         "metadata",
         "prediction",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -80,6 +81,7 @@ MostTokens = Annotated[AnyTokens, AfterValidator(_not_zero)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+SessionName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -108,6 +110,8 @@ class Body(BaseModel):
     num_draft_tokens: Annotated[int, Field(ge=0, le=256)] | None = None
     store: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    prompt_cache_key: SessionName | None = None
+    session_id: SessionName | None = None
 
     priority: Annotated[int, Field(ge=-LARGEST_COUNT, le=LARGEST_COUNT)] | None = None
 
@@ -153,6 +157,19 @@ class Body(BaseModel):
                 f"most {MOST_STOPS} of {MOST_STOP_CHARACTERS:,} in all are possible"
             )
         return stop
+
+    @field_validator("session_id")
+    @classmethod
+    def _one_session(cls, session: str | None, info: ValidationInfo) -> str | None:
+        key = info.data.get("prompt_cache_key")
+        if None not in (session, key) and session != key:
+            raise ValueError("prompt_cache_key names another session: send one of the two")
+        return session
+
+    @property
+    def session(self) -> str | None:
+        """The session that the request is part of."""
+        return self.session_id or self.prompt_cache_key
 
     @property
     def stop_words(self) -> list[str]:

@@ -24,7 +24,7 @@ SHARED = (
     *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
     *("cache_salt", "chat_template_kwargs", "min_p", "seed", "repetition_penalty"),
     *("add_generation_prompt", "continue_final_message"),
-    *("ignore_eos", "min_tokens", "stop_token_ids"),
+    *("ignore_eos", "min_tokens", "session_id", "stop_token_ids"),
 )
 
 # Fields that no token of an answer depends on.

@@ -33,12 +33,13 @@ SHARED = (
     *("cache_salt", "chat_template_kwargs", "min_p", "priority", "repetition_penalty", "seed"),
     *("add_generation_prompt", "continue_final_message"),
     *("ignore_eos", "min_tokens", "stop_token_ids", "top_k"),
+    *("prompt_cache_key", "session_id"),
 )
 
 # Fields that no token of an answer depends on.
 WITHOUT_MEANING = frozenset(
     {
-        *("access_programs", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+        *("access_programs", "max_tool_calls", "prompt_cache_options"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
     }
 )

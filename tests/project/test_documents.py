@@ -200,6 +200,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["curl", url, "-d", body]:
             assert url == "http://127.0.0.1:8080/v1/chat/completions"
             assert json.loads(body)
+        case ["curl", "-X", "DELETE", url]:
+            assert url.startswith("http://127.0.0.1:8080/v1/sessions/")
         case _:
             pytest.fail(f"no rule for {words}: add one, so that it is checked")
 

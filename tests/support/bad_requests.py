@@ -88,7 +88,7 @@ def bad_requests() -> dict[str, list[Bad]]:
         ],
         "strings": [
             bad
-            for name in ("model", "draft_model", "adapters", "cache_salt")
+            for name in ("model", "draft_model", "adapters", "cache_salt", "session_id")
             for bad in wrong(name, *NO_STRINGS, "")
         ],
         "fields": list(_fields()),
@@ -138,6 +138,13 @@ def _fields() -> Iterator[Bad]:
     yield raw("stop", '["\\udfff"]', named=False)
     yield raw("cache_salt", '"\\ud800"', named=False)
     yield from wrong("cache_salt", "s" * 1025)
+    for field in ("prompt_cache_key", "session_id"):
+        yield from wrong(field, "", "s" * 257, 5, ["a"])
+    yield Bad(
+        CHAT,
+        json.dumps(GOOD[CHAT] | {"session_id": "a", "prompt_cache_key": "b"}).encode(),
+        param="session_id",
+    )
 
 
 def _prompts() -> Iterator[Bad]:

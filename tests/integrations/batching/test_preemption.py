@@ -220,6 +220,24 @@ def _preempted(generator: Any) -> dict[int, Any]:
     return preempted
 
 
+def test_a_preempted_sequences_pages_are_its_sessions() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 5)
+    with factory:
+        generator: Any = generator_of(model)
+        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
+        generator.paged_kv_preemption.sessions.update({uid: f"chat {uid}" for uid in uids})
+        until_preempted(generator, factory)
+        (preempted, *_) = _preempted(generator)
+        assert factory.fetch_cache(PROMPTS[uids.index(preempted)])[1] > 0
+        assert factory.end_session(f"chat {preempted}") > 0
+        assert factory.fetch_cache(PROMPTS[uids.index(preempted)])[1] == 0
+        generator.remove(uids)
+        generator.insert(PROMPTS[:1], max_tokens=[1])
+        generator.next()
+        assert not generator.paged_kv_preemption.sessions
+
+
 def test_a_preempted_sequences_pages_keep_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3")
     factory = factory_of_blocks(model, 5)

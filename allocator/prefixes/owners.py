@@ -1,0 +1,103 @@
+"""Records which sessions use which nodes of the prefix index.
+
+Each prompt marks the node that it ends with, and so uses this node and those before it. When the
+node is evicted, its marks move to its parent, and when it is replaced, to the node in its place. So
+marks show what is left of each prompt, without its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from paged_kv.allocator.errors import UnknownSession
+from paged_kv.allocator.prefixes.prefix_node import Node
+
+# A session takes some hundred bytes, and each of its prompts that is no prefix of another as much.
+MOST_SESSIONS = 4096
+
+
+class Owner(NamedTuple):
+    """Whose a prompt is.
+
+    Attributes:
+        salt: only prompts with the same salt share prefixes.
+        session: the session's name; None for prompts of no session, which cannot be ended.
+    """
+
+    salt: Hashable
+    session: Hashable = None
+
+
+class Owners:
+    """The owners of one prefix index, which calls all of this under its lock.
+
+    Args:
+        most: sessions to know. Beyond that the least recently used one is forgotten: its prompts
+            become those of no session.
+    """
+
+    def __init__(self, most: int = MOST_SESSIONS) -> None:
+        self._most = most
+        self._owners: dict[Node, set[Owner]] = {}
+        # The marked nodes of each session, the least recently used session first.
+        self._ends: OrderedDict[Owner, set[Node]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Known sessions."""
+        return len(self._ends)
+
+    def owners_of(self, node: Node) -> frozenset[Owner]:
+        """Those with a prompt that ends with a node."""
+        return frozenset(self._owners.get(node, ()))
+
+    def mark(self, path: Sequence[Node], owner: Owner) -> None:
+        """Note that a prompt of an owner ends with the last node of a path from a root's child.
+        O(path)."""
+        if owner.session is not None:
+            self._ends.setdefault(owner, set())
+            self._ends.move_to_end(owner)
+            # One mark is enough for all prompts of a session that are prefixes of the longest.
+            for node in self._ends[owner].intersection(path):
+                self.unmark(node, owner)
+        if path:
+            self._put(path[-1], owner)
+        while len(self._ends) > self._most:
+            gone = next(iter(self._ends))
+            for node in self.release(gone):
+                self._put(node, Owner(gone.salt))
+
+    def unmark(self, node: Node, owner: Owner) -> None:
+        """Forget that a prompt of an owner ends with a node."""
+        self._owners[node].remove(owner)
+        if not self._owners[node]:
+            del self._owners[node]
+        if owner in self._ends:
+            self._ends[owner].remove(node)
+
+    def move(self, node: Node, target: Node | None) -> None:
+        """Let the prompts that end with a node end with another, or with none."""
+        for owner in self.owners_of(node):
+            self.unmark(node, owner)
+            if target is not None:
+                self._put(target, owner)
+
+    def release(self, owner: Owner) -> list[Node]:
+        """Forget a session; returns the nodes that its prompts ended with.
+
+        Raises:
+            UnknownSession: no prompt of this owner was marked, or it was forgotten since.
+        """
+        if owner not in self._ends:
+            raise UnknownSession(owner.session, len(self))
+        nodes = list(self._ends[owner])
+        for node in nodes:
+            self.unmark(node, owner)
+        del self._ends[owner]
+        return nodes
+
+    def _put(self, node: Node, owner: Owner) -> None:
+        self._owners.setdefault(node, set()).add(owner)
+        if owner.session is not None:
+            self._ends[owner].add(node)

@@ -1,0 +1,142 @@
+"""Forgotten prompts and ended sessions give up their pages and states, and cost only time."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedCacheFactory, UnknownSession
+from paged_kv.prefix.keeping import Unstored
+from tests.support.generation import Run, assert_same_run, greedy
+from tests.support.zoo import small_model
+
+TOLERANCE = 1e-3
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
+# They part within the second page.
+ONE, OTHER = [*TEXT[:300], *TEXT[500:900]], [*TEXT[:300], *TEXT[400:700]]
+
+
+def asked(
+    model: Any, factory: PagedCacheFactory, prompt: list[int], **options: Any
+) -> tuple[Run, int]:
+    """The answer to a prompt, which is cached, and how much of the prompt was."""
+    salt = options.get("salt")
+    cache, cached = factory.fetch_cache(prompt, salt=salt)
+    if cached < 300 and model.model_type in ("qwen3_next", "falcon_h1", "mamba"):
+        # As the server does, so that recurrent layers can resume where prompts part.
+        model(mx.array([prompt[cached:300]]), cache=cache)
+        factory.insert_cache(prompt[:300], cache, **options)
+        run = greedy(model, prompt[300:], cache, 4)
+    else:
+        run = greedy(model, prompt[cached:], cache, 4)
+    factory.insert_cache(prompt + run.tokens, cache, **options)
+    del cache
+    factory.pool.check()
+    return run, cached
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss", "mamba"])
+def test_the_end_of_a_session_keeps_what_others_share(name: str) -> None:
+    model = small_model(name)
+    factory = PagedCacheFactory(model)
+    first, _ = asked(model, factory, ONE, session="a")
+    used = factory.stats(), factory.prefixes.snapshots.nbytes
+    second, cached = asked(model, factory, OTHER, session="b")
+    assert cached == 300
+    assert factory.end_session("a") >= 2
+    assert factory.stats().evictions["forgotten"] >= 2
+    # What was computed again is the same, and what was shared is still there.
+    assert factory.fetch_cache([*OTHER, *second.tokens, 1])[1] >= len(OTHER)
+    again, cached = asked(model, factory, OTHER)
+    assert cached >= 300
+    assert_same_run(again, second, TOLERANCE)
+    again, cached = asked(model, factory, ONE, session="a")
+    assert cached <= 300
+    assert_same_run(again, first, TOLERANCE)
+    for session in "ba":
+        factory.end_session(session)
+    assert factory.forget(OTHER + second.tokens) > 0
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (0, 0)
+    assert factory.prefixes.snapshots.nbytes == 0
+    assert used[0].blocks_cached or used[1]
+    with pytest.raises(UnknownSession):
+        factory.end_session("a")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_a_forgotten_prompt_is_computed_again(name: str) -> None:
+    model = small_model(name)
+    factory = PagedCacheFactory(model)
+    first, _ = asked(model, factory, ONE)
+    assert factory.forget(ONE) == 0  # a longer prompt, with the answer, goes through it
+    assert factory.forget(ONE + first.tokens, salt="alice") == 0
+    assert factory.forget(mx.array(ONE + first.tokens)) == 3
+    assert factory.stats().blocks_cached == factory.prefixes.snapshots.nbytes == 0
+    again, cached = asked(model, factory, ONE)
+    assert cached == 0
+    assert_same_run(again, first, TOLERANCE)
+
+
+def test_a_sequence_keeps_the_pages_of_its_ended_session() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model)
+    expected = greedy(model, [*ONE, 1], factory.make_cache(), 4)
+    asked(model, factory, ONE, session="a")
+    cache, cached = factory.fetch_cache([*ONE, 1])
+    assert cached == len(ONE)
+    assert factory.end_session("a") == 3
+    assert factory.fetch_cache([*ONE, 1])[1] == 0
+    assert_same_run(greedy(model, [1], cache, 4), expected, TOLERANCE)
+    factory.insert_cache(ONE, cache, session="a")  # it lives again
+    del cache
+    assert factory.end_session("a") == 3
+    factory.pool.check()
+    assert factory.stats().blocks_cached == 0
+
+
+def test_pins_outlive_sessions_and_salts_have_their_own() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model)
+    asked(model, factory, ONE, session="a", salt="alice")
+    assert factory.pin(TEXT[:256], salt="alice") == 256
+    for wrong in ({"salt": "bob"}, {}):
+        with pytest.raises(UnknownSession, match="no session 'a' under this salt"):
+            factory.end_session("a", **wrong)
+    # A prompt that no store may keep is one of the same salt.
+    asked(model, factory, OTHER, session="a", salt=Unstored("alice"))
+    assert factory.end_session("a", salt="alice") == 4
+    assert factory.fetch_cache(ONE, salt="alice")[1] == 256
+    factory.unpin(TEXT[:256], salt="alice")
+    assert factory.forget(TEXT[:256], salt="alice") == 1
+
+
+def test_names_and_tokens_are_checked() -> None:
+    factory = PagedCacheFactory(small_model("qwen3"))
+    unhashable: Any = []
+    with pytest.raises(TypeError, match="session"):
+        factory.end_session(unhashable)
+    with pytest.raises(TypeError, match="session"):
+        factory.insert_cache([1], factory.make_cache(), session=unhashable)
+    with pytest.raises(TypeError, match="salt"):
+        factory.forget([1], salt=unhashable)
+    assert factory.forget([]) == 0
+    with pytest.raises(UnknownSession):
+        factory.end_session(None)
+
+
+def test_pages_on_disk_outlive_a_session(tmp_path: Any) -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, store=tmp_path / "store")
+    first, _ = asked(model, factory, ONE, session="a")
+    assert factory.store is not None
+    factory.store.flush()
+    assert factory.end_session("a") == 3
+    assert factory.stats().blocks_cached == 0
+    again, cached = asked(model, factory, ONE, session="b")
+    assert cached == 512
+    assert_same_run(again, first, TOLERANCE)
+    # What was loaded is the session's that asked for it.
+    assert factory.end_session("b") == 3
+    assert factory.stats().blocks_cached == 0
+    factory.close()
