@@ -23,11 +23,24 @@ from typing import Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import (
+    LEAST_WORTH,
+    EvictionPolicy,
+    FirstInFirstOut,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+)
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.shared_prompts import Runs
 from paged_kv.trace.simulated_pool import token_of
+
+POLICIES: dict[str, EvictionPolicy] = {
+    "lru": LeastRecentlyUsed(),
+    "lfu": LeastFrequentlyUsed(),
+    "fifo": FirstInFirstOut(),
+    "worth": LEAST_WORTH,
+}
 
 # A page in use is used again before all others.
 _IN_USE = -1
