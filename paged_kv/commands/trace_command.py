@@ -15,6 +15,7 @@ from paged_kv.trace.recorder import PAGE_SIZE
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.reuse_replay import POLICIES, Reuse, most_reuse, replay_reuse
+from paged_kv.trace.state_replay import foreseen_states, replay_ranked_states
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -28,7 +29,7 @@ them needs a model or memory: only the bookkeeping runs.
 # No policy: what nobody uses is evicted at once.
 _ALWAYS = "always"
 _DEFAULT_POLICY = "worth"
-_MOST_FOUND = "most possible"
+_TITLES = {"most": "most possible", "foreseen": "with foresight"}
 
 
 def add_trace_parser(subparsers: "Subparsers") -> None:
@@ -77,6 +78,12 @@ def _add_replay_parser(commands: "Subparsers") -> None:
         f"(default: {_DEFAULT_POLICY})",
     )
     parser.add_argument(
+        "--states",
+        type=positive,
+        metavar="N",
+        help="say what prompts of requests find where N recurrent states are kept",
+    )
+    parser.add_argument(
         "--admission",
         choices=list(BATCHES),
         help="say how many requests would have run at once with this policy of paged-kv server",
@@ -101,21 +108,22 @@ def run_replay(arguments: argparse.Namespace) -> int:
     _require_a_page(arguments, load)
     changed = recorded if other == Parameters() else Replay(events, other).run()
     admitted, reuse = _admitted(arguments, load), _reuse(arguments, load)
+    states = _states(arguments, load)
     if arguments.json:
         content = {"recorded": as_dict(recorded), "replayed": as_dict(changed)}
         if admitted is not None:
             content["admission"] = asdict(admitted)
-        if reuse:
-            content["reuse"] = {
-                name: vars(each) | {"share": each.share} for name, each in reuse.items()
-            }
+        content |= {"reuse": _shares(reuse)} if reuse else {}
+        content |= {"states": _shares(states)} if states else {}
         print(json.dumps(content, indent=2))
         return 0
     # A trace may hold requests only.
     if recorded.sequences or not reuse:
         _print_outcomes(recorded, changed, _in_words(arguments))
     if reuse:
-        _print_reuse(reuse)
+        _print_reuse(reuse, "pages")
+    if states:
+        _print_reuse(states, "states")
     if admitted is not None:
         _print_admission(load, admitted, _admission_in_words(arguments))
     return 0
@@ -153,6 +161,21 @@ def _reuse(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]:
     max_bytes = arguments.max_kv_bytes
     found = {name: replay_reuse(load, POLICIES[name], max_bytes) for name in dict.fromkeys(names)}
     return {**found, "most": most_reuse(load, max_bytes)}
+
+
+def _states(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]:
+    """The same of recurrent states, if they are asked for."""
+    if arguments.states is None or not load.requests:
+        return {}
+    count = arguments.states
+    names = [name for name in (arguments.eviction, "lru") if name in POLICIES]
+    found = {name: replay_ranked_states(load, count, POLICIES[name]) for name in names}
+    return {**found, "foreseen": foreseen_states(load, count)}
+
+
+def _shares(reuse: dict[str, Reuse]) -> dict[str, Any]:
+    """What was found, ready for JSON."""
+    return {name: {**vars(each), "share": each.share} for name, each in reuse.items()}
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -195,18 +218,18 @@ def _print_admission(load: TracedLoad, outcome: AdmissionOutcome, title: str) ->
     _print_table(("\n", "\nas recorded", f"\n{title}"), rows)
 
 
-def _print_reuse(reuse: dict[str, Reuse]) -> None:
-    """What each policy finds in the prompts of requests."""
-    titles = [_MOST_FOUND if name == "most" else name for name in reuse]
+def _print_reuse(reuse: dict[str, Reuse], things: str) -> None:
+    """What each policy finds in the prompts of requests, of cached pages or states."""
+    titles = [_TITLES.get(name, name) for name in reuse]
     found = list(reuse.values())
     rows = [
         ("tokens of prompts", *[f"{each.tokens_asked:,}" for each in found]),
         ("  of them found", *[f"{each.tokens_found:,}" for each in found]),
         ("  as a share", *[f"{each.share:.1%}" for each in found]),
-        ("pages that fit", *[f"{each.pages:,}" for each in found]),
-        ("pages evicted", *[f"{each.evicted:,}" for each in found]),
+        (f"{things} that fit", *[f"{each.capacity:,}" for each in found]),
+        (f"{things} evicted", *[f"{each.evicted:,}" for each in found]),
     ]
-    _print_table(("\nby eviction policy", *[f"\n{each}" for each in titles]), rows)
+    _print_table((f"\n{things}, by eviction policy", *[f"\n{each}" for each in titles]), rows)
 
 
 def _print_outcomes(recorded: Outcome, changed: Outcome, title: str) -> None:

@@ -5,6 +5,7 @@
     requests          finds the requests that were served
     admission_replay  runs them with an admission policy
     reuse_replay      finds how much of their prompts an eviction policy keeps
+    state_replay      finds the same of recurrent states
     simulated_pool    a pool without pages
     synthetic_load    writes a trace of a made-up load
     request_lines     writes a trace of requests only

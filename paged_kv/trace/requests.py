@@ -98,6 +98,11 @@ class TracedLoad:
     def requests(self) -> list[TracedRequest]:
         return list(self._requests.values())
 
+    @property
+    def pools(self) -> list[int]:
+        """The numbers of the pools that have requests."""
+        return sorted({request.pool for request in self._requests.values()})
+
     def step_ms(self, chunk: int) -> float:
         """Milliseconds of a step, in which a request generates a token or computes `chunk` tokens
         of its prompt, as most requests had it."""

@@ -54,12 +54,12 @@ class Reuse:
     """What prompts have found, of all pools.
 
     Attributes:
-        pages: how many pages fit.
+        capacity: how many pages fit, or states of `state_replay`.
         tokens_asked, tokens_found: of prompts.
-        evicted: pages that were evicted.
+        evicted: how many of them were evicted.
     """
 
-    pages: int
+    capacity: int
     tokens_asked: int
     tokens_found: int
     evicted: int
@@ -175,7 +175,7 @@ def _replayed(
     load: TracedLoad, max_bytes: int | None, cache_of: Callable[[int, Sequence[Pages]], Cache]
 ) -> Reuse:
     found = evicted = capacity = 0
-    for pool in sorted({request.pool for request in load.requests}):
+    for pool in load.pools:
         fitting = load.pages_that_fit(pool, max_bytes)
         prompts = [pages_of(each.runs) for each in load.requests if each.pool == pool]
         cache = cache_of(fitting, prompts)

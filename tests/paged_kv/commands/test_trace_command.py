@@ -20,6 +20,7 @@ from paged_kv.trace.replay import Parameters, Replay, read_trace
 from paged_kv.trace.request_lines import RequestLines, TracedMemory
 from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.reuse_replay import most_reuse, replay_reuse
+from paged_kv.trace.state_replay import foreseen_states, replay_ranked_states
 
 HEADER = '{"paged_kv_trace": 1, "page_size": 256, "time": 0}'
 PAGES = 5
@@ -60,7 +61,7 @@ def test_the_policy_stands_beside_the_others(
         ("most", most_reuse(load)),
     ):
         assert found[key] == vars(reuse) | {"share": reuse.share}
-    assert found["most"]["pages"] == PAGES
+    assert found["most"]["capacity"] == PAGES
     assert found["lru"]["share"] < found["most"]["share"]
 
 
@@ -79,7 +80,7 @@ def test_worth_is_the_default(requests: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_budget_counts(requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = replayed(capsys, requests, "--max-kv-bytes", "256000")["reuse"]
-    assert {each["pages"] for each in found.values()} == {1000}
+    assert {each["capacity"] for each in found.values()} == {1000}
     assert {each["tokens_found"] for each in found.values()} == {6 * 512}
 
 
@@ -89,6 +90,24 @@ def test_where_nothing_is_kept_no_policy_is_shown(
     assert replayed(capsys, requests, "--eviction", "always")["reuse"].keys() == {"lru", "most"}
 
 
+def test_states_stand_beside_pages(requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = TracedLoad(read_trace(requests), 256)
+    found = replayed(capsys, requests, "--states", 2)["states"]
+    assert found.keys() == {"worth", "lru", "foreseen"}
+    for key, reuse in (
+        ("worth", replay_ranked_states(load, 2, LEAST_WORTH)),
+        ("lru", replay_ranked_states(load, 2, LeastRecentlyUsed())),
+        ("foreseen", foreseen_states(load, 2)),
+    ):
+        assert found[key] == vars(reuse) | {"share": reuse.share}
+    assert (found["lru"]["capacity"], found["lru"]["tokens_asked"]) == (2, 16 * 513)
+    assert found["foreseen"]["tokens_found"] == 6 * 512
+    assert main(["trace", "replay", str(requests), "--states", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "states, by eviction policy" in shown
+    assert "with foresight" in shown
+
+
 def test_a_trace_of_requests_only_prints_these(
     requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +115,7 @@ def test_a_trace_of_requests_only_prints_these(
     shown = capsys.readouterr().out
     assert "block tables" not in shown
     rows = {line.split("  ")[0]: line.split()[-3:] for line in shown.splitlines() if line}
-    assert rows["by eviction policy"] == ["lru", "most", "possible"]
+    assert rows["pages, by eviction policy"] == ["lru", "most", "possible"]
     assert rows["tokens of prompts"] == ["8,208"] * 3
     assert "running at once, at most" in rows
 

@@ -136,6 +136,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["trace", "replay", "trace", "--eviction", "old"],
         "argument --eviction: invalid choice: 'old'",
     ),
+    (["trace", "replay", "trace", "--states", "0"], "argument --states: "),
     *[
         (["trace", "agents", "new", f"{option}={bad}"], f"argument {option}: ")
         for option in ("--agents", "--requests", "--layers", "--max-kv-bytes")

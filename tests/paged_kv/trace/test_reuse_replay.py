@@ -29,6 +29,7 @@ from paged_kv.trace.reuse_replay import (
     replay_reuse,
 )
 from tests.support.examples import examples
+from tests.support.page_paths import paths, texts_of_prompts
 
 PAGE_BYTES = 256
 
@@ -47,18 +48,6 @@ POLICIES: list[EvictionPolicy] = [
     *(LEAST_WORTH, LeastRecentlyUsed(), LeastFrequentlyUsed(), FirstInFirstOut()),
     *(Scrambled(1), Scrambled(2)),
 ]
-
-# Each number of a prompt stands for the text of a page.
-texts_of_prompts = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=40)
-
-
-def paths(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Page ids that are equal where all pages before them are, too."""
-    ids: dict[tuple[int, ...], int] = {}
-    return [
-        [ids.setdefault(tuple(text[: end + 1]), len(ids)) for end in range(len(text))]
-        for text in texts
-    ]
 
 
 def found(cache: Cache, prompts: list[list[int]]) -> list[int]:
