@@ -1,4 +1,4 @@
-"""The command `paged-kv trace`: replays a recorded trace, or synthesizes one."""
+"""The command `paged-kv trace`: replays a trace. `new_traces` has the commands that write one."""
 
 import argparse
 import json
@@ -6,25 +6,30 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import length_range, path, positive, share
+from paged_kv.commands.arguments import path, positive
 from paged_kv.commands.cache_options import examples
-from paged_kv.commands.output_files import removed_unless_complete
+from paged_kv.commands.new_traces import add_parsers_of_new_traces
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.trace.admission_replay import BATCHES, AdmissionOutcome, replay_admission
 from paged_kv.trace.recorder import PAGE_SIZE
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.requests import TracedLoad
+from paged_kv.trace.reuse_replay import POLICIES, Reuse, most_reuse, replay_reuse
+from paged_kv.trace.state_replay import foreseen_states, replay_ranked_states
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
 Traces of block allocations. Any process that uses this library records one to the file that
-PAGED_KV_TRACE names. `replay` runs it through the allocator again, with another budget or page
-size, or without prefix reuse; `synthesize` makes one up. Neither needs a model or memory: only the
-bookkeeping runs.
+PAGED_KV_TRACE names. `replay` runs it through the allocator again, with another budget, page size
+or eviction policy; `synthesize` and `agents` make one up, and `import` reads a public one. None of
+them needs a model or memory: only the bookkeeping runs.
 """
-_DEFAULT_BUDGET = "16GB"
+# No policy: what nobody uses is evicted at once.
+_ALWAYS = "always"
+_DEFAULT_POLICY = "worth"
+_TITLES = {"most": "most possible", "foreseen": "with foresight"}
 
 
 def add_trace_parser(subparsers: "Subparsers") -> None:
@@ -37,11 +42,13 @@ def add_trace_parser(subparsers: "Subparsers") -> None:
             "PAGED_KV_TRACE=trace.txt paged-kv server --model MODEL",
             "paged-kv trace replay trace.txt --max-kv-bytes 2GB",
             "paged-kv trace synthesize made-up.txt --sequences 100",
+            "paged-kv trace agents made-up.txt --agents 8",
+            "paged-kv trace import mooncake conversation_trace.jsonl trace.txt",
         ),
     )
     commands = parser.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
     _add_replay_parser(commands)
-    _add_synthesize_parser(commands)
+    add_parsers_of_new_traces(commands)
 
 
 def _add_replay_parser(commands: "Subparsers") -> None:
@@ -63,10 +70,18 @@ def _add_replay_parser(commands: "Subparsers") -> None:
     )
     parser.add_argument(
         "--eviction",
-        choices=["lru", "always"],
-        default="lru",
-        help="which cached prefixes to evict: the least recently used when memory is short, or all "
-        "at once (default: lru)",
+        choices=[*POLICIES, _ALWAYS],
+        default=_DEFAULT_POLICY,
+        help="which cached prefixes to evict when memory is short: the least recently used (lru), "
+        "the least frequently used (lfu), the first stored (fifo) or those worth least (worth); or "
+        "all of them at once (always) "
+        f"(default: {_DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--states",
+        type=positive,
+        metavar="N",
+        help="say what prompts of requests find where N recurrent states are kept",
     )
     parser.add_argument(
         "--admission",
@@ -82,86 +97,33 @@ def _add_replay_parser(commands: "Subparsers") -> None:
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
 
 
-def _add_synthesize_parser(commands: "Subparsers") -> None:
-    parser = commands.add_parser(
-        "synthesize",
-        help="make up a load of sequences with random lengths",
-        description="The defaults for the model's geometry are those of Llama 3.1 8B.",
-    )
-    parser.set_defaults(run=run_synthesize)
-    parser.add_argument("file", type=path, help="the trace to write; it must not exist yet")
-    for flag, default, meaning in (
-        ("--sequences", 64, "sequences at once"),
-        ("--layers", 32, "layers that keep keys and values"),
-        ("--kv-heads", 8, "key/value heads per layer"),
-        ("--head-dim", 128, "head size"),
-        ("--bytes-per-number", 2, "bytes per number"),
-    ):
-        parser.add_argument(
-            flag,
-            type=positive,
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: {default})",
-        )
-    parser.add_argument(
-        "--lengths",
-        type=length_range,
-        default=(100, 2000),
-        metavar="MIN,MAX",
-        help="tokens of a sequence: a range, drawn uniformly, or one number (default: 100,2000)",
-    )
-    parser.add_argument(
-        "--churn",
-        type=share,
-        default=0.5,
-        metavar="R",
-        help="share of the sequences that end and are replaced by new ones (default: 0.5)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="draws the lengths and the sequences that end (default: 0)",
-    )
-    parser.add_argument(
-        "--max-kv-bytes",
-        type=parse_size,
-        default=parse_size(_DEFAULT_BUDGET),
-        metavar="SIZE",
-        help=f"the pool's budget, such as 512MB or 4GB (default: {_DEFAULT_BUDGET})",
-    )
-
-
-def run_synthesize(arguments: argparse.Namespace) -> int:
-    """Write a trace; return the exit status, 0."""
-    from paged_kv.trace.synthetic_load import Load, synthesize
-
-    shortest, longest = arguments.lengths
-    load = Load(arguments.sequences, shortest, longest, arguments.churn, arguments.seed)
-    numbers: int = 2 * arguments.layers * arguments.kv_heads * arguments.head_dim
-    token_bytes = numbers * arguments.bytes_per_number
-    with removed_unless_complete(arguments.file):
-        synthesize(load, token_bytes, arguments.max_kv_bytes, arguments.file)
-    return 0
-
-
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay as recorded and with the other parameters, print both, return 0."""
     events = read_trace(arguments.file)
-    other = Parameters(arguments.page_size, arguments.max_kv_bytes, arguments.eviction == "lru")
+    policy = POLICIES.get(arguments.eviction, POLICIES[_DEFAULT_POLICY])
+    keeps_prefixes = arguments.eviction != _ALWAYS
+    other = Parameters(arguments.page_size, arguments.max_kv_bytes, keeps_prefixes, policy)
     recorded = Replay(events, Parameters()).run()
     load = TracedLoad(events, PAGE_SIZE)
     _require_a_page(arguments, load)
     changed = recorded if other == Parameters() else Replay(events, other).run()
-    admitted = _admitted(arguments, load)
+    admitted, reuse = _admitted(arguments, load), _reuse(arguments, load)
+    states = _states(arguments, load)
     if arguments.json:
         content = {"recorded": as_dict(recorded), "replayed": as_dict(changed)}
         if admitted is not None:
             content["admission"] = asdict(admitted)
+        content |= {"reuse": _shares(reuse)} if reuse else {}
+        content |= {"states": _shares(states)} if states else {}
         print(json.dumps(content, indent=2))
         return 0
-    _print_outcomes(recorded, changed, _in_words(arguments))
+    # A trace may hold requests only.
+    if recorded.sequences or not reuse:
+        _print_outcomes(recorded, changed, _in_words(arguments))
+    if reuse:
+        _print_reuse(reuse, "pages")
+    if states:
+        _print_reuse(states, "states")
     if admitted is not None:
         _print_admission(load, admitted, _admission_in_words(arguments))
     return 0
@@ -190,6 +152,32 @@ def _admitted(arguments: argparse.Namespace, load: TracedLoad) -> AdmissionOutco
     return replay_admission(load, policy, most, arguments.max_kv_bytes)
 
 
+def _reuse(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]:
+    """What prompts find with the chosen policy, with least recently used, and at most; nothing of a
+    trace without requests."""
+    if not load.requests:
+        return {}
+    names = [name for name in (arguments.eviction, "lru") if name in POLICIES]
+    max_bytes = arguments.max_kv_bytes
+    found = {name: replay_reuse(load, POLICIES[name], max_bytes) for name in dict.fromkeys(names)}
+    return {**found, "most": most_reuse(load, max_bytes)}
+
+
+def _states(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]:
+    """The same of recurrent states, if they are asked for."""
+    if arguments.states is None or not load.requests:
+        return {}
+    count = arguments.states
+    names = [name for name in (arguments.eviction, "lru") if name in POLICIES]
+    found = {name: replay_ranked_states(load, count, POLICIES[name]) for name in names}
+    return {**found, "foreseen": foreseen_states(load, count)}
+
+
+def _shares(reuse: dict[str, Reuse]) -> dict[str, Any]:
+    """What was found, ready for JSON."""
+    return {name: {**vars(each), "share": each.share} for name, each in reuse.items()}
+
+
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """An outcome, ready for JSON."""
     return {**vars(outcome), "stats": outcome.stats.as_dict()}
@@ -201,8 +189,10 @@ def _in_words(arguments: argparse.Namespace) -> str:
         words.append(format_size(arguments.max_kv_bytes))
     if arguments.page_size != 256:
         words.append(f"{counted(arguments.page_size, 'token')} a page")
-    if arguments.eviction != "lru":
+    if arguments.eviction == _ALWAYS:
         words.append("no prefix reuse")
+    elif arguments.eviction != _DEFAULT_POLICY:
+        words.append(f"evicts {arguments.eviction}")
     return ", ".join(words)
 
 
@@ -226,6 +216,20 @@ def _print_admission(load: TracedLoad, outcome: AdmissionOutcome, title: str) ->
         ("tokens computed again", "", f"{outcome.tokens_recomputed:,}"),
     ]
     _print_table(("\n", "\nas recorded", f"\n{title}"), rows)
+
+
+def _print_reuse(reuse: dict[str, Reuse], things: str) -> None:
+    """What each policy finds in the prompts of requests, of cached pages or states."""
+    titles = [_TITLES.get(name, name) for name in reuse]
+    found = list(reuse.values())
+    rows = [
+        ("tokens of prompts", *[f"{each.tokens_asked:,}" for each in found]),
+        ("  of them found", *[f"{each.tokens_found:,}" for each in found]),
+        ("  as a share", *[f"{each.share:.1%}" for each in found]),
+        (f"{things} that fit", *[f"{each.capacity:,}" for each in found]),
+        (f"{things} evicted", *[f"{each.evicted:,}" for each in found]),
+    ]
+    _print_table((f"\n{things}, by eviction policy", *[f"\n{each}" for each in titles]), rows)
 
 
 def _print_outcomes(recorded: Outcome, changed: Outcome, title: str) -> None:

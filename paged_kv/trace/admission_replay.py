@@ -225,10 +225,7 @@ def replay_admission(
 
     O(steps * running sequences).
     """
-    runs = [
-        _Run(load, pool, admission, max_tokens, max_bytes)
-        for pool in sorted({request.pool for request in load.requests})
-    ]
+    runs = [_Run(load, pool, admission, max_tokens, max_bytes) for pool in load.pools]
     running = [count for run in runs for count in run.running]
     return AdmissionOutcome(
         requests=len(load.requests),

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.writes import Write, blocks_needed, reserve
@@ -55,11 +56,13 @@ class Parameters:
         page_size: tokens a block.
         max_bytes: the budget of each pool.
         keeps_prefixes: whether the prefix index caches prefixes.
+        policy: which of them it evicts first.
     """
 
     page_size: int = PAGE_SIZE
     max_bytes: int | None = None
     keeps_prefixes: bool = True
+    policy: EvictionPolicy = LEAST_WORTH
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ class Replay:
     def _pool(self, number: str, budget: str, nbytes: str, name: str = "") -> None:
         max_bytes = self._parameters.max_bytes or int(nbytes)
         shared = self._budgets.setdefault(int(budget), ByteBudget(max_bytes))
-        self._pools[int(number)] = SimulatedPool(name, shared, self._parameters.page_size)
+        page_size = self._parameters.page_size
+        self._pools[int(number)] = SimulatedPool(name, shared, page_size, self._parameters.policy)
 
     def _block_bytes(self, group: str, nbytes: str, page_format: str) -> None:
         size = -(-int(nbytes) * self._parameters.page_size // PAGE_SIZE)

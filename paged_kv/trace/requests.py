@@ -75,6 +75,7 @@ class TracedLoad:
 
     Attributes:
         requests: in the order of their arrival.
+        page_size: tokens a block in the trace.
         preemptions: how often one was preempted.
         running_most: the most that ran at once.
     """
@@ -82,7 +83,7 @@ class TracedLoad:
     def __init__(self, events: list[list[str]], page_size: int) -> None:
         self.preemptions = 0
         self.running_most = 0
-        self._page_size = page_size
+        self.page_size = page_size
         self._now = 0
         self._budgets: dict[int, int] = {}
         self._groups: dict[int, _Group] = {}
@@ -96,6 +97,11 @@ class TracedLoad:
     @property
     def requests(self) -> list[TracedRequest]:
         return list(self._requests.values())
+
+    @property
+    def pools(self) -> list[int]:
+        """The numbers of the pools that have requests."""
+        return sorted({request.pool for request in self._requests.values()})
 
     def step_ms(self, chunk: int) -> float:
         """Milliseconds of a step, in which a request generates a token or computes `chunk` tokens
@@ -113,13 +119,20 @@ class TracedLoad:
         sizes = [
             GroupSize(
                 group.block_bytes,
-                partial(group.blocks_for, self._page_size),
+                partial(group.blocks_for, self.page_size),
                 is_ring=bool(group.entries),
             )
             for group in groups
         ]
         budget = ByteBudget(max_bytes or self._budgets[pool])
-        return PoolSize(budget.max_bytes, _slack(groups, budget), tuple(sizes), self._page_size)
+        return PoolSize(budget.max_bytes, _slack(groups, budget), tuple(sizes), self.page_size)
+
+    def pages_that_fit(self, pool: int, max_bytes: int | None = None) -> int:
+        """How many pages of a prompt fit in a pool's budget; none if it has no layers that share
+        pages."""
+        size = self.pool_size(pool, max_bytes)
+        page_bytes = size.shared_bytes(self.page_size)
+        return size.budget // page_bytes if page_bytes else 0
 
     @property
     def page_bytes(self) -> int:
@@ -162,7 +175,7 @@ class TracedLoad:
         request.runs = self._runs(int(number), request, like.runs, int(pages))
 
     def _runs(self, number: int, request: TracedRequest, like: Runs = (), shared: int = 0) -> Runs:
-        return runs_of(number, max(0, request.prompt - 1) // self._page_size, like, shared)
+        return runs_of(number, max(0, request.prompt - 1) // self.page_size, like, shared)
 
     def _begin(self, number: str) -> None:
         request = self._requests[int(number)]

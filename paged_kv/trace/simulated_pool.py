@@ -10,6 +10,7 @@ from paged_kv.allocator.block_map import block_map
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.ring import Ring
@@ -24,14 +25,15 @@ class SimulatedPool:
     name: str
     budget: ByteBudget
     page_size: int
+    policy: EvictionPolicy = LEAST_WORTH
     groups: list[SimulatedGroup] = field(default_factory=list)
     tokens_asked: int = 0
     tokens_found: int = 0
     evicted: int = 0
 
     def __post_init__(self) -> None:
-        self.index = PrefixIndex(self.page_size)
-        self.out_of_window = OutOfWindowBlocks()
+        self.index = PrefixIndex(self.page_size, policy=self.policy)
+        self.out_of_window = OutOfWindowBlocks(self.policy)
 
     def give_back(self) -> None:
         """Unmap every slab in which no block is used."""

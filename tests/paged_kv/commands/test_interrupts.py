@@ -18,6 +18,7 @@ import pytest
 from paged_kv import command_line
 from paged_kv.command_line import main
 from paged_kv.trace import synthetic_load
+from paged_kv.trace.request_lines import RequestLines
 from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.support.folders import ROOT
 from tests.support.patience import PATIENCE_S, wait_until
@@ -174,6 +175,17 @@ def test_no_half_written_trace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert main(["trace", "synthesize", "out"]) == 130
     assert not list(tmp_path.iterdir())
     assert main(["trace", "synthesize", "out", "--sequences", "2"]) == 0
+
+
+def test_no_half_written_trace_of_requests_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestLines, "finish", interrupt)
+        assert main(["trace", "agents", "out", "--requests", "9"]) == 130
+    assert not list(tmp_path.iterdir())
+    assert main(["trace", "agents", "out", "--requests", "9"]) == 0
 
 
 def run_python(script: str, *beginning: str) -> tuple[int, str, str]:

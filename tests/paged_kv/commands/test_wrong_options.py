@@ -20,8 +20,9 @@ from tests.support.store_entries import open_store
 GENERATE = ["generate", "--prompt", "import os"]
 SYNTHESIZE = ["trace", "synthesize", "new"]
 HUGE = "9" * 5000
+PUBLIC = '{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [0]}'
 
-# In the folder of `files`: a text, an empty file, bytes, a trace, a folder and a page store.
+# In the folder of `files`: a text, an empty file, bytes, traces, a folder and a page store.
 REFUSED: list[tuple[list[str], str]] = [
     *[([*GENERATE, "--temp", bad], "argument --temp: ") for bad in ("-1", "nan", "inf", "warm")],
     *[([*GENERATE, "--seed", bad], "argument --seed: ") for bad in ("-1", "x", str(1 << 64), HUGE)],
@@ -131,6 +132,25 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*SYNTHESIZE, f"--sequences={HUGE}"], "argument --sequences: "),
     ([*SYNTHESIZE, "--churn=x"], "argument --churn: "),
     ([*SYNTHESIZE, "--seed=x"], "argument --seed: "),
+    (
+        ["trace", "replay", "trace", "--eviction", "old"],
+        "argument --eviction: invalid choice: 'old'",
+    ),
+    (["trace", "replay", "trace", "--states", "0"], "argument --states: "),
+    *[
+        (["trace", "agents", "new", f"{option}={bad}"], f"argument {option}: ")
+        for option in ("--agents", "--requests", "--layers", "--max-kv-bytes")
+        for bad in ("0", "x", HUGE)
+    ],
+    (["trace", "agents", "text"], "text exists, and a trace would overwrite it"),
+    (["trace", "agents", "no/trace"], "(No such file or directory): name a file in a folder"),
+    (["trace", "import", "vllm", "text", "new"], "argument format: invalid choice: 'vllm'"),
+    (["trace", "import", "azure", "missing", "new"], "missing: No such file or directory"),
+    (["trace", "import", "azure", "folder", "new"], "folder: Is a directory"),
+    (["trace", "import", "azure", "text", "new"], "text, line 1: the header is 'mine"),
+    (["trace", "import", "mooncake", "empty", "new"], "empty, line 1: the file has no requests"),
+    (["trace", "import", "mooncake", "bytes", "new"], "bytes, line 1: "),
+    (["trace", "import", "mooncake", "public", "text"], "text exists, and a trace would overwrite"),
     (["store", "list", "--store", "missing"], "there is no page store in missing"),
     (["store", "list", "--store", ""], "argument --store: it is empty"),
     (["store", "gc", "--store", "store", "--store-bytes", "1"], "argument --store-bytes: '1' is"),
@@ -157,6 +177,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").touch()
     (folder / "bytes").write_bytes(b"\xff\xfe\x00" * 100)
     (folder / "short").write_text('{"paged_kv_trace": 1}\nk 0\n')
+    (folder / "public").write_text(PUBLIC)
     (folder / "folder").mkdir()
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")

@@ -1,0 +1,196 @@
+"""Replays from which recurrent states the prompts of a trace would resume, with an eviction policy.
+
+A state stands for all tokens before it, so a prompt resumes from the deepest state on its path. It
+leaves a state behind its last full page, and one where it parted from all prompts before it. States
+are all equally large, and N of them fit.
+
+`foreseen_states` evicts the state that is found again last, as if memory were unlimited, because it
+knows the future. Other than with pages that is no bound: states save different numbers of tokens,
+and a prompt may find one that is less deep. `lru` and others may find more in rare cases.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Protocol
+
+from paged_kv.allocator.prefixes.eviction import EvictionOrder, EvictionPolicy
+from paged_kv.trace.requests import TracedLoad
+from paged_kv.trace.reuse_replay import Pages, Reuse, pages_of
+
+
+class States(Protocol):
+    """Keeps states, each by the path of pages before it.
+
+    Attributes:
+        evicted: states that were evicted.
+    """
+
+    evicted: int
+
+    def find(self, path: Pages) -> int:
+        """How many first pages of a path the deepest state on it has behind it; 0 without one."""
+        ...
+
+    def hold(self, path: Pages, end: int) -> None:
+        """Hold the state behind the first `end` pages of a prompt's path; before its last page,
+        other prompts part there."""
+        ...
+
+
+class RankedStates:
+    """Keeps the states that a policy ranks highest. O(pages + log n) for n states.
+
+    Args:
+        capacity: how many states fit.
+        policy: chooses the states to evict.
+    """
+
+    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
+        self.evicted = 0
+        self._capacity = capacity
+        # States by the last page before them.
+        self._states: EvictionOrder[int] = EvictionOrder(policy)
+        self._branches: set[int] = set()
+
+    def find(self, path: Pages) -> int:
+        end = _deepest(path, self._states)
+        if end:
+            self._states.touch(path[end - 1])
+        return end
+
+    def hold(self, path: Pages, end: int) -> None:
+        page, before = path[end - 1], _deepest(path[: end - 1], self._states)
+        if end < len(path):
+            self._branches.add(page)
+        self._put(page, end, before)
+        if before and path[before - 1] not in self._branches:
+            superseded = self._states.use_of(path[before - 1])._replace(is_superseded=True)
+            self._states.put(path[before - 1], superseded)
+        while len(self._states) > self._capacity:
+            self._states.discard(evicted := self._states[0])
+            self._branches.discard(evicted)
+            self.evicted += 1
+
+    def _put(self, page: int, end: int, before: int) -> None:
+        history = self._states.history
+        if page in self._states:
+            use = history.stored(self._states.use_of(page))
+        else:
+            use = history.first(page, end)
+        self._states.put(page, use._replace(tokens=end - before, is_superseded=False))
+
+
+class ForeseenStates:
+    """Keeps the states that are found again soonest. O(pages + log n) for n states.
+
+    Args:
+        capacity: how many states fit.
+        prompts: the paths of all prompts, in their order.
+    """
+
+    def __init__(self, capacity: int, prompts: Sequence[Pages]) -> None:
+        self.evicted = 0
+        self._capacity = capacity
+        self._never, self._now = len(prompts), 0
+        self._uses = _uses_of_all_states(prompts)
+        self._held: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def find(self, path: Pages) -> int:
+        end = _deepest(path, self._held)
+        self._now += 1
+        if end:
+            self._note(path[end - 1])
+        return end
+
+    def hold(self, path: Pages, end: int) -> None:
+        self._note(path[end - 1])
+        while len(self._held) > self._capacity:
+            next_use, page = heappop(self._heap)
+            if self._held.get(page) == -next_use:
+                del self._held[page]
+                self.evicted += 1
+
+    def _note(self, page: int) -> None:
+        """Look up when a state is found next, from now on."""
+        uses = self._uses[page]
+        while uses and uses[-1] < self._now:
+            uses.pop()
+        next_use = uses[-1] if uses else self._never
+        if self._held.get(page) != next_use:
+            self._held[page] = next_use
+            heappush(self._heap, (-next_use, page))
+
+
+def ends_of_states(prompts: Iterable[Pages]) -> Iterable[tuple[Pages, list[int]]]:
+    """For each path, behind how many pages it leaves states: where it parts from those before, and
+    at its end. A prompt that only continues another one parts from none."""
+    seen: set[int] = set()
+    continued: set[int] = set()
+    for path in prompts:
+        common = _common(path, seen)
+        parts = common and path[common - 1] in continued
+        seen.update(path)
+        continued.update(path[:-1])
+        ends = (common, len(path)) if parts else (len(path),)
+        yield path, [end for end in dict.fromkeys(ends) if end]
+
+
+def replay_states(states: States, prompts: Sequence[Pages]) -> int:
+    """How many pages prompts find before the states that they resume from."""
+    found = 0
+    for path, ends in ends_of_states(prompts):
+        found += states.find(path)
+        for end in ends:
+            states.hold(path, end)
+    return found
+
+
+def replay_ranked_states(load: TracedLoad, capacity: int, policy: EvictionPolicy) -> Reuse:
+    """Replay the prompts of a load with `capacity` states in each pool. O(pages + n log n) for n
+    states."""
+    return _replayed(load, capacity, lambda _: RankedStates(capacity, policy))
+
+
+def foreseen_states(load: TracedLoad, capacity: int) -> Reuse:
+    """As `replay_ranked_states`, evicting the state that is found again last."""
+    return _replayed(load, capacity, lambda prompts: ForeseenStates(capacity, prompts))
+
+
+def _replayed(
+    load: TracedLoad, capacity: int, states_of: Callable[[Sequence[Pages]], States]
+) -> Reuse:
+    found = evicted = 0
+    for pool in load.pools:
+        prompts = [pages_of(each.runs) for each in load.requests if each.pool == pool]
+        states = states_of(prompts)
+        found += replay_states(states, prompts)
+        evicted += states.evicted
+    asked = sum(request.prompt for request in load.requests)
+    return Reuse(capacity * len(load.pools), asked, found * load.page_size, evicted)
+
+
+def _uses_of_all_states(prompts: Sequence[Pages]) -> defaultdict[int, list[int]]:
+    """For each state, which prompts would find it if none were evicted, the last one first."""
+    uses: defaultdict[int, list[int]] = defaultdict(list)
+    left: set[int] = set()
+    for number, (path, ends) in enumerate(ends_of_states(prompts)):
+        if end := _deepest(path, left):
+            uses[path[end - 1]].append(number)
+        left.update(path[end - 1] for end in ends)
+    for each in uses.values():
+        each.reverse()
+    return uses
+
+
+def _deepest(path: Pages, states: Container[int]) -> int:
+    """How many first pages of a path the deepest of these states has behind it."""
+    return next((end for end in range(len(path), 0, -1) if path[end - 1] in states), 0)
+
+
+def _common(path: Pages, seen: set[int]) -> int:
+    """How many first pages of a path were seen."""
+    return next((at for at, page in enumerate(path) if page not in seen), len(path))
