@@ -67,39 +67,30 @@ class Snapshots:
         """Bytes of all. O(snapshots)."""
         return sum(snapshot.nbytes for snapshot in self._live())
 
-    def take(self, states: Any, nbytes: int, *, is_answer: bool = False) -> Snapshot | None:
-        """A snapshot that stays as long as somebody holds it; others are evicted for it. None if
-        there is no room."""
-        pinned = sum(each.nbytes for each in self._live() if each.pins)
-        if pinned + nbytes > self.max_bytes:
-            return None
-        snapshot = Snapshot(states, nbytes, is_answer)
-        self.shrink(self.max_bytes - nbytes)
-        self._order.touch(weakref.ref(snapshot))
-        return snapshot
-
     def keep(
         self, path: Sequence[Node], end: int, states: Any, nbytes: int, *, is_answer: bool
     ) -> bool:
         """Keep the states after the first `end` tokens of a path's last node, unless they are kept
-        already; the path begins at a root's child. It goes on with the uses of the state before,
-        unless another prompt has parted between them. False if there is no room."""
+        already; the path begins at a root's child. Others are evicted for them. False if there is
+        no room."""
         known = dict(live_snapshots(path[-1])).get(end)
-        snapshot = known or self.take(states, nbytes, is_answer=is_answer)
-        if snapshot is None:
+        if known is not None:
+            known.is_answer &= is_answer
+            self._rank_path(path)
+            return True
+        pinned = sum(each.nbytes for each in self._live() if each.pins)
+        if pinned + nbytes > self.max_bytes:
             return False
-        snapshot.is_answer &= is_answer
-        if known is None:
-            for node in (path[-1], *(sibling for sibling, _ in _siblings(path[-1], end))):
-                node.hold_checkpoint(end, snapshot)
-        before: Snapshot | None = None
-        for node in path:
-            for at, each in live_snapshots(node):
-                each.place = weakref.ref(node), at
-                if each is snapshot and known is None and before is not None:
-                    self._go_on(before, snapshot)
-                self._rank(each)
-                before = each
+        snapshot = Snapshot(states, nbytes, is_answer)
+        for node in (path[-1], *(sibling for sibling, _ in _siblings(path[-1], end))):
+            node.hold_checkpoint(end, snapshot)
+        # Ranked before others are evicted: the first to go is the one that this supersedes.
+        recent = self._rank_path(path)
+        self.shrink(self.max_bytes - nbytes)
+        self._order.touch(reference := weakref.ref(snapshot))
+        use = self._order.use_of(reference)
+        self._order.put(reference, use._replace(recent=max(use.recent, recent)))
+        self._rank(snapshot)
         return True
 
     def touch(self, snapshot: Snapshot) -> None:
@@ -132,32 +123,41 @@ class Snapshots:
                 self._order.discard(reference)
         return [snapshot for snapshot in known.values() if snapshot is not None]
 
+    def _rank_path(self, path: Sequence[Node]) -> float:
+        """Rank all snapshots of a path. Returns the recent uses of the last one before the end,
+        with which a new one at the end goes on; 0 if another prompt has parted between them."""
+        before: Snapshot | None = None
+        last, recent = (path[0], 0), 0.0
+        for node in path:
+            for end, snapshot in live_snapshots(node):
+                snapshot.place = weakref.ref(node), end
+                reference = weakref.ref(snapshot)
+                self._rank(snapshot)
+                if reference in self._order:
+                    before, last = snapshot, (node, end)
+                elif before is not None and _next_snapshot(*last) is snapshot:
+                    use = self._order.use_of(weakref.ref(before))
+                    recent = self._order.history.stored(use).recent
+        return recent
+
     def _rank(self, snapshot: Snapshot) -> None:
         reference = weakref.ref(snapshot)
-        node, end = _place_of(snapshot)
-        if node is not None and reference in self._order:
-            use = self._order.use_of(reference)
-            position = _begin(node) + end
-            tokens = position - _position_before(node, end)
-            saving = tokens / max(1, snapshot.nbytes)
-            self._savings.add(saving)
-            use = use._replace(
-                position=position,
-                tokens=tokens,
-                nbytes=snapshot.nbytes,
-                saving=saving / self._savings.value,
-                is_superseded=_is_superseded(node, end),
-            )
-            self._order.put(reference, use)
-
-    def _go_on(self, before: Snapshot, new: Snapshot) -> None:
-        node, end = _place_of(before)
-        later = None if node is None else _next_snapshot(node, end)
-        if later is new:
-            reference = weakref.ref(new)
-            uses = self._order.history.stored(self._order.use_of(weakref.ref(before)))
-            use = self._order.use_of(reference)
-            self._order.put(reference, use._replace(recent=max(use.recent, uses.recent)))
+        place = _place_of(snapshot)
+        if place is None or reference not in self._order:
+            return
+        node, end = place
+        position = _begin(node) + end
+        tokens = position - _position_before(node, end)
+        saving = tokens / max(1, snapshot.nbytes)
+        self._savings.add(saving)
+        use = self._order.use_of(reference)._replace(
+            position=position,
+            tokens=tokens,
+            nbytes=snapshot.nbytes,
+            saving=saving / self._savings.value,
+            is_superseded=_is_superseded(node, end),
+        )
+        self._order.put(reference, use)
 
 
 def live_snapshots(node: Node) -> list[tuple[int, Snapshot]]:
@@ -169,11 +169,14 @@ def live_snapshots(node: Node) -> list[tuple[int, Snapshot]]:
     ]
 
 
-def _place_of(snapshot: Snapshot) -> tuple[Node | None, int]:
-    if snapshot.place is None:
-        return None, 0
-    reference, end = snapshot.place
-    return reference(), end
+def _place_of(snapshot: Snapshot) -> tuple[Node, int] | None:
+    """A node of the index that holds a snapshot, and how many of its tokens are before it; None if
+    that node has gone. A sibling may hold the snapshot still."""
+    reference, end = snapshot.place or (lambda: None, 0)
+    node = reference()
+    if node is None or node.parent is None or node.parent.children.get(node.tokens) is not node:
+        return None
+    return node, end
 
 
 def _begin(node: Node) -> int:

@@ -16,19 +16,23 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from paged_kv.allocator.prefixes.eviction import EvictionOrder, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.prefix.snapshots import Snapshots, live_snapshots
 from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.reuse_replay import Pages, Reuse, pages_of
 
+# The id of no page.
+_NO_PAGE = -1
+
 
 class States(Protocol):
-    """Keeps states, each by the path of pages before it.
+    """Keeps states, each by the path of pages before it."""
 
-    Attributes:
-        evicted: states that were evicted.
-    """
-
-    evicted: int
+    @property
+    def evicted(self) -> int:
+        """States that were evicted."""
+        ...
 
     def find(self, path: Pages) -> int:
         """How many first pages of a path the deepest state on it has behind it; 0 without one."""
@@ -41,7 +45,8 @@ class States(Protocol):
 
 
 class RankedStates:
-    """Keeps the states that a policy ranks highest. O(pages + log n) for n states.
+    """Keeps the states that a policy ranks highest, in the order that serves. O(pages + n) for n
+    states.
 
     Args:
         capacity: how many states fit.
@@ -49,38 +54,27 @@ class RankedStates:
     """
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
-        self.evicted = 0
-        self._capacity = capacity
-        # States by the last page before them.
-        self._states: EvictionOrder[int] = EvictionOrder(policy)
-        self._branches: set[int] = set()
+        self._index = PrefixIndex(page_size=1)
+        self._states = Snapshots(capacity, policy)  # a state has one byte
+        self._made = 0
+
+    @property
+    def evicted(self) -> int:
+        return self._made - self._states.nbytes
 
     def find(self, path: Pages) -> int:
-        end = _deepest(path, self._states)
-        if end:
-            self._states.touch(path[end - 1])
-        return end
+        # `match` leaves out a prompt's last token, and all of these count.
+        nodes = self._index.match("", [*path, _NO_PAGE]).nodes
+        for end in range(len(nodes), 0, -1):
+            for _, state in live_snapshots(nodes[end - 1]):
+                self._states.touch(state)
+                return end
+        return 0
 
     def hold(self, path: Pages, end: int) -> None:
-        page, before = path[end - 1], _deepest(path[: end - 1], self._states)
-        if end < len(path):
-            self._branches.add(page)
-        self._put(page, end, before)
-        if before and path[before - 1] not in self._branches:
-            superseded = self._states.use_of(path[before - 1])._replace(is_superseded=True)
-            self._states.put(path[before - 1], superseded)
-        while len(self._states) > self._capacity:
-            self._states.discard(evicted := self._states[0])
-            self._branches.discard(evicted)
-            self.evicted += 1
-
-    def _put(self, page: int, end: int, before: int) -> None:
-        history = self._states.history
-        if page in self._states:
-            use = history.stored(self._states.use_of(page))
-        else:
-            use = history.first(page, end)
-        self._states.put(page, use._replace(tokens=end - before, is_superseded=False))
+        nodes = self._index.insert("", path[:end], [{}] * end)
+        self._made += not live_snapshots(nodes[-1])
+        self._states.keep(nodes, 1, states=True, nbytes=1, is_answer=False)
 
 
 class ForeseenStates:

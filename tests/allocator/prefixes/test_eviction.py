@@ -22,7 +22,7 @@ from paged_kv.allocator.prefixes.eviction import EvictionOrder
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.uses import Use
-from paged_kv.prefix.snapshots import Snapshots
+from paged_kv.prefix.snapshots import Snapshots, live_snapshots
 from tests.support.examples import examples
 from tests.support.store_entries import entry, links, open_store, prompt
 from tests.support.zoo import small_model
@@ -132,11 +132,11 @@ def test_out_of_window_blocks(policy: EvictionPolicy) -> None:
 
 @POLICIES
 def test_snapshots(policy: EvictionPolicy) -> None:
-    snapshots, known = Snapshots(3, policy), {}
-    for name in "abc":
-        snapshot = snapshots.take([name], 1)
-        assert snapshot is not None
-        known[name] = snapshot
+    snapshots, index, known = Snapshots(3, policy), PrefixIndex(PAGE), {}
+    for name, tokens in _prompts("abc").items():
+        path = index.insert(None, tokens, [{}])
+        assert snapshots.keep(path, PAGE, [name], 1, is_answer=False)
+        ((_, known[name]),) = live_snapshots(path[0])
     for name in USES:
         snapshots.touch(known[name])
     for left, name in zip((2, 1, 0), FIRST[policy], strict=True):

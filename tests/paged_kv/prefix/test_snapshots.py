@@ -108,35 +108,49 @@ def test_a_state_that_is_found_stays_longer_than_one_that_is_not() -> None:
 
 
 def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
-    snapshots = Snapshots(10)
-    pinned = snapshots.take("pinned", 4)
-    assert pinned is not None
-    pinned.pins = 1
-    held = [pinned]
-    for nbytes in (6, 3, 3, 5, 1, 6):
-        taken = snapshots.take(nbytes, nbytes)
-        assert taken is not None
-        held.append(taken)
-        assert snapshots.nbytes <= 10
-    assert [each.states for each in held] == ["pinned", *[None] * 5, 6]
-    assert snapshots.take("too much", 7) is None
-    assert (pinned.states, held[-1].states) == ("pinned", 6)
-    del held, taken
-    assert snapshots.nbytes == 4
+    prompts = Prompts(10)
+    prompts.keep((0,), nbytes=4)
+    pinned = prompts.index.pin("", (0,))
+    for number, nbytes in enumerate((6, 3, 3, 5, 1, 6), 1):
+        prompts.keep((number,), nbytes=nbytes)
+        assert prompts.snapshots.nbytes <= 10
+    assert set(prompts.uses) == {(0,), (6,)}
+    path = prompts.index.insert("", (7,), [{}])
+    assert not prompts.snapshots.keep(path, 1, "too much", 7, is_answer=False)
+    assert set(prompts.uses) == {(0,), (6,)}
+    prompts.index.unpin(pinned)
+    prompts.index.clear()
+    del pinned, path
+    assert prompts.snapshots.nbytes == 0
+
+
+def test_a_state_in_a_node_that_has_gone_breaks_nothing() -> None:
+    """Somebody may hold the node still, and a sibling its state."""
+    prompts = Prompts(2)
+    prompts.keep((1, 2))
+    prompts.keep((1, 2, 3))
+    prompts.keep((1, 2, 4))
+    gone = prompts.index.known("", (1, 2, 3)).nodes
+    prompts.index.forget(lambda: len(prompts.index) == 1)
+    assert gone[0] not in prompts.index.nodes()
+    for number in range(5, 9):
+        prompts.keep((number,))
+        assert prompts.snapshots.nbytes <= 2
+    assert len(gone) == 1
 
 
 class Prompts:
-    """Prompts in an index of pages of four tokens, with states of one byte each."""
+    """Prompts in an index of pages of four tokens, with states of their own."""
 
     def __init__(self, most: int = 1 << 20) -> None:
         self.index = PrefixIndex(4)
         self.snapshots = Snapshots(most)
 
-    def keep(self, tokens: abc.Sequence[int], *, is_answer: bool = False) -> None:
+    def keep(self, tokens: abc.Sequence[int], *, is_answer: bool = False, nbytes: int = 1) -> None:
         """Insert tokens with the state behind them."""
         path = self.index.insert("", tokens, [{}] * -(-len(tokens) // 4))
         end = len(tokens) - 4 * (len(path) - 1)
-        assert self.snapshots.keep(path, end, tuple(tokens), 1, is_answer=is_answer)
+        assert self.snapshots.keep(path, end, tuple(tokens), nbytes, is_answer=is_answer)
 
     def found(self, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         """The tokens before the longest state that a prompt can resume from."""
@@ -275,3 +289,24 @@ def test_prompts_tell_where_they_part_from_others() -> None:
     assert hybrid.prefixes.parting("", [*prompt[:500], -1]) == 0
     without = PrefixCache(PagePool(1, max_bytes=1 << 22), has_states=False)
     assert without.parting("", prompt) == 0
+
+
+def test_the_state_that_a_new_one_supersedes_makes_room_for_it() -> None:
+    prompts = Prompts(2)
+    for end in range(1, 9):
+        for first in (1, 2):
+            prompts.keep([first] * end)
+            assert prompts.found([first] * 9) == (first,) * end
+    assert set(prompts.uses) == {(1,) * 8, (2,) * 8}
+
+
+def test_a_state_that_is_kept_again_stays_the_one_that_it_is() -> None:
+    prompts = Prompts(2)
+    prompts.keep((1, 2), is_answer=True)
+    prompts.found((1, 2, 3))
+    prompts.keep((3,))
+    (before,) = [use for tokens, use in prompts.uses.items() if tokens == (1, 2)]
+    prompts.keep((1, 2))
+    assert prompts.uses[1, 2].times == before.times == 2
+    prompts.keep((1, 2, 3, 4))
+    assert (1, 2) not in prompts.uses
