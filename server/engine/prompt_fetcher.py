@@ -280,7 +280,7 @@ class PromptReuse:
             self._factory.hold(tokens, until=until, most=self._held_share, salt=salt)
 
     def _trim(self) -> None:
-        """Evict the least recently used prompts until both limits hold."""
+        """Evict the prompts that are worth least until both limits hold."""
         if self._max_prompts is None and self._max_bytes is None:
             return
         in_all = sum(factory.pool.budget.max_bytes for factory in self._factories)
