@@ -7,11 +7,13 @@ policy could find, as it knows the future. Prompts are those of
     mooncake    a public trace, if its file is given: of https://github.com/kvcache-ai/Mooncake
 
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
-median session has 555; for Mooncake's trace they are a number in all. Shares are of the prompts'
-tokens. All of it takes half an hour or less.
+median session has 555; for Mooncake's trace they are a number in all. `states` are those of
+recurrent layers (paged_kv/trace/state_replay.py), so many in all, and `foreseen` evicts the one that
+is found again last. Shares are of the prompts' tokens. All of it takes half an hour or less.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +26,15 @@ from paged_kv.trace.replay import read_trace
 from paged_kv.trace.request_lines import TracedMemory
 from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.reuse_replay import POLICIES, most_reuse, replay_reuse
+from paged_kv.trace.state_replay import foreseen_states, replay_ranked_states
 
 AGENTS = (2, 4, 8, 16)
 REQUESTS = 1_000
 PAGES_AN_AGENT = (150, 300, 450)
 MOONCAKE_PAGES = (8_000, 20_000, 50_000)
+# A quarter of 16 GB holds 27 states of a hybrid of 27 billion parameters.
+STATES = (12, 27)
+MOONCAKE_STATES = (500, 2_000, 8_000)
 # A token takes a byte, so that budgets are tokens.
 MEMORY = TracedMemory(token_bytes=1, max_bytes=1 << 40)
 
@@ -41,28 +47,47 @@ def shares(load: TracedLoad, pages: int) -> dict[str, float]:
     return {name: round(reuse.share, 4) for name, reuse in found.items()}
 
 
-def at_sizes(load: TracedLoad, sizes: list[int]) -> dict[str, dict[str, float]]:
-    """Those shares by the number of pages."""
-    found = {}
-    for pages in sizes:
-        found[str(pages)] = shares(load, pages)
-        print(f"{pages:>8,} pages", found[str(pages)], flush=True)
+def shares_of_states(load: TracedLoad, states: int) -> dict[str, float]:
+    """The share of the prompts' tokens before the states that they find, where so many fit."""
+    found = {
+        name: replay_ranked_states(load, states, policy)
+        for name, policy in POLICIES.items()
+        if name in ("lru", "worth")
+    }
+    found["foreseen"] = foreseen_states(load, states)
+    return {name: round(reuse.share, 4) for name, reuse in found.items()}
+
+
+Shares = dict[str, dict[str, dict[str, float]]]
+"""By "pages" or "states", by how many fit, and by policy."""
+
+
+def at_sizes(load: TracedLoad, sizes: Iterable[int], states: Iterable[int]) -> Shares:
+    """Those shares by the numbers of pages and of states."""
+    found: Shares = {"states": {}, "pages": {}}
+    for kind, counts, shares_with in (
+        ("states", states, shares_of_states),
+        ("pages", sizes, shares),
+    ):
+        for count in counts:
+            found[kind][str(count)] = shares_with(load, count)
+            print(f"{count:>8,} {kind}", found[kind][str(count)], flush=True)
     return found
 
 
-def of_agents(agents: int, folder: Path) -> dict[str, dict[str, float]]:
+def of_agents(agents: int, folder: Path) -> Shares:
     trace = folder / f"agents-{agents}"
     write_agent_load(AgentLoad(agents, REQUESTS), MEMORY, trace)
     print(f"{agents} agents")
     load = TracedLoad(read_trace(trace), PAGE_SIZE)
-    return at_sizes(load, [agents * pages for pages in PAGES_AN_AGENT])
+    return at_sizes(load, [agents * pages for pages in PAGES_AN_AGENT], STATES)
 
 
-def of_mooncake(file: Path, folder: Path) -> dict[str, dict[str, float]]:
+def of_mooncake(file: Path, folder: Path) -> Shares:
     trace = folder / "mooncake"
     import_trace("mooncake", file, MEMORY, trace)
     print(file.name)
-    return at_sizes(TracedLoad(read_trace(trace), PAGE_SIZE), list(MOONCAKE_PAGES))
+    return at_sizes(TracedLoad(read_trace(trace), PAGE_SIZE), MOONCAKE_PAGES, MOONCAKE_STATES)
 
 
 def main(files: list[str]) -> None:

@@ -138,7 +138,7 @@ class PrefixCache:
 
     @locked
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
-        """Evict the blocks that are worth least and that no sequence holds, until at most `max_prompts`
+        """Evict what is worth least and no sequence holds, until at most `max_prompts`
         prompts and `max_bytes` of `nbytes` are left; returns how many blocks were evicted."""
         # Counting first releases the blocks of collected sequences, so they cost no eviction.
         most = self._bytes_held()
