@@ -8,8 +8,8 @@ policy could find, as it knows the future. Prompts are those of
 
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
 median session has 555; for Mooncake's trace they are a number in all. `states` are those of
-recurrent layers (paged_kv/trace/state_replay.py), so many in all, and `foreseen` evicts the one that
-is found again last. Shares are of the prompts' tokens. All of it takes half an hour or less.
+recurrent layers (paged_kv/trace/state_replay.py), so many in all; `foreseen` evicts the one that is
+found again last. Shares are of the prompts' tokens. All of it takes half an hour or less.
 """
 
 import sys

@@ -157,7 +157,7 @@ class PrefixIndex:
             for end in self._owners.release(owner):
                 node: Node | None = end
                 while node is not None and self._is_unused(node):
-                    self._remove_unshared(node)
+                    self._remove(node)
                     node = node.parent
             return before - len(self)
 
@@ -175,7 +175,7 @@ class PrefixIndex:
                         self._owners.unmark(node, owner)
                 if not self._is_unused(node):
                     break
-                self._remove_unshared(node)
+                self._remove(node)
             return before - len(self)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
@@ -306,14 +306,6 @@ class PrefixIndex:
                 del self._nodes[allocator, block]
                 allocator.evict(block)
 
-    def _remove_unshared(self, leaf: Node) -> None:
-        """Remove a leaf, whose states and windows within tokens that a sibling has too go to this
-        one: its prompts began with them."""
-        sibling, common = _closest_sibling(leaf)
-        if sibling is not None:
-            sibling.inherit(leaf, common)
-        self._remove(leaf)
-
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
         with self.lock:
@@ -367,15 +359,6 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
         return exact, len(page)
     after = node.children.bisect_left(page)
     return _closest(node, node.children.keys()[max(0, after - 1) : after + 1], page)
-
-
-def _closest_sibling(node: Node) -> tuple[Node | None, int]:
-    """The sibling that has most first tokens in common with a node, and how many."""
-    assert node.parent is not None
-    children = node.parent.children
-    at = children.index(node.tokens)
-    neighbours = [*children.keys()[max(0, at - 1) : at], *children.keys()[at + 1 : at + 2]]
-    return _closest(node.parent, neighbours, node.tokens)
 
 
 def _closest(
