@@ -9,7 +9,8 @@ policy could find, as it knows the future. Prompts are those of
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
 median session has 555; for Mooncake's trace they are a number in all. `states` are those of
 recurrent layers (paged_kv/trace/state_replay.py), so many in all; `foreseen` evicts the one that is
-found again last. Shares are of the prompts' tokens. All of it takes half an hour or less.
+found again last. Shares are of the prompts' tokens. All of it takes half an hour or less. The plot
+shows the states of agents: docs/pictures/eviction.svg.
 """
 
 import sys
@@ -17,6 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from benches.results_file import write_result
 from paged_kv.trace.agent_load import AgentLoad, write_agent_load
@@ -28,6 +32,7 @@ from paged_kv.trace.requests import TracedLoad
 from paged_kv.trace.reuse_replay import POLICIES, most_reuse, replay_reuse
 from paged_kv.trace.state_replay import foreseen_states, replay_ranked_states
 
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "eviction.svg"
 AGENTS = (2, 4, 8, 16)
 REQUESTS = 1_000
 PAGES_AN_AGENT = (150, 300, 450)
@@ -90,6 +95,20 @@ def of_mooncake(file: Path, folder: Path) -> Shares:
     return at_sizes(TracedLoad(read_trace(trace), PAGE_SIZE), MOONCAKE_PAGES, MOONCAKE_STATES)
 
 
+def draw(agents: dict[str, Shares]) -> None:
+    """Draw what agents find by the number of agents, a panel for each number of states."""
+    names = {"foreseen": "with foresight", "worth": "LeastWorth", "lru": "LeastRecentlyUsed"}
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "eviction", "font.size": 8}):
+        figure = Figure(figsize=(9.6, 3.2), layout="constrained", facecolor="white")
+        for axes, states in zip(figure.subplots(1, len(STATES)), STATES, strict=True):
+            for name, label in names.items():
+                found = [of["states"][str(states)][name] for of in agents.values()]
+                axes.plot(list(agents), found, marker="o", label=label)
+            axes.set(title=f"{states} states", xlabel="agents", ylabel="found", ylim=(0, 1))
+        axes.legend(loc="lower left")
+        figure.savefig(PICTURE, metadata={"Date": None})
+
+
 def main(files: list[str]) -> None:
     figures: dict[str, Any] = {"requests": REQUESTS, "pages_an_agent": PAGES_AN_AGENT, "agents": {}}
     with TemporaryDirectory() as name:
@@ -98,6 +117,8 @@ def main(files: list[str]) -> None:
         for file in files:
             figures["mooncake"] = of_mooncake(Path(file), Path(name))
     print(f"written to {write_result('eviction', figures)}")
+    draw(figures["agents"])
+    print("drawn:", PICTURE.name)
 
 
 if __name__ == "__main__":

@@ -350,31 +350,6 @@ def prefix_reuse(figures: Figures) -> str:
     return table(("stdlib-llama in float32", "mlx-lm, LRUPromptCache", pages), rows)
 
 
-def state_reuse(figures: Figures) -> str:
-    """Repeated prompts of models whose caches mlx-lm cannot trim."""
-    count = f"{figures['tokens']:,} tokens"
-    parted = f"found if the last {figures['other_tokens']:,} differ"
-    heads = (
-        f"first token of {count}",
-        *("cold", "repeated", "repeated, LRUPromptCache", "cold / repeated"),
-        *(parted, f"{parted}, LRUPromptCache", "kept"),
-    )
-    rows = [
-        (
-            f"`{name}`",
-            seconds(of["cold_seconds"]),
-            millis(of["repeated_seconds"]),
-            millis(of["mlx_lm_repeated_seconds"]),
-            f"{of['cold_over_repeated']:,.0f}",
-            f"{of['parted_tokens_found']:,}",
-            f"{of['mlx_lm_parted_tokens_found']:,}",
-            megabytes(of["kept_bytes"]),
-        )
-        for name, of in figures["files"].items()
-    ]
-    return table(heads, rows)
-
-
 def appended_rows(figures: Figures) -> str:
     """deepseek_v41 behind a long context."""
     heads = (f"{figures['context']:,} tokens", "mlx-lm", "pages", "ratio")
@@ -546,7 +521,6 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         speculation,
         rings,
         prefix_reuse,
-        state_reuse,
         appended_rows,
         publishing,
         shared_pages,

@@ -14,12 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benches import quality_tables, speed_tables, structured_tables
+from benches import quality_tables, reuse_tables, speed_tables, structured_tables
 from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
 from paged_kv.integrations.bench.report import measured_on
 
-TABLES = speed_tables.TABLES | quality_tables.TABLES | structured_tables.TABLES
+TABLES = (
+    speed_tables.TABLES | reuse_tables.TABLES | quality_tables.TABLES | structured_tables.TABLES
+)
 ROOT = RESULTS.parents[1]
 _MARKED = re.compile(
     r"(?P<opening><!-- (?P<kind>table|number): (?P<name>.*?) -->\n?)"

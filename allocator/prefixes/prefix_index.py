@@ -358,13 +358,8 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
     if exact is not None:
         return exact, len(page)
     after = node.children.bisect_left(page)
-    return _closest(node, node.children.keys()[max(0, after - 1) : after + 1], page)
-
-
-def _closest(
-    node: Node, children: Sequence[tuple[int, ...]], page: tuple[int, ...]
-) -> tuple[Node | None, int]:
-    best = max(children, key=lambda tokens: common_prefix(tokens, page), default=None)
+    neighbours = node.children.keys()[max(0, after - 1) : after + 1]
+    best = max(neighbours, key=lambda tokens: common_prefix(tokens, page), default=None)
     return (None, 0) if best is None else (node.children[best], common_prefix(best, page))
 
 

@@ -331,6 +331,18 @@ FIGURES: dict[str, dict[str, Any]] = {
         "copied_bytes": 2**20,
         "rewrites": 1,
     },
+    "eviction": {
+        "agents": {
+            "8": {
+                "states": {"27": {"lru": 0.25, "worth": 0.9, "foreseen": 0.95}},
+                "pages": {"900": {"lru": 0.2, "lfu": 0.1, "fifo": 0.15, "worth": 0.3, "most": 0.5}},
+            }
+        },
+        "mooncake": {
+            "states": {"500": {"lru": 0.1, "worth": 0.2, "foreseen": 0.3}},
+            "pages": {"8000": {"lru": 0.1, "lfu": 0.1, "fifo": 0.1, "worth": 0.2, "most": 0.4}},
+        },
+    },
     "state_reuse": {
         "tokens": 8192,
         "other_tokens": 1000,
