@@ -45,7 +45,15 @@ ARROWS: dict[str, set[str]] = {
     },
     "monitor": {"allocator", "pool"},
     "trace": {
-        *("admission", "allocator", "allocator.prefixes", "monitor", "pool", "prefix", "trace.recorder"),
+        *(
+            "admission",
+            "allocator",
+            "allocator.prefixes",
+            "monitor",
+            "pool",
+            "prefix",
+            "trace.recorder",
+        ),
     },
     "commands": {
         *("kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"),
