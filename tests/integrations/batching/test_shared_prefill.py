@@ -57,16 +57,22 @@ def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize(
-    ("lengths", "computed_once"),
+    ("lengths", "computed_once", "before_partings"),
     [
-        ([(600, 5), (600, 3), (600, 9)], 600),
-        ([(600, 1), (600, 0), (300, 7), (0, 20)], 600),
-        ([(100, 5), (100, 6)], 0),
+        ([(600, 5), (600, 3), (600, 9)], 600, 0),
+        ([(600, 1), (600, 0), (300, 7), (0, 20)], 600, 256),
+        ([(100, 5), (100, 6)], 0, 0),
     ],
 )
 def test_what_prompts_share_is_computed_once(
-    name: str, lengths: list[tuple[int, int]], computed_once: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    lengths: list[tuple[int, int]],
+    computed_once: int,
+    before_partings: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of a model with states, a prompt that parts from the others computes up to there first, to
+    leave a state for the next one."""
     model: Any = small_model(name)
     prompts = prompts_of(lengths)
     expected = [greedy(model, p, PagedCacheFactory(model).make_cache(), 4).tokens for p in prompts]
@@ -81,6 +87,8 @@ def test_what_prompts_share_is_computed_once(
     with factory:
         generator = BatchGenerator(model, max_tokens=4)
         uids = generator.insert(prompts)
+        if name == "qwen3_next":
+            computed_once += before_partings
         assert counting.tokens <= computed_once
         found = finish(generator, uids)
         generator.close()
