@@ -378,7 +378,8 @@ def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str)
         assert cached == 0
         assert complete(prompt) == (first, snapshot if alone else tokens - 1)
         other, cached = complete(prompt[:-30] + "\nimport")
-        assert cached == snapshot
+        # Alone, no state is kept at a prompt's end: the second one left one where it went on.
+        assert cached == (len(tokens_of(running, prompt[:-30])) // 256 * 256 if alone else snapshot)
         running.pools[0].clear()
         assert complete(prompt[:-30] + "\nimport") == (other, 0)
         assert_idle_pools_hold_nothing(running)
