@@ -1,8 +1,9 @@
 """Repeated prompts of models whose caches mlx-lm cannot trim: python -m benches.state_reuse
 
 Each small random model of tests/support/zoo.py that keeps only states, or appends rows, computes a
-prompt of 8,192 tokens. It is inserted every 2,048 tokens and at its last token but one: into a
-factory, and what it holds at its end into mlx-lm's LRUPromptCache. Then follow, in turns,
+prompt of 8,192 tokens. A factory gets it after 2,048 and 4,096 tokens, where any prompt leaves a
+state, and at its last token but one; mlx-lm's LRUPromptCache gets what it holds at its end. Then
+follow, in turns,
 
     cold       the prompt without a cache, to its first token
     repeated   the same prompt with what each cache finds
@@ -23,7 +24,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.shared_prefill import step_ends
+from paged_kv.integrations.batching.shared_prefill import is_on_the_way, step_ends
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from tests.support.zoo import small_model
 
@@ -47,7 +48,8 @@ def inserted(model: Any, factory: PagedCacheFactory) -> None:
     for end in step_ends(0, TOKENS - 1, STEP):
         model(mx.array([PROMPT[begin:end]]), cache=cache)
         mx.eval([layer.state for layer in cache])
-        factory.insert_cache(PROMPT[:end], cache)
+        if is_on_the_way(end) or end == TOKENS - 1:
+            factory.insert_cache(PROMPT[:end], cache)
         begin = end
 
 
