@@ -132,14 +132,14 @@ class EvictionOrder(Generic[Entry]):
         self.history = UseHistory()
         self._rank = Ranking(policy)
         self._ranked: SortedDict[tuple[float, int], Entry] = SortedDict()
-        self._uses: dict[Entry, Use] = {}
-        self._keys: dict[Entry, tuple[float, int]] = {}
+        # The key of each entry in `_ranked`, and its use.
+        self._known: dict[Entry, tuple[tuple[float, int], Use]] = {}
 
     def __len__(self) -> int:
         return len(self._ranked)
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self._keys
+        return entry in self._known
 
     def __iter__(self) -> Iterator[Entry]:
         """A copy, so that entries may be removed meanwhile."""
@@ -152,26 +152,26 @@ class EvictionOrder(Generic[Entry]):
 
     def index(self, entry: Entry) -> int:
         """How many others go before it."""
-        return int(self._ranked.index(self._keys[entry]))
+        return int(self._ranked.index(self._known[entry][0]))
 
     def use_of(self, entry: Entry) -> Use:
         """When and how often an entry was used."""
-        return self._uses[entry]
+        return self._known[entry][1]
 
     def put(self, entry: Entry, use: Use) -> None:
         """Add an entry, or rank it again. No two entries have the same latest use."""
         self.discard(entry)
-        self._uses[entry] = use
-        self._keys[entry] = key = self._rank(use), use.last
+        key = self._rank(use), use.last
+        self._known[entry] = key, use
         self._ranked[key] = entry
 
     def touch(self, entry: Entry) -> None:
         """Use an entry that is there once more, or add it."""
-        known = self._uses.get(entry)
-        self.put(entry, self.history.first() if known is None else self.history.again(known))
+        history = self.history
+        self.put(entry, history.again(self.use_of(entry)) if entry in self else history.first())
 
     def discard(self, entry: Entry) -> None:
         """Remove an entry if it is there."""
-        key = self._keys.pop(entry, None)
-        if key is not None:
-            del self._ranked[key], self._uses[entry]
+        if entry in self:
+            key, _ = self._known.pop(entry)
+            del self._ranked[key]

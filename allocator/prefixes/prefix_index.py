@@ -269,12 +269,8 @@ class PrefixIndex:
         node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
         if closest is not None:
             node.inherit(closest, common)
-        if closest is not None and common == len(closest.tokens):
-            if self.on_replace is not None:
-                self.on_replace(closest, node)
-            if not closest.pins:
-                self._owners.move(closest, node)
-                self._remove(closest)
+            if common == len(closest.tokens):
+                self._replace(closest, node)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
                 allocator.keep(block, partial(self._on_move, allocator))
@@ -287,6 +283,14 @@ class PrefixIndex:
         self._leaves.put(node, node.use)
         self._size += 1
         return node
+
+    def _replace(self, shorter: Node, longer: Node) -> None:
+        """Let a node with more tokens take the place of another, which stays while it is pinned."""
+        if self.on_replace is not None:
+            self.on_replace(shorter, longer)
+        if not shorter.pins:
+            self._owners.move(shorter, longer)
+            self._remove(shorter)
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent

@@ -157,9 +157,9 @@ def _reuse(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]:
     trace without requests."""
     if not load.requests:
         return {}
-    names = [name for name in (arguments.eviction, "lru") if name in POLICIES]
     max_bytes = arguments.max_kv_bytes
-    found = {name: replay_reuse(load, POLICIES[name], max_bytes) for name in dict.fromkeys(names)}
+    names = _compared(arguments)
+    found = {name: replay_reuse(load, POLICIES[name], max_bytes) for name in names}
     return {**found, "most": most_reuse(load, max_bytes)}
 
 
@@ -167,10 +167,15 @@ def _states(arguments: argparse.Namespace, load: TracedLoad) -> dict[str, Reuse]
     """The same of recurrent states, if they are asked for."""
     if arguments.states is None or not load.requests:
         return {}
-    count = arguments.states
-    names = [name for name in (arguments.eviction, "lru") if name in POLICIES]
+    count, names = arguments.states, _compared(arguments)
     found = {name: replay_ranked_states(load, count, POLICIES[name]) for name in names}
     return {**found, "foreseen": foreseen_states(load, count)}
+
+
+def _compared(arguments: argparse.Namespace) -> list[str]:
+    """The names of the chosen policy, if it is one, and of least recently used."""
+    names = dict.fromkeys((arguments.eviction, "lru"))
+    return [name for name in names if name in POLICIES]
 
 
 def _shares(reuse: dict[str, Reuse]) -> dict[str, Any]:

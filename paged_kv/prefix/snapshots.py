@@ -87,9 +87,8 @@ class Snapshots:
         # Ranked before others are evicted: the first to go is the one that this supersedes.
         recent = self._rank_path(path)
         self.shrink(self.max_bytes - nbytes)
-        self._order.touch(reference := weakref.ref(snapshot))
-        use = self._order.use_of(reference)
-        self._order.put(reference, use._replace(recent=max(use.recent, recent)))
+        use = self._order.history.first()
+        self._order.put(weakref.ref(snapshot), use._replace(recent=max(use.recent, recent)))
         self._rank(snapshot)
         return True
 
@@ -126,17 +125,17 @@ class Snapshots:
     def _rank_path(self, path: Sequence[Node]) -> float:
         """Rank all snapshots of a path. Returns the recent uses of the last one before the end,
         with which a new one at the end goes on; 0 if another prompt has parted between them."""
-        before: Snapshot | None = None
-        last, recent = (path[0], 0), 0.0
+        # Where the last one is, and what it is.
+        before: tuple[Node, int, Snapshot] | None = None
+        recent = 0.0
         for node in path:
             for end, snapshot in live_snapshots(node):
                 snapshot.place = weakref.ref(node), end
-                reference = weakref.ref(snapshot)
                 self._rank(snapshot)
-                if reference in self._order:
-                    before, last = snapshot, (node, end)
-                elif before is not None and _next_snapshot(*last) is snapshot:
-                    use = self._order.use_of(weakref.ref(before))
+                if weakref.ref(snapshot) in self._order:
+                    before = node, end, snapshot
+                elif before is not None and _next_snapshot(*before[:2]) is snapshot:
+                    use = self._order.use_of(weakref.ref(before[2]))
                     recent = self._order.history.stored(use).recent
         return recent
 
@@ -155,7 +154,7 @@ class Snapshots:
             tokens=tokens,
             nbytes=snapshot.nbytes,
             saving=saving / self._savings.value,
-            is_superseded=_is_superseded(node, end),
+            is_superseded=_next_snapshot(node, end, of_prompts=True) is not None,
         )
         self._order.put(reference, use)
 
@@ -191,11 +190,6 @@ def _position_before(node: Node, end: int) -> int:
         node = node.parent
         earlier = [each for each, _ in live_snapshots(node)]
     return _begin(node) + earlier[-1] if earlier else 0
-
-
-def _is_superseded(node: Node, end: int) -> bool:
-    """Whether a prompt has a state behind this one, and no other has parted between them."""
-    return _next_snapshot(node, end, of_prompts=True) is not None
 
 
 def _next_snapshot(node: Node, end: int, *, of_prompts: bool = False) -> Snapshot | None:

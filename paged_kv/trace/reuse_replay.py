@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Protocol
@@ -174,13 +175,30 @@ def most_reuse(load: TracedLoad, max_bytes: int | None = None) -> Reuse:
 def _replayed(
     load: TracedLoad, max_bytes: int | None, cache_of: Callable[[int, Sequence[Pages]], Cache]
 ) -> Reuse:
+    def found_in(capacity: int, prompts: Sequence[Pages]) -> tuple[int, int]:
+        cache = cache_of(capacity, prompts)
+        return sum(map(cache.serve, prompts)), cache.evicted
+
+    return reuse_in_pools(load, partial(load.pages_that_fit, max_bytes=max_bytes), found_in)
+
+
+def reuse_in_pools(
+    load: TracedLoad,
+    capacity_of: Callable[[int], int],
+    found_in: Callable[[int, Sequence[Pages]], tuple[int, int]],
+) -> Reuse:
+    """What the prompts of a load find in all pools.
+
+    Args:
+        capacity_of: how much fits in a pool.
+        found_in: how many pages the prompts of one pool find where so much fits, and how much is
+            evicted.
+    """
     found = evicted = capacity = 0
     for pool in load.pools:
-        fitting = load.pages_that_fit(pool, max_bytes)
+        fitting = capacity_of(pool)
         prompts = [pages_of(each.runs) for each in load.requests if each.pool == pool]
-        cache = cache_of(fitting, prompts)
-        found += sum(map(cache.serve, prompts))
-        evicted += cache.evicted
-        capacity += fitting
+        pages, gone = found_in(fitting, prompts)
+        found, evicted, capacity = found + pages, evicted + gone, capacity + fitting
     asked = sum(request.prompt for request in load.requests)
     return Reuse(capacity, asked, found * load.page_size, evicted)

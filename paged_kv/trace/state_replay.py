@@ -20,7 +20,7 @@ from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.prefix.snapshots import Snapshots, live_snapshots
 from paged_kv.trace.requests import TracedLoad
-from paged_kv.trace.reuse_replay import Pages, Reuse, pages_of
+from paged_kv.trace.reuse_replay import Pages, Reuse, reuse_in_pools
 
 # The id of no page.
 _NO_PAGE = -1
@@ -157,14 +157,11 @@ def foreseen_states(load: TracedLoad, capacity: int) -> Reuse:
 def _replayed(
     load: TracedLoad, capacity: int, states_of: Callable[[Sequence[Pages]], States]
 ) -> Reuse:
-    found = evicted = 0
-    for pool in load.pools:
-        prompts = [pages_of(each.runs) for each in load.requests if each.pool == pool]
+    def found_in(_: int, prompts: Sequence[Pages]) -> tuple[int, int]:
         states = states_of(prompts)
-        found += replay_states(states, prompts)
-        evicted += states.evicted
-    asked = sum(request.prompt for request in load.requests)
-    return Reuse(capacity * len(load.pools), asked, found * load.page_size, evicted)
+        return replay_states(states, prompts), states.evicted
+
+    return reuse_in_pools(load, lambda _: capacity, found_in)
 
 
 def _uses_of_all_states(prompts: Sequence[Pages]) -> defaultdict[int, list[int]]:

@@ -130,7 +130,8 @@ class BatchedRows:
         job.cached_tokens = cached
         first, *others = samplings
         row = _Row(job, prompt, job.first_choice, others)
-        segments = cut_at(prompt.segments, [self._reuse.parting(prompt.tokens, job.salt)])
+        parting = self._reuse.parting(prompt.tokens, job.salt)
+        segments = cut_at(prompt.segments, [parting]) if parting else prompt.segments
         rest = without_first(segments, cached)
         uid = self._insert(row, cache, prompt.tokens[:cached], rest, first)
         del cache

@@ -257,7 +257,7 @@ class GenerationThread:
                 end.freed.set_exception(_no_session(end.session))
                 return
             freed = 0  # nothing is computed yet
-        except Exception as error:
+        except Exception as error:  # the client waits for an answer, whatever becomes of the thread
             end.freed.set_exception(error)
             raise
         end.freed.set_result(freed)
