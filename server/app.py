@@ -45,18 +45,18 @@ def make_app(service: Service) -> Starlette:
     """The application with all routes of `paged-kv server`."""
     status, api = _status_routes(service), _api_routes(service)
     unknown = partial(_unknown_route, [route.path for route in (*api, *status)])
-    handlers: dict[Any, Any] = {APIError: _error_response, 404: unknown, 405: _error_response}
+    handlers: dict[Any, Any] = {APIError: error_response, 404: unknown, 405: error_response}
     return Starlette(
         routes=[*status, Mount("/", routes=api, middleware=[_cors(service.options)])],
         middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
-        exception_handlers={**handlers, Exception: _error_response},
+        exception_handlers={**handlers, Exception: error_response},
     )
 
 
 def _api_routes(service: Service) -> list[Route]:
     """The routes of clients."""
     options = service.options
-    kept = KeptResponses(options)
+    kept = KeptResponses(options, place=service.place)
     reader = responses.ResponseReader(service.keys, kept)
     chat = Answering(service, Completions(ChatBody))
 
@@ -138,10 +138,10 @@ def _unknown_route(paths: list[str], request: Request, error: Exception) -> Resp
     """The answer to a request for a path that there is not, with those that there are."""
     known = ", ".join(dict.fromkeys(path.replace(":path}", "}") for path in paths))
     message = f"there is no route {shortened(request.url.path)}: the routes are {known}"
-    return _error_response(request, APIError(404, message, code="not_found"))
+    return error_response(request, APIError(404, message, code="not_found"))
 
 
-def _error_response(request: Request, error: Exception) -> Response:
+def error_response(request: Request, error: Exception) -> Response:
     """The answer to an exception, in the form of the route's interface."""
     answered = as_api_error(error)
     if request.url.path.startswith(messages.PATH):

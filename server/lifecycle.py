@@ -90,6 +90,40 @@ DEATH_NOTICE_S = 3.0
 LAST_S = 5.0
 
 
+def make_service(
+    options: argparse.Namespace, provider: PagedModelProvider, place: str = ""
+) -> Service:
+    """The parts of a server, whose generation thread is not started yet.
+
+    Args:
+        options: of `paged-kv server`.
+        provider: loads models.
+        place: see `Service`.
+
+    Raises:
+        ValueError: an option is wrong.
+        OSError: a file of keys cannot be read.
+    """
+    default = Limits(options.priorities, options.max_requests_per_key)
+    limits = read_limits(read_api_keys(options.api_key), default)
+    metrics, workers = ServerMetrics(), WorkerThreads()
+    thread = GenerationThread(provider, metrics)
+    return Service(
+        options=options,
+        thread=thread,
+        metrics=metrics,
+        names=ModelNames(options),
+        keys=APIKeys(limits),
+        limits=ClientLimits(limits, default),
+        hosts=KnownHosts(options.host, options.allowed_hosts),
+        workers=workers,
+        call_parser=CallParser(workers),
+        grammars=GrammarCompiler(workers, thread.announce),
+        gate=Gate(),
+        place=place,
+    )
+
+
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,23 +144,7 @@ class PagedServer:
     """
 
     def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
-        default = Limits(options.priorities, options.max_requests_per_key)
-        limits = read_limits(read_api_keys(options.api_key), default)
-        metrics, workers = ServerMetrics(), WorkerThreads()
-        thread = GenerationThread(provider, metrics)
-        self.service = Service(
-            options=options,
-            thread=thread,
-            metrics=metrics,
-            names=ModelNames(options),
-            keys=APIKeys(limits),
-            limits=ClientLimits(limits, default),
-            hosts=KnownHosts(options.host, options.allowed_hosts),
-            workers=workers,
-            call_parser=CallParser(workers),
-            grammars=GrammarCompiler(workers, thread.announce),
-            gate=Gate(),
-        )
+        self.service = make_service(options, provider)
         self._socket = _listening(options.host, options.port)
         self._uvicorn = _Uvicorn(self._config())
         self._ending = asyncio.Event()
@@ -235,7 +253,7 @@ def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int
     if not thread.loaded.done():
         logging.shutdown()
         os._exit(status)
-    _require_loaded(thread, provider)
+    require_loaded(thread, provider)
     return status
 
 
@@ -246,7 +264,7 @@ def follow(provider: PagedModelProvider) -> int:
         thread = GenerationThread(provider, ServerMetrics())
         thread.start()
         has_ended_well = thread.ended.result()
-    _require_loaded(thread, provider)
+    require_loaded(thread, provider)
     return 0 if has_ended_well else 1
 
 
@@ -261,8 +279,8 @@ def _ending(requests: int, seconds: float) -> str:
     )
 
 
-def _require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:
-    """Raise why the model could not be loaded, if so."""
+def require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:
+    """Raise why the model could not be loaded, if so. It waits until that is known."""
     error = thread.loaded.exception()
     if isinstance(error, PagedKVError | MemoryError | OSError | ValueError):
         raise error

@@ -41,38 +41,54 @@ def run(options: Sequence[str]) -> int:
     """
     with ending_at_once():
         arguments = _full_parser().parse_args(options)
-        arguments.model = named_model(arguments.model)
-        _require_mlx_lm()
-        require_complete(arguments)
-        _require_usable(arguments)
-        require_folders(arguments)
-        if arguments.model is None and not arguments.allow_model_switch:
-            raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
+        require_servable(arguments)
         return _serve(arguments)
+
+
+def require_servable(arguments: argparse.Namespace) -> None:
+    """Check options before anything is loaded, and put the embedded model's folder for its name.
+
+    Raises:
+        ValueError: an option is wrong or lacks another one, or mlx-lm is too old.
+        OSError: a model or another file is not there.
+    """
+    arguments.model = named_model(arguments.model)
+    _require_mlx_lm()
+    require_complete(arguments)
+    _require_usable(arguments)
+    require_folders(arguments)
+    if arguments.model is None and not arguments.allow_model_switch:
+        raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
+
+
+def start_logging(level: str) -> None:
+    """Let this process write log lines to standard error, each with the id of its request."""
+    import logging
+
+    from paged_kv.server.http.request_log import OneLine
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     # All imports come before the first thread.
-    import logging
-
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.server.engine.paged_model_provider import PagedModelProvider
     from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
-    from paged_kv.server.http.request_log import OneLine
     from paged_kv.server.lifecycle import follow, run_server
 
     ranks = joined_ranks()
     if ranks.size > 1:
-        _require_shareable(arguments)
+        require_shareable(arguments)
     else:
         # Of several ranks each holds a part of the model, and finds out when it has loaded it.
         require_sufficient_budget(arguments)
     maybe_set_recommended_wired_limit()
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    logging.basicConfig(level=arguments.log_level, handlers=[handler], force=True)
+    start_logging(arguments.log_level)
     provider = PagedModelProvider(arguments)
     try:
         status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
@@ -117,7 +133,7 @@ def _require_mlx_lm() -> None:
         )
 
 
-def _require_shareable(arguments: argparse.Namespace) -> None:
+def require_shareable(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
     for option in (
         "adapter_path",

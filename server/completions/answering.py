@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import sys
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Coroutine,
     Hashable,
     Iterator,
     Mapping,
@@ -34,7 +32,7 @@ from paged_kv.server.engine.jobs import Channel, Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, wrong_value
-from paged_kv.server.http.request_body import read_body
+from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import request_id
 from paged_kv.server.http.schema import Body, PrefillBody
 
@@ -84,7 +82,7 @@ class Answering:
         conversation = Conversation(service, await service.workers.read(plan, len(content)))
         try:
             with self._renaming():
-                await _while_connected(request.receive, self._answer(conversation, send))
+                await while_connected(request.receive, self._answer(conversation, send))
         except ClientDisconnect:
             service.metrics.finished["abort"] += conversation.num_open
             raise
@@ -215,30 +213,6 @@ def _require_servers(options: argparse.Namespace) -> None:
         raise wrong_value(
             "this server shares no tier: start it with --store redis://... or s3://...", "prompt"
         )
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run work for a client whose request was received completely.
-
-    Raises:
-        ClientDisconnect: the client has left, and the work was cancelled.
-    """
-    left = asyncio.ensure_future(_disconnected(receive))
-    working = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({left, working}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        working.result()
-    finally:
-        left.cancel()
-        working.cancel()
-        await asyncio.gather(left, working, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:

@@ -19,7 +19,11 @@ from paged_kv.server.http.api_errors import APIError
 
 @dataclass(frozen=True)
 class Service:
-    """One server."""
+    """One server.
+
+    Attributes:
+        place: names the server among several that share an address; empty for one alone.
+    """
 
     options: argparse.Namespace
     thread: GenerationThread
@@ -32,6 +36,7 @@ class Service:
     call_parser: CallParser
     grammars: GrammarCompiler
     gate: Gate
+    place: str = ""
 
     @property
     def is_healthy(self) -> bool:

@@ -1,13 +1,16 @@
-"""Reads a request's body with limits of size and time, and checks it against its schema."""
+"""Reads a request's body with limits of size and time, checks it against its schema, and notices
+that its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from paged_kv.server.http.api_errors import APIError, from_validation, wrong_value
 from paged_kv.server.http.known_fields import require_known
@@ -42,6 +45,25 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise APIError(
             408, f"the body did not arrive in {timeout_s:g} s", code="timeout", headers=_CLOSE
         ) from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run work for a client whose request was received completely.
+
+    Raises:
+        ClientDisconnect: the client has left, and the work was cancelled.
+    """
+    left = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({left, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        left.cancel()
+        working.cancel()
+        await asyncio.gather(left, working, return_exceptions=True)
 
 
 def parse_body(content: bytes, kind: type[BodyKind]) -> BodyKind:
@@ -136,3 +158,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if length > max_bytes:
         raise too_long
     return bytes(content)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ class ResponseAnswers(Answers):
     """Writes one response.
 
     Args:
+        name: ends the id of the response, and is in those of its items.
         fields: of the request, which the response repeats.
         is_plain: whether reasoning items have their text as `encrypted_content` too.
         logprobs: describes the tokens of texts.
@@ -40,13 +40,14 @@ class ResponseAnswers(Answers):
 
     def __init__(
         self,
+        name: str,
         fields: Object,
         *,
         is_plain: bool,
         logprobs: Logprobs,
         keep: Callable[[Object], None],
     ) -> None:
-        self._name = uuid.uuid4().hex
+        self._name = name
         self._head = {
             "id": f"resp_{self._name}",
             "object": "response",

@@ -84,19 +84,30 @@ class KeptResponses:
     Args:
         options: `max_responses`, `max_response_bytes`, `response_ttl` in seconds.
         clock: tells the time in seconds.
+        place: names the server among several that share an address; ids begin with it.
     """
 
-    def __init__(self, options: argparse.Namespace, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        clock: Callable[[], float] = monotonic,
+        place: str = "",
+    ) -> None:
         self._most: int = options.max_responses
         self._most_bytes: int = options.max_response_bytes
         self._ttl_s: float = options.response_ttl
         self._clock = clock
+        self._place = place
         self._turns: OrderedDict[tuple[Hashable, str], Turn] = OrderedDict()
         # The turns that items came with, or were given for.
         self._turn_of: WeakValueDictionary[tuple[Hashable, str], Turn] = WeakValueDictionary()
         # A turn may be freed, and counted off, while its own thread keeps another.
         self._lock = RLock()
         self.nbytes = 0
+
+    def new_name(self) -> str:
+        """A part of the ids of a new response and of its items."""
+        return f"{self._place}{uuid.uuid4().hex}"
 
     def keep(self, owner: Hashable, turn: Turn) -> None:
         """Keep a turn under the id of its response, unless it alone is over a limit."""
@@ -180,9 +191,8 @@ _USUAL_LIMIT = 20
 _MOST_LISTED = 100
 
 
-def named(items: Iterable[Object]) -> list[Object]:
-    """The items, each with an id and a type."""
-    name = uuid.uuid4().hex
+def named(items: Iterable[Object], name: str) -> list[Object]:
+    """The items, each with a type and an id, in which the name is."""
     return [_named(item, f"{name}_{number}") for number, item in enumerate(items)]
 
 
@@ -263,10 +273,12 @@ class Responses(Interface):
         owner = salt_of(key, salt if isinstance(salt, str) else None)
         previous = self._previous(owner, body)
         earlier = [] if previous is None else previous.all_items()
-        items = named(self._resolved(owner, body))
+        items = named(self._resolved(owner, body), self._kept.new_name())
         chat = self.chat_body(chat_of(fields, body, [*earlier, *items]))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return ReadRequest(chat, partial(_answers, fields, body, chat, keep), len(content))
+        return ReadRequest(
+            chat, partial(_answers, self._kept.new_name(), fields, body, chat, keep), len(content)
+        )
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
@@ -365,7 +377,13 @@ class ResponseReader:
 
 
 def _answers(
-    fields: dict[str, Any], body: ResponsesBody, chat: ChatBody, keep: Any, _: str, tokenizer: Any
+    name: str,
+    fields: dict[str, Any],
+    body: ResponsesBody,
+    chat: ChatBody,
+    keep: Any,
+    _: str,
+    tokenizer: Any,
 ) -> Answers:
     reasoning = body.reasoning
     repeated = {
@@ -387,4 +405,6 @@ def _answers(
         "truncation": "disabled",
     }
     is_plain = ENCRYPTED in (body.include or ())
-    return ResponseAnswers(repeated, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep)
+    return ResponseAnswers(
+        name, repeated, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep
+    )

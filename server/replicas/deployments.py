@@ -1,0 +1,145 @@
+"""Makes the application that Ray Serve deploys: a front, replicas behind it, and an agreement."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
+from paged_kv.server.lifecycle import LAST_S
+from paged_kv.server.options import server_parser
+from paged_kv.server.replicas.front import Front
+from paged_kv.server.replicas.prefix_router import PrefixRouter
+from paged_kv.server.replicas.replica import Agreement, Replica
+from paged_kv.server.server_command import require_servable
+
+# Those of Ray Serve, and what they are when nothing is said.
+OWN: dict[str, Any] = {"num_replicas": 1, "num_cpus": 1, "num_gpus": 0}
+
+# Ray Serve listens in the place of the server.
+WITHOUT_MEANING = {
+    "host": "http_options in Serve's config file",
+    "port": "http_options in Serve's config file",
+    "header_timeout": "Serve's proxy reads headers",
+    "write_timeout": "Serve's proxy writes answers",
+}
+
+# The front computes nothing: it may have as many requests as there are connections.
+MOST_FORWARDED = 10_000
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """The application: `serve run paged_kv.ray:app model=MODEL num_replicas=4 max_kv_bytes=8GB`.
+
+    Args:
+        arguments: options of `paged-kv server` without their dashes, with underscores; and
+            `num_replicas`, a number or "auto", `num_cpus` and `num_gpus` of each. Values may be
+            texts, as on a command line, or what YAML makes of them.
+
+    Raises:
+        ValueError, OSError: one is wrong; nothing is deployed.
+    """
+    own = {name: arguments.get(name, usual) for name, usual in OWN.items()}
+    options = server_options({k: v for k, v in arguments.items() if k not in OWN})
+    replicas = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=_num_replicas(own["num_replicas"]),
+        ray_actor_options={name: _amount(name, own[name]) for name in ("num_cpus", "num_gpus")},
+        max_ongoing_requests=options.max_connections,
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        # A model that cannot be loaded is an error, and not one to repeat.
+        max_constructor_retry_count=1,
+        graceful_shutdown_timeout_s=options.shutdown_timeout + LAST_S,
+    )
+    light = {"ray_actor_options": {"num_cpus": 0}}
+    front = serve.deployment(
+        serve.ingress()(Front), name="Front", max_ongoing_requests=MOST_FORWARDED, **light
+    )
+    agreement = serve.deployment(Agreement, name="Agreement", **light)
+    application: serve.Application = front.bind(replicas.bind(options, agreement.bind()), options)
+    return application
+
+
+def server_options(arguments: Mapping[str, Any]) -> argparse.Namespace:
+    """The checked options of each replica, with full paths: Ray starts replicas in other folders.
+
+    Raises:
+        ValueError, OSError: one is wrong.
+    """
+    for name, instead in WITHOUT_MEANING.items():
+        if name in arguments:
+            raise ValueError(f"{name} has no meaning behind Ray Serve: leave it out ({instead})")
+    parser = server_parser()
+    parser.error = _refuse  # type: ignore[method-assign]  # the usual one ends the process
+    options = parser.parse_args(list(_words(parser, arguments)))
+    require_servable(options)
+    require_sufficient_budget(options)
+    for name in ("model", "draft_model", "adapter_path", "api_key", "prefill_key", "store_secret"):
+        setattr(options, name, _full(getattr(options, name)))
+    options.store = options.store and [_full(place) for place in options.store]
+    return options
+
+
+def _words(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments as they stand on a command line."""
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    for name, value in arguments.items():
+        if name not in actions:
+            known = ", ".join(sorted([*OWN, *actions]))
+            raise ValueError(f"there is no option {name!r}: the options are {known}")
+        action = actions[name]
+        option = action.option_strings[-1]
+        if action.nargs == 0:
+            if _is_true(name, value):
+                yield option
+        elif isinstance(value, list) or action.nargs in ("*", "+"):
+            yield from (option, *map(str, value if isinstance(value, list) else value.split()))
+        elif action.nargs == "?" and str(value).lower() == "true":
+            yield option
+        else:
+            yield f"{option}={value}"
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"{message}: `paged-kv server --help` lists the options")
+
+
+def _is_true(name: str, value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise ValueError(f"{name}={value} is neither true nor false")
+    return text == "true"
+
+
+def _num_replicas(value: Any) -> int | str:
+    text = str(value)
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f'num_replicas={value} is neither a number from 1 on nor "auto"')
+    return int(text)
+
+
+def _amount(name: str, value: Any) -> float:
+    try:
+        amount = float(value)
+    except (TypeError, ValueError):
+        amount = -1.0
+    if not 0 <= amount < float("inf"):
+        raise ValueError(f"{name}={value} is not a number from 0 on")
+    return amount
+
+
+def _full(place: Any) -> Any:
+    """The full path of what is a file or folder here; others are names or addresses."""
+    if isinstance(place, Path):
+        return place.absolute()
+    if isinstance(place, str) and Path(place).expanduser().exists():
+        return str(Path(place).expanduser().absolute())
+    return place

@@ -1,0 +1,268 @@
+"""The address of several replicas: hands each request to one of them, or to all.
+
+A request whose replica dies, or refuses it with 503, goes to another one as long as its client has
+got nothing. A stream that has begun ends with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from paged_kv.server.app import error_response
+from paged_kv.server.completions.sessions import PATH as SESSIONS
+from paged_kv.server.http.api_errors import APIError, busy
+from paged_kv.server.http.connection import PROBES
+from paged_kv.server.http.request_body import read_body, while_connected
+from paged_kv.server.http.request_log import HEADER
+from paged_kv.server.messages import messages
+from paged_kv.server.messages.answers import error_body
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest, forwarded_request
+from paged_kv.server.replicas.replica import WholeAnswer
+from paged_kv.server.responses import responses
+
+log = logging.getLogger(__name__)
+
+# How often a request is tried at most. Ray Serve itself waits where no replica is left.
+MOST_TRIES = 10
+
+# How long all replicas have for what goes to all, which none computes for.
+ALL_S = 20.0
+
+# A longer body is read on a thread: the event loop serves all clients.
+LARGE_BYTES = 100_000
+
+FAILURES = (RayError, RayServeException)
+
+
+class Front:
+    """The application of the front, made by Ray Serve.
+
+    Args:
+        replicas: a handle of `Replica`.
+        options: of `paged-kv server`.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, options: argparse.Namespace) -> None:
+        self._all = replicas
+        self._one = replicas.options(stream=True)
+        self._options = options
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return Starlette(
+            routes=[
+                *[Route(path, self._probe) for path in PROBES],
+                Route("/metrics", self._metrics),
+                Route(f"{SESSIONS}/{{name:path}}", self._end_session, methods=["DELETE"]),
+                Mount("/", self._forward),
+            ],
+            exception_handlers={APIError: error_response, Exception: error_response},
+        )
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application: one replica answers."""
+        request = Request(scope, receive)
+        try:
+            forwarded = await self._read(request)
+            answer = _Answer(scope["path"], send)
+            await while_connected(receive, self._answer(forwarded, answer))
+        except ClientDisconnect:
+            log.info("the client has disconnected")
+
+    async def _answer(self, request: ForwardedRequest, answer: _Answer) -> None:
+        tried: set[str] = set()
+        for _ in range(MOST_TRIES):
+            try:
+                async for sent in self._messages(replace(request, avoided=frozenset(tried))):
+                    if isinstance(sent, str):
+                        answer.restart(is_last=sent in tried)
+                        tried.add(sent)
+                    else:
+                        await answer.send(sent)
+            except FAILURES as error:
+                log.warning("a replica has failed: %s", error)
+                if answer.has_begun:
+                    await answer.break_off()
+                    return
+            if answer.has_begun:
+                return
+        raise busy(f"{len(tried)} replicas have failed to answer: ask again later")
+
+    async def _messages(self, request: ForwardedRequest) -> AsyncIterator[Any]:
+        """What a replica sends, part by part. It is told when nobody waits any more."""
+        response = self._one.answer.remote(request)
+        try:
+            async for sent in response:
+                if isinstance(sent, str):
+                    yield sent
+                else:
+                    for message in sent:
+                        yield message
+        except BaseException:
+            response.cancel()
+            raise
+
+    async def _read(self, request: Request) -> ForwardedRequest:
+        options = self._options
+        body = await read_body(request, options.max_body_bytes, options.body_timeout)
+        if len(body) < LARGE_BYTES:
+            return forwarded_request(request.scope, body)
+        return await asyncio.to_thread(forwarded_request, request.scope, body)
+
+    async def _of_all(self, request: Request) -> list[WholeAnswer]:
+        """What each replica answers; those that fail are left out.
+
+        Raises:
+            APIError: 503, there is none.
+        """
+        forwarded = await self._read(request)
+        try:
+            results = self._all.broadcast("answer_whole", forwarded)
+            found = await results.results_async(timeout_s=ALL_S, return_exceptions=True)
+        except (*FAILURES, TimeoutError) as error:
+            raise busy(f"no replica answers: {error}") from error
+        answers = [each for each in found if isinstance(each, WholeAnswer)]
+        if not answers:
+            raise busy("no replica answers: ask again later")
+        return answers
+
+    async def _probe(self, request: Request) -> Response:
+        """Good if one replica is."""
+        return _as_response(min(await self._of_all(request), key=lambda each: each.status))
+
+    async def _metrics(self, request: Request) -> Response:
+        answers = await self._of_all(request)
+        for answer in answers:
+            if answer.status != 200:
+                return _as_response(answer)
+        texts = {answer.place: answer.body.decode() for answer in answers}
+        merged = WholeAnswer("", 200, answers[0].headers, merged_metrics(texts).encode())
+        return _as_response(merged)
+
+    async def _end_session(self, request: Request) -> Response:
+        """End a session everywhere, as its requests may have gone to several replicas."""
+        answers = await self._of_all(request)
+        ended = [json.loads(answer.body) for answer in answers if answer.status == 200]
+        if not ended:
+            return _as_response(answers[0])
+        freed = sum(each["freed_blocks"] for each in ended)
+        return JSONResponse(ended[0] | {"freed_blocks": freed})
+
+
+class _Answer:
+    """What a client gets of the answers of replicas, one after the other.
+
+    Args:
+        path: of the request.
+        send: of ASGI.
+
+    Attributes:
+        has_begun: whether the client has got something, so that no other answer may follow.
+    """
+
+    def __init__(self, path: str, send: Send) -> None:
+        self.has_begun = False
+        self._path = path
+        self._send = send
+        self._start: Message = {}
+        self._is_last = False
+        self._events = 0
+
+    def restart(self, *, is_last: bool) -> None:
+        """Take what follows as a new answer; the last one may be a refusal."""
+        self._start = {}
+        self._is_last = is_last
+
+    async def send(self, message: Message) -> None:
+        """Send a message on, unless it is part of a refusal after which others are asked. Nothing
+        is sent before the first bytes of the body."""
+        if message["type"] == "http.response.start":
+            self._start = message | {"headers": _headers(message["headers"])}
+        elif self._start["status"] != 503 or self._is_last:
+            if not self.has_begun and message.get("more_body") and not message["body"]:
+                return
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(self._start)
+            self._events += message.get("body", b"").count(b"\ndata: {")
+            await self._send(message)
+
+    async def break_off(self) -> None:
+        """End a stream whose replica has died with an error in the form of its interface.
+
+        Raises:
+            APIError: the answer is no stream; the connection is closed.
+        """
+        error = APIError(
+            503,
+            "the replica that computed this answer has died: send the request again",
+            code="replica_died",
+        )
+        if dict(self._start["headers"]).get(b"content-type") != b"text/event-stream":
+            raise error
+        body = b"%bdata: %b\n\n" % self._event(error)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _event(self, error: APIError) -> tuple[bytes, bytes]:
+        described, name = error.as_dict(), b"event: error\n"
+        if self._path.startswith(messages.PATH):
+            described = error_body(error)
+        elif self._path.startswith(responses.PATH):
+            # As OpenAI names it: https://platform.openai.com/docs/api-reference/responses-streaming
+            described = {"type": "error", **described["error"], "sequence_number": self._events}
+        else:
+            name = b""
+        return name, json.dumps(described, ensure_ascii=False).encode()
+
+
+def merged_metrics(texts: dict[str, str]) -> str:
+    """The metrics of several replicas as one text, in which each has a label `replica`.
+
+    Args:
+        texts: of each replica, in Prometheus's text format (version 0.0.4).
+    """
+    families: dict[str, list[str]] = {}
+    for place, text in texts.items():
+        family: list[str] = []
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                family.append(_labelled(line, place))
+            elif line.startswith("# HELP"):
+                family = families.setdefault(line, [line])
+            elif line not in family:
+                family.append(line)
+    return "".join(f"{line}\n" for family in families.values() for line in family)
+
+
+def _labelled(line: str, place: str) -> str:
+    name, labels, rest = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (.*)", line).groups()  # type: ignore[union-attr]  # the format
+    return f'{name}{{replica="{place}"{"," + labels if labels else ""}}} {rest}'
+
+
+def _as_response(answer: WholeAnswer) -> Response:
+    headers = {
+        name.decode(): value.decode()
+        for name, value in _headers(answer.headers)
+        if name != b"content-length"
+    }
+    return Response(answer.body, answer.status, headers)
+
+
+def _headers(headers: Iterable[Sequence[bytes]]) -> list[Sequence[bytes]]:
+    """Those of an answer but its id, which Ray Serve names too."""
+    return [each for each in headers if each[0].lower() != HEADER.lower().encode()]

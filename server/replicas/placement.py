@@ -1,0 +1,127 @@
+"""Chooses replicas for prompts: where little is to be computed, and few others wait."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable
+
+from paged_kv.server.replicas.forwarded_request import Trail, cuts
+
+# As much as a running request counts beside its prompt, in bytes of prompts: its answer takes time
+# too, about as many steps as a prompt of 500 tokens takes milliseconds.
+RUNNING = 2000
+
+# A beginning takes about 280 bytes, and a conversation of 8,000 tokens has 50 of them.
+MOST_BEGINNINGS = 1 << 17
+
+
+class KnownBeginnings:
+    """Which replicas have computed which beginnings of prompts. Beyond a limit, those go that were
+    used least recently, and of these the longest first.
+
+    Args:
+        most: how many beginnings to know at most.
+
+    Attributes:
+        counts: how many each replica has.
+    """
+
+    def __init__(self, most: int = MOST_BEGINNINGS) -> None:
+        self._most = most
+        self._replicas: OrderedDict[int, set[str]] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def known(self, trail: Trail) -> dict[str, int]:
+        """How many bytes of a prompt each replica has computed, for those that know any."""
+        known: dict[str, int] = {}
+        for digest, end in zip(trail.digests, cuts(), strict=False):
+            replicas = self._replicas.get(digest)
+            if replicas is None:
+                break
+            known |= dict.fromkeys(replicas, end)
+        return known
+
+    def add(self, trail: Trail, replica: str) -> None:
+        """Note that a replica computes a prompt."""
+        for digest in reversed(trail.digests):
+            replicas = self._replicas.setdefault(digest, set())
+            if replica not in replicas:
+                replicas.add(replica)
+                self.counts[replica] += 1
+            self._replicas.move_to_end(digest)
+        while len(self._replicas) > self._most:
+            self.counts.subtract(self._replicas.popitem(last=False)[1])
+
+    def forget(self, replica: str) -> None:
+        """Forget all of a replica that is gone."""
+        for digest, replicas in list(self._replicas.items()):
+            replicas.discard(replica)
+            if not replicas:
+                del self._replicas[digest]
+        del self.counts[replica]
+
+
+class Placement:
+    """Chooses replicas, and counts what each has to do.
+
+    A replica costs what waits there, and what it would have to compute of the prompt. So a
+    conversation comes back to where it was, unless much waits there, and a beginning that many
+    prompts share spreads as they come at once. Of prompts of which less than half is known nothing
+    counts as known: they are other conversations, and the replica with the shared beginning would
+    get them all. Among equals the one that knows least gets the next.
+
+    Args:
+        most_beginnings: how many beginnings of prompts to know at most.
+    """
+
+    def __init__(self, most_beginnings: int = MOST_BEGINNINGS) -> None:
+        self._beginnings = KnownBeginnings(most_beginnings)
+        self._requests: dict[Hashable, tuple[str, int]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._replicas: set[str] = set()
+
+    def __len__(self) -> int:
+        """The number of beginnings that it knows."""
+        return len(self._beginnings)
+
+    def waiting(self, replica: str) -> int:
+        """What the requests of a replica cost, in bytes of prompts."""
+        return self._waiting[replica]
+
+    def ranked(self, trail: Trail, replicas: Collection[str]) -> list[str]:
+        """Replicas by their costs for a prompt, the cheapest first."""
+        known = self._beginnings.known(trail)
+        counts = self._beginnings.counts
+
+        def cost(replica: str) -> tuple[int, int]:
+            return self._waiting[replica] + _missing(trail, known.get(replica, 0)), counts[replica]
+
+        return sorted(replicas, key=cost)
+
+    def begin(self, request: Hashable, trail: Trail, replica: str) -> None:
+        """Count a request as a replica's, and not as another's any more."""
+        self.end(request)
+        missing = _missing(trail, self._beginnings.known(trail).get(replica, 0))
+        self._requests[request] = replica, RUNNING + missing
+        self._waiting[replica] += RUNNING + missing
+        self._beginnings.add(trail, replica)
+
+    def end(self, request: Hashable) -> None:
+        """Count a request no longer; one that is not counted is ignored."""
+        replica, cost = self._requests.pop(request, ("", 0))
+        if replica in self._waiting:
+            self._waiting[replica] -= cost
+
+    def use(self, replicas: Collection[str]) -> None:
+        """Forget all replicas but these."""
+        for gone in self._replicas.difference(replicas):
+            self._beginnings.forget(gone)
+            del self._waiting[gone]
+        self._replicas = set(replicas)
+
+
+def _missing(trail: Trail, known: int) -> int:
+    return trail.length - (known if 2 * known >= trail.length else 0)

@@ -1,0 +1,159 @@
+"""One server of several, which gets its requests from the front."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message
+
+from paged_kv.integrations.page_identity import fingerprints
+from paged_kv.server.app import make_app
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.http.api_errors import busy
+from paged_kv.server.lifecycle import make_service, require_loaded
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest
+from paged_kv.server.server_command import start_logging
+
+log = logging.getLogger(__name__)
+
+
+class WholeAnswer(NamedTuple):
+    """What one replica answers to a request that goes to all."""
+
+    place: str
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Agreement:
+    """Sees to it that all replicas compute the same: the first one says what."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str, dict[str, str]] | None = None
+
+    def require_same(self, place: str, identity: dict[str, str]) -> None:
+        """Raise ValueError if a replica differs from the first one."""
+        if self._first is None:
+            self._first = place, identity
+        first, expected = self._first
+        for name, value in identity.items():
+            if value != expected[name]:
+                raise ValueError(
+                    f"replica {place} has {name} {value}, and replica {first}, with which it is to "
+                    f"answer as one, has {expected[name]}: install the same on all machines, and "
+                    "give them the same files"
+                )
+
+
+class Replica:
+    """A server without a socket, made by Ray Serve.
+
+    Args:
+        options: of `paged-kv server`.
+        agreement: a handle of `Agreement`.
+
+    Raises:
+        ValueError, OSError: the model cannot be loaded, or the replica differs from others.
+    """
+
+    async def __init__(self, options: argparse.Namespace, agreement: DeploymentHandle) -> None:
+        start_logging(options.log_level)
+        self.place: str = serve.get_replica_context().replica_id.unique_id
+        provider = PagedModelProvider(options)
+        self._service = make_service(options, provider, self.place)
+        self._app = make_app(self._service)
+        thread = self._service.thread
+        thread.start()
+        try:
+            await run_in_threadpool(require_loaded, thread, provider)
+            await agreement.require_same.remote(self.place, _identity(provider))
+        except BaseException:
+            self._end()
+            raise
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if the generation thread has died: Ray Serve then starts another
+        replica in the place of this one."""
+        if not self._service.is_healthy:
+            raise RuntimeError("the generation thread has died")
+
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[str | list[Message]]:
+        """Yields the name of this replica, and then messages of ASGI. If the caller cancels, the
+        request ends as if its client had left."""
+        yield self.place
+        async for messages in _answered(self._app, request):
+            yield messages
+
+    async def answer_whole(self, request: ForwardedRequest) -> WholeAnswer:
+        """The same, of a request whose answers are put together."""
+        messages = [each async for some in _answered(self._app, request) for each in some]
+        body = b"".join(each.get("body", b"") for each in messages)
+        return WholeAnswer(self.place, messages[0]["status"], messages[0]["headers"], body)
+
+    async def __del__(self) -> None:
+        """Store cached prefixes and end. Ray Serve calls this when the requests have ended, or
+        their time has."""
+        if hasattr(self, "_service"):
+            refusal = busy("the replica is shutting down: ask again")
+            self._service.gate.close(refusal)
+            self._service.thread.refuse(refusal)
+            await run_in_threadpool(self._end)
+
+    def _end(self) -> None:
+        self._service.thread.stop()
+        self._service.thread.join()
+        self._service.workers.close()
+
+
+def _identity(provider: PagedModelProvider) -> dict[str, str]:
+    """What decides the answers of a replica, beside its options."""
+    named = {package: version(package) for package in ("paged-kv", "mlx", "mlx-lm")}
+    if provider.model is not None:
+        named["weights"], named["settings"] = fingerprints(provider.model)
+    return named
+
+
+async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
+    """Yields the messages that an application sends, as many at once as there are."""
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        while not body:
+            await asyncio.Event().wait()  # a client that leaves cancels all of this
+        return body.pop()
+
+    running = asyncio.ensure_future(_run(app, request, receive, sent))
+    try:
+        last = False
+        while not last:
+            messages: list[Any] = [await sent.get()]
+            while not sent.empty():
+                messages.append(sent.get_nowait())
+            last = messages[-1] is None
+            if found := [each for each in messages if each is not None]:
+                yield found
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _run(
+    app: ASGIApp, request: ForwardedRequest, receive: Any, sent: asyncio.Queue[Message | None]
+) -> None:
+    try:
+        await app(dict(request.scope), receive, sent.put)
+    except Exception:
+        # Its client has got an answer, or a part of one.
+        log.exception("the application has failed")
+    finally:
+        sent.put_nowait(None)
