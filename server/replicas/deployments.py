@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,13 +14,14 @@ from ray.serve.config import RequestRouterConfig
 from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 from paged_kv.server.lifecycle import LAST_S
 from paged_kv.server.options import server_parser
+from paged_kv.server.replicas.agreement import Agreement
 from paged_kv.server.replicas.front import Front
 from paged_kv.server.replicas.prefix_router import PrefixRouter
-from paged_kv.server.replicas.replica import Agreement, Replica
-from paged_kv.server.server_command import require_servable
+from paged_kv.server.replicas.replica import Replica
+from paged_kv.server.server_command import require_servable, require_shareable
 
 # Those of Ray Serve, and what they are when nothing is said.
-OWN: dict[str, Any] = {"num_replicas": 1, "num_cpus": 1, "num_gpus": 0}
+OWN: dict[str, Any] = {"num_replicas": 1, "ranks": 1, "num_cpus": 1, "num_gpus": 0}
 
 # Ray Serve listens in the place of the server.
 WITHOUT_MEANING = {
@@ -38,19 +40,24 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
     Args:
         arguments: options of `paged-kv server` without their dashes, with underscores; and
-            `num_replicas`, a number or "auto", `num_cpus` and `num_gpus` of each. Values may be
-            texts, as on a command line, or what YAML makes of them.
+            `num_replicas`, a number or "auto"; `ranks`, the processes that share the model of one
+            replica; `num_cpus` and `num_gpus` of each process. Values may be texts, as on a command
+            line, or what YAML makes of them.
 
     Raises:
         ValueError, OSError: one is wrong; nothing is deployed.
     """
     own = {name: arguments.get(name, usual) for name, usual in OWN.items()}
     options = server_options({k: v for k, v in arguments.items() if k not in OWN})
+    resources = {name: _amount(name, own[name]) for name in ("num_cpus", "num_gpus")}
     replicas = serve.deployment(
         Replica,
         name="Replica",
-        num_replicas=_num_replicas(own["num_replicas"]),
-        ray_actor_options={name: _amount(name, own[name]) for name in ("num_cpus", "num_gpus")},
+        num_replicas=own["num_replicas"]
+        if own["num_replicas"] == "auto"
+        else _count("num_replicas", own["num_replicas"]),
+        ray_actor_options=resources,
+        **_shared(options, _count("ranks", own["ranks"]), resources),
         max_ongoing_requests=options.max_connections,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         # A model that cannot be loaded is an error, and not one to repeat.
@@ -91,8 +98,11 @@ def _words(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> Ite
     actions = {action.dest: action for action in parser._actions if action.option_strings}
     for name, value in arguments.items():
         if name not in actions:
-            known = ", ".join(sorted([*OWN, *actions]))
-            raise ValueError(f"there is no option {name!r}: the options are {known}")
+            near = ", ".join(get_close_matches(name, [*OWN, *actions])) or "num_replicas, model"
+            raise ValueError(
+                f"there is no option {name!r}: there are {near} and those that `paged-kv server "
+                "--help` lists, with underscores"
+            )
         action = actions[name]
         option = action.option_strings[-1]
         if action.nargs == 0:
@@ -117,12 +127,25 @@ def _is_true(name: str, value: Any) -> bool:
     return text == "true"
 
 
-def _num_replicas(value: Any) -> int | str:
+def _shared(
+    options: argparse.Namespace, ranks: int, resources: Mapping[str, float]
+) -> dict[str, Any]:
+    """How Ray Serve places replicas whose model several processes share."""
+    if ranks == 1:
+        return {}
+    require_shareable(options)
+    bundle = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    if not bundle:
+        raise ValueError("ranks need num_cpus or num_gpus, by which Ray Serve places them")
+    # A machine has one GPU for MLX, mostly.
+    return {"placement_group_bundles": [bundle] * ranks, "placement_group_strategy": "SPREAD"}
+
+
+def _count(name: str, value: Any) -> int:
     text = str(value)
-    if text == "auto":
-        return text
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f'num_replicas={value} is neither a number from 1 on nor "auto"')
+        raise ValueError(f"{name}={value} is not a number from 1 on")
     return int(text)
 
 

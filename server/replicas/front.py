@@ -192,7 +192,7 @@ class _Answer:
         """Send a message on, unless it is part of a refusal after which others are asked. Nothing
         is sent before the first bytes of the body."""
         if message["type"] == "http.response.start":
-            self._start = message | {"headers": _headers(message["headers"])}
+            self._start = {**message, "headers": _headers(message["headers"])}
         elif self._start["status"] != 503 or self._is_last:
             if not self.has_begun and message.get("more_body") and not message["body"]:
                 return

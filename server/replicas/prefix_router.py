@@ -19,7 +19,7 @@ from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.placement import MOST_BEGINNINGS, Placement
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not all there
     """Routes each `ForwardedRequest`, the first argument of a call; see `Placement`.
 
     It is made by Ray Serve, in the process of the front. With several fronts each has one, and

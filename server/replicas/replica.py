@@ -6,20 +6,22 @@ import argparse
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_lm.utils import _download
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message
 
-from paged_kv.integrations.page_identity import fingerprints
 from paged_kv.server.app import make_app
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.lifecycle import make_service, require_loaded
+from paged_kv.server.replicas.agreement import identity_of
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
+from paged_kv.server.replicas.rank_actors import start_ranks
 from paged_kv.server.server_command import start_logging
 
 log = logging.getLogger(__name__)
@@ -34,26 +36,6 @@ class WholeAnswer(NamedTuple):
     body: bytes
 
 
-class Agreement:
-    """Sees to it that all replicas compute the same: the first one says what."""
-
-    def __init__(self) -> None:
-        self._first: tuple[str, dict[str, str]] | None = None
-
-    def require_same(self, place: str, identity: dict[str, str]) -> None:
-        """Raise ValueError if a replica differs from the first one."""
-        if self._first is None:
-            self._first = place, identity
-        first, expected = self._first
-        for name, value in identity.items():
-            if value != expected[name]:
-                raise ValueError(
-                    f"replica {place} has {name} {value}, and replica {first}, with which it is to "
-                    f"answer as one, has {expected[name]}: install the same on all machines, and "
-                    "give them the same files"
-                )
-
-
 class Replica:
     """A server without a socket, made by Ray Serve.
 
@@ -65,9 +47,13 @@ class Replica:
         ValueError, OSError: the model cannot be loaded, or the replica differs from others.
     """
 
-    async def __init__(self, options: argparse.Namespace, agreement: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, options: argparse.Namespace, agreement: DeploymentHandle
+    ) -> None:
         start_logging(options.log_level)
         self.place: str = serve.get_replica_context().replica_id.unique_id
+        # A replica keeps its other ranks: Ray ends actors that nobody can call.
+        self._ranks = await start_ranks(options)
         provider = PagedModelProvider(options)
         self._service = make_service(options, provider, self.place)
         self._app = make_app(self._service)
@@ -75,8 +61,11 @@ class Replica:
         thread.start()
         try:
             await run_in_threadpool(require_loaded, thread, provider)
-            await agreement.require_same.remote(self.place, _identity(provider))
+            folder = options.model and Path(_download(options.model))
+            identity = await run_in_threadpool(identity_of, folder)
+            await agreement.require_same.remote(self.place, identity)
         except BaseException:
+            provider.ranks.abandon()
             self._end()
             raise
 
@@ -112,14 +101,6 @@ class Replica:
         self._service.thread.stop()
         self._service.thread.join()
         self._service.workers.close()
-
-
-def _identity(provider: PagedModelProvider) -> dict[str, str]:
-    """What decides the answers of a replica, beside its options."""
-    named = {package: version(package) for package in ("paged-kv", "mlx", "mlx-lm")}
-    if provider.model is not None:
-        named["weights"], named["settings"] = fingerprints(provider.model)
-    return named
 
 
 async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[list[Message]]:

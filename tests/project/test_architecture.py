@@ -130,6 +130,10 @@ ARROWS: dict[str, set[str]] = {
         "integrations.doctor",  # which BLAS there is
         "server.responses",
     },
+    "server.replicas": {
+        *("commands", "integrations.distributed", "server", "server.completions", "server.engine"),
+        *("server.http", "server.messages", "server.responses"),
+    },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.
 SMALL = {
@@ -140,7 +144,7 @@ SMALL = {
 }
 KNOWS_NOTHING = ("allocator", "store", "kernels")
 # Files of paged_kv that name the rooms above them.
-DOOR = ("__init__", "__main__", "command_line")
+DOOR = ("__init__", "__main__", "command_line", "ray")
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
