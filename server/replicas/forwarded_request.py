@@ -112,8 +112,8 @@ def _prompt(fields: Mapping[str, Any]) -> Iterator[bytes]:
         yield json.dumps(fields.get(name), ensure_ascii=False).encode()
     for name in _TURNS:
         turns = fields.get(name, ())
-        for turn in [turns] if isinstance(turns, str | dict) else turns or ():
-            # Of a text or a list of tokens, what goes on is a longer one: no quotes or brackets.
+        # A text or a list of tokens goes on as a longer one: without quotes or brackets.
+        for turn in turns if isinstance(turns, list) else [turns]:
             yield (turn if isinstance(turn, str) else json.dumps(turn, ensure_ascii=False)).encode()
             yield b","
 

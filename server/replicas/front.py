@@ -209,7 +209,7 @@ class _Answer:
             APIError: the answer is no stream; the connection is closed.
         """
         error = APIError(
-            503,
+            500,
             "the replica that computed this answer has died: send the request again",
             code="replica_died",
         )
@@ -224,7 +224,7 @@ class _Answer:
             described = error_body(error)
         elif self._path.startswith(responses.PATH):
             # As OpenAI names it: https://platform.openai.com/docs/api-reference/responses-streaming
-            described = {"type": "error", **described["error"], "sequence_number": self._events}
+            described = {**described["error"], "type": "error", "sequence_number": self._events}
         else:
             name = b""
         return name, json.dumps(described, ensure_ascii=False).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable
+from typing import NamedTuple
 
 from paged_kv.server.replicas.forwarded_request import Trail, cuts
 
@@ -13,6 +14,21 @@ RUNNING = 2000
 
 # A beginning takes about 280 bytes, and a conversation of 8,000 tokens has 50 of them.
 MOST_BEGINNINGS = 1 << 17
+
+
+class Known(NamedTuple):
+    """What a replica has computed of a prompt.
+
+    Attributes:
+        length: in bytes.
+        ends: whether an earlier prompt ended there, so that this one may go on with its answer.
+    """
+
+    length: int
+    ends: bool
+
+
+UNKNOWN = Known(0, False)
 
 
 class KnownBeginnings:
@@ -28,29 +44,31 @@ class KnownBeginnings:
 
     def __init__(self, most: int = MOST_BEGINNINGS) -> None:
         self._most = most
-        self._replicas: OrderedDict[int, set[str]] = OrderedDict()
+        # For each replica that has computed one, whether a prompt ended there.
+        self._replicas: OrderedDict[int, dict[str, bool]] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def known(self, trail: Trail) -> dict[str, int]:
-        """How many bytes of a prompt each replica has computed, for those that know any."""
-        known: dict[str, int] = {}
+    def known(self, trail: Trail) -> dict[str, Known]:
+        """What each replica has computed of a prompt, for those that know any."""
+        known: dict[str, Known] = {}
         for digest, end in zip(trail.digests, cuts(), strict=False):
             replicas = self._replicas.get(digest)
             if replicas is None:
                 break
-            known |= dict.fromkeys(replicas, end)
+            known |= {replica: Known(end, ends) for replica, ends in replicas.items()}
         return known
 
     def add(self, trail: Trail, replica: str) -> None:
         """Note that a replica computes a prompt."""
+        ends = True
         for digest in reversed(trail.digests):
-            replicas = self._replicas.setdefault(digest, set())
-            if replica not in replicas:
-                replicas.add(replica)
-                self.counts[replica] += 1
+            replicas = self._replicas.setdefault(digest, {})
+            self.counts[replica] += replica not in replicas
+            replicas[replica] = ends or replicas.get(replica, False)
+            ends = False
             self._replicas.move_to_end(digest)
         while len(self._replicas) > self._most:
             self.counts.subtract(self._replicas.popitem(last=False)[1])
@@ -58,7 +76,7 @@ class KnownBeginnings:
     def forget(self, replica: str) -> None:
         """Forget all of a replica that is gone."""
         for digest, replicas in list(self._replicas.items()):
-            replicas.discard(replica)
+            replicas.pop(replica, None)
             if not replicas:
                 del self._replicas[digest]
         del self.counts[replica]
@@ -69,9 +87,9 @@ class Placement:
 
     A replica costs what waits there, and what it would have to compute of the prompt. So a
     conversation comes back to where it was, unless much waits there, and a beginning that many
-    prompts share spreads as they come at once. Of prompts of which less than half is known nothing
-    counts as known: they are other conversations, and the replica with the shared beginning would
-    get them all. Among equals the one that knows least gets the next.
+    prompts share spreads as they come at once. What is known counts if it is half of the prompt, or
+    the whole of an earlier one: else it is another conversation, and the replica with the beginning
+    that both share would get them all. Among equals the one that knows least gets the next.
 
     Args:
         most_beginnings: how many beginnings of prompts to know at most.
@@ -97,14 +115,16 @@ class Placement:
         counts = self._beginnings.counts
 
         def cost(replica: str) -> tuple[int, int]:
-            return self._waiting[replica] + _missing(trail, known.get(replica, 0)), counts[replica]
+            return self._waiting[replica] + _missing(trail, known.get(replica, UNKNOWN)), counts[
+                replica
+            ]
 
         return sorted(replicas, key=cost)
 
     def begin(self, request: Hashable, trail: Trail, replica: str) -> None:
         """Count a request as a replica's, and not as another's any more."""
         self.end(request)
-        missing = _missing(trail, self._beginnings.known(trail).get(replica, 0))
+        missing = _missing(trail, self._beginnings.known(trail).get(replica, UNKNOWN))
         self._requests[request] = replica, RUNNING + missing
         self._waiting[replica] += RUNNING + missing
         self._beginnings.add(trail, replica)
@@ -123,5 +143,6 @@ class Placement:
         self._replicas = set(replicas)
 
 
-def _missing(trail: Trail, known: int) -> int:
-    return trail.length - (known if 2 * known >= trail.length else 0)
+def _missing(trail: Trail, known: Known) -> int:
+    goes_on = known.ends or 2 * known.length >= trail.length
+    return trail.length - (known.length if goes_on else 0)

@@ -1,0 +1,167 @@
+"""Which replica gets which prompt."""
+
+from itertools import takewhile
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_kv.server.replicas.forwarded_request import Trail, cuts, trail_of
+from paged_kv.server.replicas.placement import RUNNING, Known, KnownBeginnings, Placement
+
+REPLICAS = ["a", "b", "c"]
+
+
+def prompt(*parts: tuple[str, int]) -> Trail:
+    return trail_of([b"", *[letter.encode() * length for letter, length in parts]])
+
+
+def placed(placement: Placement, name: Any, trail: Trail) -> str:
+    replica = placement.ranked(trail, REPLICAS)[0]
+    placement.begin(name, trail, replica)
+    return replica
+
+
+def finished(placement: Placement, name: Any, trail: Trail) -> str:
+    replica = placed(placement, name, trail)
+    placement.end(name)
+    return replica
+
+
+def test_a_conversation_comes_back() -> None:
+    placement = Placement()
+    trail = prompt(("x", 4000))
+    home = finished(placement, 1, trail)
+    for turn in range(2, 20):
+        assert finished(placement, turn, prompt(("x", 4000 * turn))) == home
+
+
+def test_a_long_answer_does_not_make_another_conversation() -> None:
+    """The prompt is a small part of the next one, but the whole of the one before."""
+    placement = Placement()
+    home = finished(placement, 1, prompt(("s", 3000)))
+    assert finished(placement, 2, prompt(("s", 3000), ("answer", 2000))) == home
+
+
+def test_new_conversations_go_round() -> None:
+    """Among replicas that have nothing to do, the one that knows least gets the next."""
+    placement = Placement()
+    homes = [finished(placement, letter, prompt((letter, 4000))) for letter in "mnopqr"]
+    assert sorted(homes) == sorted(REPLICAS * 2)
+
+
+def test_waiting_requests_count_more_than_a_prefix() -> None:
+    placement = Placement()
+    home = finished(placement, 1, prompt(("x", 4000)))
+    busy = [placed(placement, letter, prompt((letter, 4000))) for letter in "mno"]
+    assert sorted(busy) == REPLICAS
+    placed(placement, "p", prompt(("p", 40_000)))
+    crowded = max(REPLICAS, key=placement.waiting)
+    elsewhere = prompt(("x", 4000), ("y", 100))
+    chosen = placement.ranked(elsewhere, REPLICAS)[0]
+    assert chosen == (home if home != crowded else chosen)
+    assert chosen != crowded
+
+
+def test_a_hot_prefix_spreads_as_its_prompts_come_at_once() -> None:
+    placement = Placement()
+    homes = [placed(placement, n, prompt(("s", 8000), (chr(97 + n), 300))) for n in range(12)]
+    assert {homes.count(each) for each in REPLICAS} == {4}
+
+
+def test_prompts_that_share_less_than_half_are_other_conversations() -> None:
+    placement = Placement()
+    homes = {
+        finished(placement, letter, prompt(("s", 2000), (letter, 6000))) for letter in "mnopqr"
+    }
+    assert homes == set(REPLICAS)
+    alike = {finished(placement, n, prompt(("s", 2000), ("z", 100 * n))) for n in range(6)}
+    assert len(alike) == 1
+
+
+def test_what_ended_no_longer_counts() -> None:
+    placement = Placement()
+    for number in range(20):
+        placed(placement, number, prompt((chr(97 + number), 3000)))
+    assert sum(map(placement.waiting, REPLICAS)) == 20 * (RUNNING + 3000)
+    for number in [*range(20), 3, "unknown"]:
+        placement.end(number)
+    assert [placement.waiting(each) for each in REPLICAS] == [0, 0, 0]
+
+
+def test_a_request_that_goes_elsewhere_counts_there() -> None:
+    """A full replica passes a request on to the next of the ranking."""
+    placement = Placement()
+    trail = prompt(("x", 3000))
+    placement.begin(1, trail, "a")
+    placement.begin(1, trail, "b")
+    assert placement.waiting("a") == 0
+    assert placement.waiting("b") == RUNNING + 3000
+
+
+def test_what_is_known_of_a_prompt_is_not_counted() -> None:
+    placement = Placement()
+    finished(placement, 1, prompt(("x", 3000)))
+    home = placed(placement, 2, prompt(("x", 3100)))
+    at = [*takewhile(lambda end: end <= 3000, cuts())][-1]
+    assert placement.waiting(home) == RUNNING + 3100 - at
+
+
+def test_replicas_that_are_gone_are_forgotten() -> None:
+    placement = Placement()
+    placement.use(REPLICAS)
+    trail = prompt(("x", 4000))
+    home = placed(placement, 1, trail)
+    left = [each for each in REPLICAS if each != home]
+    placement.use(left)
+    assert len(placement) == 0
+    assert placement.waiting(home) == 0
+    placement.end(1)
+    assert placement.waiting(home) == 0
+    assert placement.ranked(trail, left)[0] in left
+    placement.use(REPLICAS)
+    assert placement.ranked(trail, REPLICAS) == sorted(REPLICAS)
+
+
+def digests(ids: list[int]) -> Trail:
+    return Trail(tuple(hash((1, *ids[: at + 1])) for at in range(len(ids))), 10_000)
+
+
+TRAILS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(digests)
+
+
+@given(st.lists(st.tuples(TRAILS, st.sampled_from(REPLICAS)), max_size=30), TRAILS)
+def test_beginnings_are_known_as_a_naive_model_says(
+    added: list[tuple[Trail, str]], asked: Trail
+) -> None:
+    known = KnownBeginnings()
+    naive: set[tuple[int, str]] = set()
+    for trail, replica in added:
+        known.add(trail, replica)
+        naive |= {(digest, replica) for digest in trail.digests}
+    ends = dict(zip(asked.digests, cuts(), strict=False))
+    last = {(trail.digests[-1], replica) for trail, replica in added}
+    expected = {
+        replica: Known(ends[found[-1]], (found[-1], replica) in last)
+        for replica in REPLICAS
+        if (found := [digest for digest in ends if (digest, replica) in naive])
+    }
+    assert known.known(asked) == expected
+    for replica in REPLICAS:
+        assert known.counts[replica] == sum(name == replica for _, name in naive)
+    known.forget("a")
+    assert known.known(asked) == {k: v for k, v in expected.items() if k != "a"}
+    assert len(known) == len({digest for digest, replica in naive if replica != "a"})
+
+
+@given(st.lists(st.tuples(TRAILS, st.sampled_from(REPLICAS)), max_size=30))
+def test_the_tree_is_bounded_and_keeps_beginnings_before_what_follows(
+    added: list[tuple[Trail, str]],
+) -> None:
+    known = KnownBeginnings(most=8)
+    for trail, replica in added:
+        known.add(trail, replica)
+        assert len(known) <= 8
+        ends = [*zip(trail.digests, cuts(), strict=False)]
+        assert known.known(trail)[replica] == Known(ends[-1][1], True)
+    assert sum(known.counts.values()) >= len(known)
