@@ -66,7 +66,8 @@ def post(port: int, **body: Any) -> http.client.HTTPResponse:
 
 
 def metrics(port: int) -> dict[str, float]:
-    """The numbers of /metrics by name and label; of pools and tiers, all together."""
+    """The numbers of /metrics by name and label; of pools, tiers and replicas, all
+    together."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
     counts: dict[str, float] = defaultdict(float)
@@ -77,4 +78,4 @@ def metrics(port: int) -> dict[str, float]:
     return dict(counts)
 
 
-_OF_POOLS = ("pool", "model", "tier")
+_OF_POOLS = ("pool", "model", "tier", "replica")
