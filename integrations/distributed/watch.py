@@ -125,16 +125,23 @@ class Watch:
         self._end(f"rank {rank} has ended")
 
     def _run(self) -> None:
+        next_beat = monotonic()
         while self._connections:
             ranks = {connection: rank for rank, connection in self._connections.items()}
-            for connection in wait([*ranks], BEAT_S):
+            for connection in wait([*ranks], max(0.0, next_beat - monotonic())):
                 assert isinstance(connection, Connection)
                 self._hear(ranks[connection], connection)
-            self._memory = own_memory(self._memory)
-            if not self._is_ending:
-                self._notify(self._own_beat())
-                if self._rank == 0:
-                    self._judge()
+            # A beat that answered each of the others' would be answered by them at once.
+            if monotonic() >= next_beat:
+                next_beat = monotonic() + BEAT_S
+                self._beat()
+
+    def _beat(self) -> None:
+        self._memory = own_memory(self._memory)
+        if not self._is_ending:
+            self._notify(self._own_beat())
+            if self._rank == 0:
+                self._judge()
 
     def _hear(self, rank: int, connection: Connection) -> None:
         try:

@@ -23,6 +23,7 @@ from paged_kv.admission.policies import Reserve, Unanimous
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.distributed import connections
+from paged_kv.integrations.distributed import watch as watch_module
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
 from paged_kv.integrations.distributed.connections import (
     MOST_NEWCOMERS,
@@ -37,7 +38,7 @@ from paged_kv.integrations.distributed.sharded_model import (
     ranks_of,
     require_same_prefixes,
 )
-from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
+from paged_kv.integrations.distributed.watch import Beat, Farewell, Watch, hanging, own_memory
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, RankMemory, Ranks
 from paged_kv.server.engine.jobs import Job
@@ -421,3 +422,18 @@ def test_a_rank_tells_its_memory_also_while_a_pool_is_locked() -> None:
     assert now.budget >= pool.budget.max_bytes
     with pool.lock, ThreadPoolExecutor(1) as threads:
         assert threads.submit(own_memory, RankMemory(1, 2, 3)).result() == RankMemory(1, 2, 3)
+
+
+def test_ranks_do_not_answer_each_beat_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would be answered too, and idle ranks would never rest."""
+    monkeypatch.setattr(watch_module, "BEAT_S", FOREVER_S)
+    own, other = Pipe()
+    watch = Watch(0, {1: own}, FOREVER_S)
+    for exchange in range(5):
+        other.send(Beat(exchange, "", 0.0))
+    other.send(Farewell())
+    received = [other.recv()]
+    while not isinstance(received[-1], Farewell):
+        received.append(other.recv())
+    watch._thread.join()
+    assert [type(each) for each in received] == [Beat, Farewell]
