@@ -45,6 +45,15 @@ class Trail:
     length: int = 0
 
 
+@dataclass(eq=False)
+class Progress:
+    """How far an answer has come. The front notes it, and the router, which is in the same process,
+    looks at it: Ray Serve tells the router of an end when the client may ask again already."""
+
+    has_begun: bool = False
+    has_ended: bool = False
+
+
 @dataclass(frozen=True)
 class ForwardedRequest:
     """A request of HTTP.
@@ -56,13 +65,15 @@ class ForwardedRequest:
         place: the replica that alone can answer it, as it keeps the response that is asked for;
             empty for any.
         avoided: replicas that have refused it.
+        progress: of its answer.
     """
 
     scope: Scope
     body: bytes
     trail: Trail = Trail()
     place: str = ""
-    avoided: frozenset[str] = field(default=frozenset())
+    avoided: frozenset[str] = frozenset()
+    progress: Progress = field(default_factory=Progress, compare=False)
 
 
 def forwarded_request(scope: Scope, body: bytes) -> ForwardedRequest:

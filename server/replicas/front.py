@@ -32,7 +32,7 @@ from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import HEADER
 from paged_kv.server.messages import messages
 from paged_kv.server.messages.answers import error_body
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest, forwarded_request
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, forwarded_request
 from paged_kv.server.replicas.replica import WholeAnswer
 from paged_kv.server.responses import responses
 
@@ -88,12 +88,17 @@ class Front:
         tried: set[str] = set()
         for _ in range(MOST_TRIES):
             try:
-                async for sent in self._messages(replace(request, avoided=frozenset(tried))):
+                progress = Progress()
+                attempt = replace(request, avoided=frozenset(tried), progress=progress)
+                async for sent in self._sent(attempt):
                     if isinstance(sent, str):
                         answer.restart(is_last=sent in tried)
                         tried.add(sent)
-                    else:
-                        await answer.send(sent)
+                        continue
+                    progress.has_ended = not sent[-1].get("more_body", True)
+                    for message in sent:
+                        await answer.send(message)
+                    progress.has_begun = answer.has_begun
             except FAILURES as error:
                 log.warning("a replica has failed: %s", error)
                 if answer.has_begun:
@@ -103,16 +108,12 @@ class Front:
                 return
         raise busy(f"{len(tried)} replicas have failed to answer: ask again later")
 
-    async def _messages(self, request: ForwardedRequest) -> AsyncIterator[Any]:
-        """What a replica sends, part by part. It is told when nobody waits any more."""
+    async def _sent(self, request: ForwardedRequest) -> AsyncIterator[Any]:
+        """What `Replica.answer` yields. It is told when nobody waits any more."""
         response = self._one.answer.remote(request)
         try:
             async for sent in response:
-                if isinstance(sent, str):
-                    yield sent
-                else:
-                    for message in sent:
-                        yield message
+                yield sent
         except BaseException:
             response.cancel()
             raise

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from paged_kv.server.replicas.forwarded_request import Trail, cuts
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, Trail, cuts
 
 # As much as a running request counts beside its prompt, in bytes of prompts: its answer takes time
 # too, about as many steps as a prompt of 500 tokens takes milliseconds.
@@ -82,10 +83,25 @@ class KnownBeginnings:
         del self.counts[replica]
 
 
-class Placement:
-    """Chooses replicas, and counts what each has to do.
+@dataclass(frozen=True)
+class Running:
+    """A request that a replica has."""
 
-    A replica costs what waits there, and what it would have to compute of the prompt. So a
+    missing: int
+    progress: Progress
+
+    @property
+    def cost(self) -> int:
+        """What it has to do yet, in bytes of prompts."""
+        if self.progress.has_ended:
+            return 0
+        return RUNNING if self.progress.has_begun else RUNNING + self.missing
+
+
+class Placement:
+    """Chooses replicas, and knows what each has to do.
+
+    A replica costs what it has to do yet, and what it would have to compute of the prompt. So a
     conversation comes back to where it was, unless much waits there, and a beginning that many
     prompts share spreads as they come at once. What is known counts if it is half of the prompt, or
     the whole of an earlier one: else it is another conversation, and the replica with the beginning
@@ -97,8 +113,8 @@ class Placement:
 
     def __init__(self, most_beginnings: int = MOST_BEGINNINGS) -> None:
         self._beginnings = KnownBeginnings(most_beginnings)
-        self._requests: dict[Hashable, tuple[str, int]] = {}
-        self._waiting: Counter[str] = Counter()
+        self._running: defaultdict[str, dict[Hashable, Running]] = defaultdict(dict)
+        self._homes: dict[Hashable, str] = {}
         self._replicas: set[str] = set()
 
     def __len__(self) -> int:
@@ -106,8 +122,8 @@ class Placement:
         return len(self._beginnings)
 
     def waiting(self, replica: str) -> int:
-        """What the requests of a replica cost, in bytes of prompts."""
-        return self._waiting[replica]
+        """What a replica has to do, in bytes of prompts. O(its requests)."""
+        return sum(each.cost for each in self._running[replica].values())
 
     def ranked(self, trail: Trail, replicas: Collection[str]) -> list[str]:
         """Replicas by their costs for a prompt, the cheapest first."""
@@ -115,31 +131,29 @@ class Placement:
         counts = self._beginnings.counts
 
         def cost(replica: str) -> tuple[int, int]:
-            return self._waiting[replica] + _missing(trail, known.get(replica, UNKNOWN)), counts[
-                replica
-            ]
+            missing = _missing(trail, known.get(replica, UNKNOWN))
+            return self.waiting(replica) + missing, counts[replica]
 
         return sorted(replicas, key=cost)
 
-    def begin(self, request: Hashable, trail: Trail, replica: str) -> None:
+    def begin(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:
         """Count a request as a replica's, and not as another's any more."""
-        self.end(request)
-        missing = _missing(trail, self._beginnings.known(trail).get(replica, UNKNOWN))
-        self._requests[request] = replica, RUNNING + missing
-        self._waiting[replica] += RUNNING + missing
-        self._beginnings.add(trail, replica)
+        self.end(name)
+        known = self._beginnings.known(request.trail).get(replica, UNKNOWN)
+        self._homes[name] = replica
+        self._running[replica][name] = Running(_missing(request.trail, known), request.progress)
+        self._beginnings.add(request.trail, replica)
 
-    def end(self, request: Hashable) -> None:
+    def end(self, name: Hashable) -> None:
         """Count a request no longer; one that is not counted is ignored."""
-        replica, cost = self._requests.pop(request, ("", 0))
-        if replica in self._waiting:
-            self._waiting[replica] -= cost
+        if name in self._homes:
+            self._running[self._homes.pop(name)].pop(name, None)
 
     def use(self, replicas: Collection[str]) -> None:
         """Forget all replicas but these."""
         for gone in self._replicas.difference(replicas):
             self._beginnings.forget(gone)
-            del self._waiting[gone]
+            self._running.pop(gone, None)
         self._replicas = set(replicas)
 
 

@@ -46,7 +46,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
         ranked = self._placement.ranked(request.trail, able)
         # Those that come before this one has begun shall know of it.
         name = pending_request.metadata.internal_request_id
-        self._placement.begin(name, request.trail, ranked[0])
+        self._placement.begin(name, request, ranked[0])
         pending_request.future.add_done_callback(partial(self._end_cancelled, name))
         return [[replicas[each]] for each in ranked]
 
@@ -56,7 +56,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
         """See `RequestRouter`."""
         request: ForwardedRequest = pending_request.args[0]
         name = pending_request.metadata.internal_request_id
-        self._placement.begin(name, request.trail, replica_id.unique_id)
+        self._placement.begin(name, request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """See `RequestRouter`."""

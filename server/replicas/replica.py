@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_lm.utils import _download
 from ray import serve
@@ -104,35 +104,34 @@ class Replica:
 
 
 async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
-    """Yields the messages that an application sends, as many at once as there are."""
+    """Yields the messages that an application sends, as many at once as there are. An application
+    whose messages nobody takes any more is told that its client has left."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-
-    async def receive() -> Message:
-        while not body:
-            await asyncio.Event().wait()  # a client that leaves cancels all of this
-        return body.pop()
-
-    running = asyncio.ensure_future(_run(app, request, receive, sent))
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    received.put_nowait({"type": "http.request", "body": request.body, "more_body": False})
+    running = asyncio.ensure_future(_run(app, request, received, sent))
     try:
-        last = False
-        while not last:
-            messages: list[Any] = [await sent.get()]
-            while not sent.empty():
-                messages.append(sent.get_nowait())
-            last = messages[-1] is None
-            if found := [each for each in messages if each is not None]:
-                yield found
+        message = await sent.get()
+        while message is not None:
+            messages = [message]
+            while not sent.empty() and (message := sent.get_nowait()) is not None:
+                messages.append(message)
+            yield messages
+            if message is not None:
+                message = await sent.get()
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        received.put_nowait({"type": "http.disconnect"})
+        await running
 
 
 async def _run(
-    app: ASGIApp, request: ForwardedRequest, receive: Any, sent: asyncio.Queue[Message | None]
+    app: ASGIApp,
+    request: ForwardedRequest,
+    received: asyncio.Queue[Message],
+    sent: asyncio.Queue[Message | None],
 ) -> None:
     try:
-        await app(dict(request.scope), receive, sent.put)
+        await app(dict(request.scope), received.get, sent.put)
     except Exception:
         # Its client has got an answer, or a part of one.
         log.exception("the application has failed")

@@ -17,7 +17,7 @@ from tests.support.tier_servers import free_port
 # Processes have it in their titles. Two workers of pytest have clusters of their own.
 NAME = f"paged-kv-{os.getpid()}"
 
-USUAL = {
+USUAL: dict[str, Any] = {
     "model": str(MODEL_FOLDERS["stdlib-llama"]),
     "dtype": "float32",
     "num_cpus": 0.1,

@@ -125,6 +125,7 @@ def ask(
     *,
     leaves: bool = False,
     options: Sequence[str] = (),
+    on_message: Callable[[Message], object] = id,
 ) -> Got:
     arguments = server_parser().parse_args(["--model", "m", *options])
     app = Front(replicas, arguments).__serve_build_asgi_app__()
@@ -150,6 +151,7 @@ def ask(
             return await asyncio.Event().wait()
 
         async def send(message: Message) -> None:
+            on_message(message)
             got.append(message)
 
         async with asyncio.timeout(20):
@@ -242,6 +244,27 @@ def test_tries_have_an_end(error: Exception) -> None:
     got = ask(replicas)
     assert (got.status, got.code) == (503, "busy")
     assert len(replicas.asked) == MOST_TRIES
+
+
+def test_an_end_is_known_before_the_client_has_it() -> None:
+    """The next request of the client may come before Ray Serve tells the router."""
+    replicas = FakeReplicas({"a": whole(b"{}")}, in_turn("a"))
+    ended = []
+
+    def note(message: Message) -> None:
+        (asked,) = replicas.asked
+        ended.append(asked.progress.has_ended)
+
+    ask(replicas, on_message=note)
+    assert ended == [True, True]
+
+
+def test_an_answer_that_has_begun_is_known_to_have() -> None:
+    parts = [[start(200, STREAM), part(b"data: 1\n\n")], DIED]
+    replicas = FakeReplicas({"a": parts}, in_turn("a"))
+    ask(replicas)
+    assert replicas.asked[0].progress.has_begun
+    assert not replicas.asked[0].progress.has_ended
 
 
 def test_a_client_that_leaves_cancels_its_request() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.server.replicas.forwarded_request import Trail, cuts, trail_of
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Trail, cuts, trail_of
 from paged_kv.server.replicas.placement import RUNNING, Known, KnownBeginnings, Placement
 
 REPLICAS = ["a", "b", "c"]
@@ -16,9 +16,13 @@ def prompt(*parts: tuple[str, int]) -> Trail:
     return trail_of([b"", *[letter.encode() * length for letter, length in parts]])
 
 
+def request(trail: Trail) -> ForwardedRequest:
+    return ForwardedRequest({}, b"", trail)
+
+
 def placed(placement: Placement, name: Any, trail: Trail) -> str:
     replica = placement.ranked(trail, REPLICAS)[0]
-    placement.begin(name, trail, replica)
+    placement.begin(name, request(trail), replica)
     return replica
 
 
@@ -89,12 +93,22 @@ def test_what_ended_no_longer_counts() -> None:
     assert [placement.waiting(each) for each in REPLICAS] == [0, 0, 0]
 
 
+def test_an_answer_that_has_begun_costs_its_tokens_alone() -> None:
+    placement = Placement()
+    waiting = request(prompt(("x", 3000)))
+    placement.begin(1, waiting, "a")
+    waiting.progress.has_begun = True
+    assert placement.waiting("a") == RUNNING
+    waiting.progress.has_ended = True
+    assert placement.waiting("a") == 0
+
+
 def test_a_request_that_goes_elsewhere_counts_there() -> None:
     """A full replica passes a request on to the next of the ranking."""
     placement = Placement()
-    trail = prompt(("x", 3000))
-    placement.begin(1, trail, "a")
-    placement.begin(1, trail, "b")
+    waiting = request(prompt(("x", 3000)))
+    placement.begin(1, waiting, "a")
+    placement.begin(1, waiting, "b")
     assert placement.waiting("a") == 0
     assert placement.waiting("b") == RUNNING + 3000
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -94,7 +95,8 @@ def test_replicas_answer_as_one_server(port: int, calm: PagedRunningServer) -> N
         message = claude.messages.create(messages=said, max_tokens=8, **usual)
         with claude.messages.stream(messages=said, max_tokens=8, **usual) as stream:
             streamed = stream.get_final_message()
-        texts = [each.content[0].text for each in (message, streamed)]
+        said_by_it: list[Any] = [*message.content, *streamed.content]
+        texts = [each.text for each in said_by_it]
         last = client.responses.create(input=TEXT, max_output_tokens=8, **usual)
         for turn in range(5):
             texts.append(last.output_text)
@@ -155,16 +157,26 @@ def test_keys_are_those_of_the_server(port: int, tmp_path: Path) -> None:
 def test_a_replica_without_memory_is_passed_over(port: int) -> None:
     """Each has room for one long request, and none may wait. Those that share a prompt would go to
     one replica."""
-    replicas = Replicas(port, num_replicas=2, max_kv_bytes="6MB", admission_timeout=0)
-    long = {"stream": True, "max_tokens": 800, "extra_body": {"ignore_eos": True}}
-    streams = [iter(chat(replicas, TEXT, **long)) for _ in range(2)]
+    replicas = Replicas(
+        port, num_replicas=2, max_kv_bytes="5MB", admission="reserve", admission_timeout=0
+    )
+    long = {"stream": True, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    streams = [chat(replicas, TEXT, **long) for _ in range(2)]
     for stream in streams:
-        next(stream)
+        next(iter(stream))
     with pytest.raises(Exception, match="503"):
-        chat(replicas, TEXT, max_tokens=800)
+        chat(replicas, TEXT, max_tokens=300)
     assert of_each(port, "num_requests_running") == [1, 1]
     for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S) as got:
+            return bool(got.status == 200)
+    except HTTPError:
+        return False
 
 
 async def with_clients(port: int, asked_of: list[Question], number: int) -> list[Answer]:
@@ -194,15 +206,17 @@ def test_replicas_that_are_killed_make_no_answer_wrong(port: int, calm: PagedRun
     over = False
     killed = 0
 
+    def generated() -> float:
+        return metrics(port)["generation_tokens_total"]
+
     def has_changed(before: float) -> bool:
-        return metrics(port)["generation_tokens_total"] != before
+        return generated() != before
 
     def kill() -> None:
         nonlocal killed
         while not over and killed < KILLS:
-            before = metrics(port)["generation_tokens_total"]
-            # Not before it has begun something.
-            wait_until(lambda: over or has_changed(before))
+            # Not before replicas have begun something since the last one was killed.
+            wait_until(partial(lambda before: over or has_changed(before), generated()))
             if found := replicas.processes():
                 replicas.kill(chance.choice(found))
                 killed += 1
@@ -319,8 +333,8 @@ def test_the_example_of_a_config_file_is_served(port: int, tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     try:
-        with urlopen(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE_S) as got:
-            assert got.status == 200
+        wait_until(lambda: is_ready(port))
+        assert len(of_each(port, "num_requests_running")) == 2
     finally:
         for name in serve.status().applications:
             serve.delete(name)
