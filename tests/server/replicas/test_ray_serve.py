@@ -334,7 +334,7 @@ def test_the_example_of_a_config_file_is_served(port: int, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     try:
         wait_until(lambda: is_ready(port))
-        assert len(of_each(port, "num_requests_running")) == 2
+        wait_until(lambda: len(of_each(port, "num_requests_running")) == 2)
     finally:
         for name in serve.status().applications:
             serve.delete(name)
