@@ -52,6 +52,9 @@ class KnownBeginnings:
     def __len__(self) -> int:
         return len(self._replicas)
 
+    def __contains__(self, digest: int) -> bool:
+        return digest in self._replicas
+
     def known(self, trail: Trail) -> dict[str, Known]:
         """What each replica has computed of a prompt, for those that know any."""
         known: dict[str, Known] = {}
@@ -137,12 +140,17 @@ class Placement:
         return sorted(replicas, key=cost)
 
     def begin(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:
-        """Count a request as a replica's, and not as another's any more."""
+        """Note that a replica has taken a request."""
+        self.expect(name, request, replica)
+        self._beginnings.add(request.trail, replica)
+
+    def expect(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:
+        """Count a request as a replica's that is about to take it, and not as another's any more:
+        those that come at once shall not all go there."""
         self.end(name)
         known = self._beginnings.known(request.trail).get(replica, UNKNOWN)
         self._homes[name] = replica
         self._running[replica][name] = Running(_missing(request.trail, known), request.progress)
-        self._beginnings.add(request.trail, replica)
 
     def end(self, name: Hashable) -> None:
         """Count a request no longer; one that is not counted is ignored."""

@@ -44,9 +44,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
         if not able:
             return []
         ranked = self._placement.ranked(request.trail, able)
-        # Those that come before this one has begun shall know of it.
         name = pending_request.metadata.internal_request_id
-        self._placement.begin(name, request, ranked[0])
+        self._placement.expect(name, request, ranked[0])
         pending_request.future.add_done_callback(partial(self._end_cancelled, name))
         return [[replicas[each]] for each in ranked]
 

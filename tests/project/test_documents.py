@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,8 +199,18 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             names = {each.partition("=")[0] for each in arguments.split(",")}
             assert names == {"model", "base_url", "tokenizer"}
         case ["curl", url, "-d", body]:
-            assert url == "http://127.0.0.1:8080/v1/chat/completions"
+            assert url in (
+                "http://127.0.0.1:8080/v1/chat/completions",
+                "http://127.0.0.1:8000/v1/completions",  # Ray Serve's port
+            )
             assert json.loads(body)
+        case ["serve", "run", "paged_kv.ray:app", *arguments]:
+            pytest.importorskip("ray", reason="needs the extra ray")
+            assert import_module("paged_kv.ray").app(dict(each.split("=", 1) for each in arguments))
+        case ["serve", "deploy", file]:
+            assert (ROOT / file).exists()
+        case ["ray", "start", "--head" | "--address=192.168.1.7:6379"]:
+            pass
         case ["curl", "-X", "DELETE", url]:
             assert url.startswith("http://127.0.0.1:8080/v1/sessions/")
         case _:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from argparse import Namespace
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -17,6 +18,7 @@ from paged_kv.server.replicas.forwarded_request import (
     forwarded_request,
     trail_of,
 )
+from paged_kv.server.responses.responses import KeptResponses
 
 LONG = "A sentence that fills a prompt. " * 40
 NAME = "0123456789abcdef" * 2
@@ -138,6 +140,14 @@ def test_what_a_replica_will_refuse_is_forwarded(body: bytes) -> None:
 )
 def test_who_asks_for_a_kept_response_goes_to_its_replica(path: str, body: Any) -> None:
     assert request(body, path).place == "ab12cd34"
+
+
+@pytest.mark.parametrize("place", ["", "ab12cd34"])
+def test_ids_that_a_server_makes_name_its_place(place: str) -> None:
+    options = Namespace(max_responses=1, max_response_bytes=1, response_ttl=1.0)
+    name = KeptResponses(options, place=place).new_name()
+    for made in (f"resp_{name}", f"msg_{name}_0"):
+        assert request({"previous_response_id": made}).place == place
 
 
 @pytest.mark.parametrize(

@@ -178,4 +178,7 @@ def test_the_tree_is_bounded_and_keeps_beginnings_before_what_follows(
         assert len(known) <= 8
         ends = [*zip(trail.digests, cuts(), strict=False)]
         assert known.known(trail)[replica] == Known(ends[-1][1], True)
+        for other, _ in added:
+            kept = [digest in known for digest in other.digests]
+            assert kept == sorted(kept, reverse=True), "a beginning is kept without an earlier one"
     assert sum(known.counts.values()) >= len(known)

@@ -1,0 +1,68 @@
+"""How a replica hands on what its application sends."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest
+from paged_kv.server.replicas.replica import _answered
+
+REQUEST = ForwardedRequest({"type": "http", "path": "/x"}, b"a body")
+
+
+def part(number: int) -> Message:
+    return {"type": "http.response.body", "body": b"%d" % number, "more_body": number < 5}
+
+
+def test_messages_come_as_they_are_sent_and_several_at_once() -> None:
+    received: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        received.extend([scope, await receive()])
+        for number in (1, 2, 3):
+            await send(part(number))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await send(part(4))
+
+    async def run() -> list[list[Message]]:
+        return [messages async for messages in _answered(app, REQUEST)]
+
+    found = asyncio.run(run())
+    assert [message for some in found for message in some] == [part(n) for n in (1, 2, 3, 4)]
+    assert found[0] == [part(1), part(2), part(3)]
+    body = {"type": "http.request", "body": b"a body", "more_body": False}
+    assert received == [REQUEST.scope, body]
+
+
+def test_an_application_is_told_that_its_client_has_left() -> None:
+    """It may count that, and ends the request's computation."""
+    told: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send(part(1))
+        told.append(await receive())
+
+    async def run() -> None:
+        answers = _answered(app, REQUEST)
+        await anext(answers)
+        assert not told
+        await answers.aclose()  # type: ignore[attr-defined]  # a generator
+
+    asyncio.run(run())
+    assert told == [{"type": "http.disconnect"}]
+
+
+def test_an_application_that_fails_ends_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(part(1))
+        raise ZeroDivisionError
+
+    async def run() -> list[list[Message]]:
+        return [messages async for messages in _answered(app, REQUEST)]
+
+    assert asyncio.run(run()) == [[part(1)]]
+    assert "ZeroDivisionError" in caplog.text
