@@ -8,9 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,9 +27,8 @@ from tests.support.server_process import metrics
 from tests.support.soak_questions import Answer, Question, answer, asked, calm_answers, questions
 from tests.support.tier_servers import RedisServer
 
-# Of the soak in which replicas are killed.
+# Of the soak in which a replica is killed after each 20 answers.
 REQUESTS = int(os.environ.get("PAGED_KV_SOAK_REQUESTS", "80"))
-KILLS = REQUESTS // 20
 
 pytestmark = [
     pytest.mark.slow,
@@ -179,13 +177,23 @@ def is_ready(port: int) -> bool:
         return False
 
 
-async def with_clients(port: int, asked_of: list[Question], number: int) -> list[Answer]:
-    """The answers to questions that so many clients ask at once."""
+async def with_clients(
+    port: int, asked_of: list[Question], number: int, then: Callable[[int], object] = abs
+) -> list[Answer]:
+    """The answers to questions that so many clients ask at once.
+
+    Args:
+        then: is called with the number of answers so far, while the others go on.
+    """
     waiting, answers = iter(enumerate(asked_of)), [Answer(0)] * len(asked_of)
+    count = 0
 
     async def client() -> None:
+        nonlocal count
         for at, question in waiting:
             answers[at] = await answer(port, asked(question, stream=at % 2 == 0))
+            count += 1
+            await asyncio.to_thread(then, count)
 
     await asyncio.gather(*[client() for _ in range(number)])
     return answers
@@ -203,31 +211,15 @@ def test_replicas_that_are_killed_make_no_answer_wrong(port: int, calm: PagedRun
     right = asyncio.run(calm_answers(calm.port, known))
     asked_of = [known[at % len(known)] for at in range(REQUESTS)]
     chance = random.Random(5)
-    over = False
     killed = 0
 
-    def generated() -> float:
-        return metrics(port)["generation_tokens_total"]
-
-    def has_changed(before: float) -> bool:
-        return generated() != before
-
-    def kill() -> None:
+    def kill(answered: int) -> None:
         nonlocal killed
-        while not over and killed < KILLS:
-            # Not before replicas have begun something since the last one was killed.
-            wait_until(partial(lambda before: over or has_changed(before), generated()))
-            if found := replicas.processes():
-                replicas.kill(chance.choice(found))
-                killed += 1
+        if answered % 20 == 10 and (found := replicas.processes()):
+            replicas.kill(chance.choice(found))
+            killed += 1
 
-    killer = Thread(target=kill)
-    killer.start()
-    try:
-        answers = asyncio.run(with_clients(port, asked_of, 16))
-    finally:
-        over = True
-        killer.join()
+    answers = asyncio.run(with_clients(port, asked_of, 16, kill))
     counts: Counter[str] = Counter()
     for at, found in enumerate(answers):
         expected = right[at % len(known)]
@@ -236,7 +228,7 @@ def test_replicas_that_are_killed_make_no_answer_wrong(port: int, calm: PagedRun
         else:
             assert at % 2 == 0, "only streams may break off"
         counts["whole" if found.is_whole else "broken off"] += 1
-    assert killed >= KILLS / 2
+    assert killed >= REQUESTS / 40
     assert counts["whole"] > counts["broken off"]
 
 
