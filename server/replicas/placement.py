@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, Trail, cuts
+from paged_kv.server.replicas.forwarded_request import (
+    LEAST_CUT,
+    ForwardedRequest,
+    Progress,
+    Trail,
+    cuts,
+)
 
 # As much as a running request counts beside its prompt, in bytes of prompts: its answer takes time
-# too, about as many steps as a prompt of 500 tokens takes milliseconds.
-RUNNING = 2000
+# too, and slows other answers. Prompts find and wait as much with 2,000 as with 6,000
+# (benches/simulated_replicas.py, where answers slow nothing), and 6,000 spreads requests better.
+RUNNING = 6000
+
+# A byte that a replica would have to compute counts three times: it holds up those that come after.
+# Of Mooncake's first 8,000 conversations, on 16 replicas, 0.153 is found with 1, 0.168 with 2, and
+# 0.180 with 3, after waits as long. At a load that is too much they wait 29 s with 1, 11 s with 3.
+MISSING = 3
 
 # A beginning takes about 280 bytes, and a conversation of 8,000 tokens has 50 of them.
 MOST_BEGINNINGS = 1 << 17
 
 
-class Known(NamedTuple):
-    """What a replica has computed of a prompt.
+@dataclass(slots=True)
+class Beginning:
+    """What is known of a beginning.
 
     Attributes:
-        length: in bytes.
-        ends: whether an earlier prompt ended there, so that this one may go on with its answer.
+        replicas: those that have computed it.
+        continuations: in how many ways prompts went on, up to the next cut.
     """
 
-    length: int
-    ends: bool
-
-
-UNKNOWN = Known(0, False)
+    replicas: tuple[str, ...] = ()
+    continuations: int = 0
 
 
 class KnownBeginnings:
@@ -45,45 +54,75 @@ class KnownBeginnings:
 
     def __init__(self, most: int = MOST_BEGINNINGS) -> None:
         self._most = most
-        # For each replica that has computed one, whether a prompt ended there.
-        self._replicas: OrderedDict[int, dict[str, bool]] = OrderedDict()
+        self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        return len(self._beginnings)
 
     def __contains__(self, digest: int) -> bool:
-        return digest in self._replicas
+        return digest in self._beginnings
 
-    def known(self, trail: Trail) -> dict[str, Known]:
-        """What each replica has computed of a prompt, for those that know any."""
-        known: dict[str, Known] = {}
-        for digest, end in zip(trail.digests, cuts(), strict=False):
-            replicas = self._replicas.get(digest)
-            if replicas is None:
-                break
-            known |= {replica: Known(end, ends) for replica, ends in replicas.items()}
-        return known
+    def known(self, trail: Trail) -> dict[str, int]:
+        """How many bytes of a prompt each replica has computed, for those that know any."""
+        return _known(self._path(trail))
+
+    def costs(self, trail: Trail, replicas: Collection[str]) -> dict[str, float]:
+        """What it costs each of these replicas to compute what it does not know of a prompt.
+
+        A byte costs `MISSING`, or n / k if that is less, where k prompts went on in different ways
+        and there are n replicas: each gets a n-th of those that go on, and computes it once.
+        """
+        path = self._path(trail)
+        known = _known(path)
+        ends = [0, *(end for end, _ in path)]
+        cost, sharing = float(trail.length - ends[-1]), 1 / MISSING
+        costs = {ends[-1]: cost}
+        for begin, (end, beginning) in zip(ends[-2::-1], reversed(path), strict=False):
+            sharing = max(sharing, beginning.continuations / len(replicas))
+            cost += (end - begin) / sharing
+            costs[begin] = cost
+        return {replica: costs[known.get(replica, 0)] for replica in replicas}
 
     def add(self, trail: Trail, replica: str) -> None:
         """Note that a replica computes a prompt."""
-        ends = True
+        goes_on = False
         for digest in reversed(trail.digests):
-            replicas = self._replicas.setdefault(digest, {})
-            self.counts[replica] += replica not in replicas
-            replicas[replica] = ends or replicas.get(replica, False)
-            ends = False
-            self._replicas.move_to_end(digest)
-        while len(self._replicas) > self._most:
-            self.counts.subtract(self._replicas.popitem(last=False)[1])
+            is_new = digest not in self._beginnings
+            beginning = self._beginnings.setdefault(digest, Beginning())
+            beginning.continuations += goes_on
+            if replica not in beginning.replicas:
+                beginning.replicas += (replica,)
+                self.counts[replica] += 1
+            self._beginnings.move_to_end(digest)
+            goes_on = is_new
+        while len(self._beginnings) > self._most:
+            self.counts.subtract(self._beginnings.popitem(last=False)[1].replicas)
 
     def forget(self, replica: str) -> None:
         """Forget all of a replica that is gone."""
-        for digest, replicas in list(self._replicas.items()):
-            replicas.pop(replica, None)
-            if not replicas:
-                del self._replicas[digest]
+        for digest, beginning in list(self._beginnings.items()):
+            beginning.replicas = tuple(each for each in beginning.replicas if each != replica)
+            if not beginning.replicas:
+                del self._beginnings[digest]
         del self.counts[replica]
+
+    def _path(self, trail: Trail) -> list[tuple[int, Beginning]]:
+        """The known beginnings of a prompt, each with its length."""
+        path = []
+        for end, digest in zip(cuts(), trail.digests, strict=False):
+            beginning = self._beginnings.get(digest)
+            if beginning is None:
+                break
+            path.append((end, beginning))
+        return path
+
+
+def _known(path: Iterable[tuple[int, Beginning]]) -> dict[str, int]:
+    known: dict[str, int] = {}
+    for end, beginning in path:
+        known |= dict.fromkeys(beginning.replicas, end)
+    return known
 
 
 @dataclass(frozen=True)
@@ -105,10 +144,9 @@ class Placement:
     """Chooses replicas, and knows what each has to do.
 
     A replica costs what it has to do yet, and what it would have to compute of the prompt. So a
-    conversation comes back to where it was, unless much waits there, and a beginning that many
-    prompts share spreads as they come at once. What is known counts if it is half of the prompt, or
-    the whole of an earlier one: else it is another conversation, and the replica with the beginning
-    that both share would get them all. Among equals the one that knows least gets the next.
+    conversation comes back to where it was, unless much waits there. A beginning costs less the
+    more conversations share it: else the replica that has computed it would get them all. Among
+    replicas whose costs differ by less than a cut, the one that knows least gets the next.
 
     Args:
         most_beginnings: how many beginnings of prompts to know at most.
@@ -130,14 +168,14 @@ class Placement:
 
     def ranked(self, trail: Trail, replicas: Collection[str]) -> list[str]:
         """Replicas by their costs for a prompt, the cheapest first."""
-        known = self._beginnings.known(trail)
-        counts = self._beginnings.counts
+        missing = self._beginnings.costs(trail, replicas)
+        costs = {each: self.waiting(each) + missing[each] for each in replicas}
+        least = min(costs.values(), default=0)
 
-        def cost(replica: str) -> tuple[int, int]:
-            missing = _missing(trail, known.get(replica, UNKNOWN))
-            return self.waiting(replica) + missing, counts[replica]
+        def rank(replica: str) -> tuple[float, int]:
+            return (costs[replica] - least) // LEAST_CUT, self._beginnings.counts[replica]
 
-        return sorted(replicas, key=cost)
+        return sorted(replicas, key=rank)
 
     def begin(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:
         """Note that a replica has taken a request."""
@@ -148,9 +186,9 @@ class Placement:
         """Count a request as a replica's that is about to take it, and not as another's any more:
         those that come at once shall not all go there."""
         self.end(name)
-        known = self._beginnings.known(request.trail).get(replica, UNKNOWN)
+        missing = request.trail.length - self._beginnings.known(request.trail).get(replica, 0)
         self._homes[name] = replica
-        self._running[replica][name] = Running(_missing(request.trail, known), request.progress)
+        self._running[replica][name] = Running(missing, request.progress)
 
     def end(self, name: Hashable) -> None:
         """Count a request no longer; one that is not counted is ignored."""
@@ -163,8 +201,3 @@ class Placement:
             self._beginnings.forget(gone)
             self._running.pop(gone, None)
         self._replicas = set(replicas)
-
-
-def _missing(trail: Trail, known: Known) -> int:
-    goes_on = known.ends or 2 * known.length >= trail.length
-    return trail.length - (known.length if goes_on else 0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Trail, cuts, trail_of
-from paged_kv.server.replicas.placement import RUNNING, Known, KnownBeginnings, Placement
+from paged_kv.server.replicas.placement import MISSING, RUNNING, KnownBeginnings, Placement
 
 REPLICAS = ["a", "b", "c"]
 
@@ -73,14 +73,32 @@ def test_a_hot_prefix_spreads_as_its_prompts_come_at_once() -> None:
     assert {homes.count(each) for each in REPLICAS} == {4}
 
 
-def test_prompts_that_share_less_than_half_are_other_conversations() -> None:
+def test_conversations_with_one_beginning_spread_the_more_they_are() -> None:
+    """One comes after the other, and nothing waits anywhere."""
     placement = Placement()
-    homes = {
-        finished(placement, letter, prompt(("s", 2000), (letter, 6000))) for letter in "mnopqr"
-    }
-    assert homes == set(REPLICAS)
-    alike = {finished(placement, n, prompt(("s", 2000), ("z", 100 * n))) for n in range(6)}
-    assert len(alike) == 1
+    turns = [prompt(("s", 2000), (chr(200 + number), 6000)) for number in range(60)]
+    homes = [finished(placement, number, trail) for number, trail in enumerate(turns)]
+    assert len(set(homes[:10])) == 1
+    assert min(homes.count(each) for each in REPLICAS) > 15
+    for number, home in enumerate(homes):
+        longer = prompt(("s", 2000), (chr(200 + number), 6000), ("answer", 900))
+        assert finished(placement, number, longer) == home
+
+
+def test_questions_about_one_text_go_where_it_is() -> None:
+    placement = Placement()
+    homes = {finished(placement, n, prompt(("s", 8000), (chr(200 + n), 2000))) for n in range(8)}
+    assert len(homes) == 1
+
+
+def test_a_conversation_waits_while_to_compute_it_again_costs_others_more() -> None:
+    placement = Placement()
+    home = finished(placement, 1, prompt(("x", 4096)))
+    placement.begin(2, request(prompt(("y", 4096))), home)
+    assert 4096 < placement.waiting(home) < MISSING * 4096
+    assert placement.ranked(prompt(("x", 4200)), REPLICAS)[0] == home
+    placement.begin(3, request(prompt(("z", 4096))), home)
+    assert placement.ranked(prompt(("x", 4200)), REPLICAS)[-1] == home
 
 
 def test_what_ended_no_longer_counts() -> None:
@@ -154,9 +172,8 @@ def test_beginnings_are_known_as_a_naive_model_says(
         known.add(trail, replica)
         naive |= {(digest, replica) for digest in trail.digests}
     ends = dict(zip(asked.digests, cuts(), strict=False))
-    last = {(trail.digests[-1], replica) for trail, replica in added}
     expected = {
-        replica: Known(ends[found[-1]], (found[-1], replica) in last)
+        replica: ends[found[-1]]
         for replica in REPLICAS
         if (found := [digest for digest in ends if (digest, replica) in naive])
     }
@@ -177,7 +194,7 @@ def test_the_tree_is_bounded_and_keeps_beginnings_before_what_follows(
         known.add(trail, replica)
         assert len(known) <= 8
         ends = [*zip(trail.digests, cuts(), strict=False)]
-        assert known.known(trail)[replica] == Known(ends[-1][1], True)
+        assert known.known(trail)[replica] == ends[-1][1]
         for other, _ in added:
             kept = [digest in known for digest in other.digests]
             assert kept == sorted(kept, reverse=True), "a beginning is kept without an earlier one"
