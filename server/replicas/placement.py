@@ -178,8 +178,10 @@ class Placement:
         return sorted(replicas, key=rank)
 
     def begin(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:
-        """Note that a replica has taken a request."""
-        self.expect(name, request, replica)
+        """Note that a replica has taken a request. It is not counted again if it has ended: where
+        many come at once, Ray Serve tells the router of a short answer's end before this."""
+        if name in self._homes:
+            self.expect(name, request, replica)
         self._beginnings.add(request.trail, replica)
 
     def expect(self, name: Hashable, request: ForwardedRequest, replica: str) -> None:

@@ -20,9 +20,14 @@ def request(trail: Trail) -> ForwardedRequest:
     return ForwardedRequest({}, b"", trail)
 
 
+def begin(placement: Placement, name: Any, asked: ForwardedRequest, replica: str) -> None:
+    placement.expect(name, asked, replica)
+    placement.begin(name, asked, replica)
+
+
 def placed(placement: Placement, name: Any, trail: Trail) -> str:
     replica = placement.ranked(trail, REPLICAS)[0]
-    placement.begin(name, request(trail), replica)
+    begin(placement, name, request(trail), replica)
     return replica
 
 
@@ -94,10 +99,10 @@ def test_questions_about_one_text_go_where_it_is() -> None:
 def test_a_conversation_waits_while_to_compute_it_again_costs_others_more() -> None:
     placement = Placement()
     home = finished(placement, 1, prompt(("x", 4096)))
-    placement.begin(2, request(prompt(("y", 4096))), home)
+    begin(placement, 2, request(prompt(("y", 4096))), home)
     assert 4096 < placement.waiting(home) < MISSING * 4096
     assert placement.ranked(prompt(("x", 4200)), REPLICAS)[0] == home
-    placement.begin(3, request(prompt(("z", 4096))), home)
+    begin(placement, 3, request(prompt(("z", 4096))), home)
     assert placement.ranked(prompt(("x", 4200)), REPLICAS)[-1] == home
 
 
@@ -114,19 +119,30 @@ def test_what_ended_no_longer_counts() -> None:
 def test_an_answer_that_has_begun_costs_its_tokens_alone() -> None:
     placement = Placement()
     waiting = request(prompt(("x", 3000)))
-    placement.begin(1, waiting, "a")
+    begin(placement, 1, waiting, "a")
     waiting.progress.has_begun = True
     assert placement.waiting("a") == RUNNING
     waiting.progress.has_ended = True
     assert placement.waiting("a") == 0
 
 
+def test_a_request_that_ends_before_it_is_noted_does_not_count() -> None:
+    """Ray Serve tells of a short answer's end first, where many come at once."""
+    placement = Placement()
+    asked = request(prompt(("x", 3000)))
+    placement.expect(1, asked, "a")
+    placement.end(1)
+    placement.begin(1, asked, "a")
+    assert placement.waiting("a") == 0
+    assert placement.ranked(asked.trail, REPLICAS[::-1])[0] == "a"
+
+
 def test_a_request_that_goes_elsewhere_counts_there() -> None:
     """A full replica passes a request on to the next of the ranking."""
     placement = Placement()
     waiting = request(prompt(("x", 3000)))
-    placement.begin(1, waiting, "a")
-    placement.begin(1, waiting, "b")
+    begin(placement, 1, waiting, "a")
+    begin(placement, 1, waiting, "b")
     assert placement.waiting("a") == 0
     assert placement.waiting("b") == RUNNING + 3000
 
