@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benches.table_cells import megabytes, millis, seconds, table
+from benches.table_cells import count, megabytes, micros, millis, seconds, table
 
 Figures = dict[str, Any]
 
@@ -67,6 +67,55 @@ def _shares_of(figures: Figures, kind: str) -> Iterator[tuple[str, str, dict[str
             yield load, fitting, shares
 
 
+def replicas(figures: Figures) -> str:
+    """What prompts find on replicas with either router, and what routing costs."""
+    routers = ("power_of_two", "prefix")
+    found = []
+    for load, of in figures["simulated"].items():
+        for number in [each for each in of if each != "one_replica"]:
+            shares = [f"{of[number][router]['found']:.3f}" for router in routers]
+            waits = [_waits(of[number][router]["waited_seconds"]) for router in routers]
+            found.append((_LOADS[load], number, *shares, f"{of['one_replica']:.3f}", *waits))
+    one, two = "Serve's router", "`PrefixRouter`"
+    waited = "first token, mean / p50 / p99"
+    heads = ("load", "replicas, simulated", f"found, {one}", f"found, {two}")
+    limit = "one replica with all memory"
+    return "\n\n".join(
+        (
+            table((*heads, limit, f"{waited}, {one}", f"{waited}, {two}"), found),
+            table(
+                (f"Ray Serve {figures['ray']}", "measured"),
+                [*_first_token_rows(figures["first_token"]), *_router_rows(figures["router"])],
+            ),
+        )
+    )
+
+
+_LOADS = {"agents": "made-up agents", "conversations": "Mooncake, conversations"}
+
+
+def _waits(waited: dict[str, float]) -> str:
+    return " / ".join(f"{waited[name]:.2f}" for name in ("mean", "p50", "p99")) + " s"
+
+
+def _first_token_rows(of: Figures) -> Iterator[tuple[str, str]]:
+    for name, label in (
+        ("alone", "`paged-kv server` alone"),
+        ("power_of_two", "2 replicas, Serve's router"),
+        ("prefix", "2 replicas, `PrefixRouter`"),
+    ):
+        yield f"first token of one client, p50: {label}", millis(of["median_seconds"][name])
+    yield "added by Ray Serve, p50", millis(of["added_by_ray_serve"])
+    yield "added by `PrefixRouter`, p50", millis(of["added_by_prefix_router"])
+
+
+def _router_rows(of: Figures) -> Iterator[tuple[str, str]]:
+    choice = [micros(1e9 * of["choose_seconds"][name]) for name in ("p50", "p99")]
+    yield f"a choice among {of['replicas']} replicas alone, p50 / p99", " / ".join(choice)
+    yield "requests that it places in a process, a second", count(of["requests_per_second"])
+    yield f"its memory with {of['beginnings']:,} beginnings of prompts", megabytes(of["bytes"])
+
+
 TABLES: dict[str, Callable[[Figures], str]] = {
-    each.__name__: each for each in (state_reuse, eviction)
+    each.__name__: each for each in (state_reuse, eviction, replicas)
 }

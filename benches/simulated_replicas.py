@@ -10,6 +10,7 @@ this process and without a cluster.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from hashlib import sha256
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from ray.serve._private.common import (
@@ -231,6 +231,7 @@ def simulated_answers(
     """What requests get of so many replicas, whose caches have so many blocks in all."""
 
     async def answers() -> list[SimulatedAnswer]:
+        random.seed("replicas")  # of which Serve's own router draws
         chosen_among = [SimulatedReplica(each, blocks // replicas) for each in range(replicas)]
         return await SimulatedServe(router, chosen_among).answers(requests)
 
@@ -254,15 +255,15 @@ def conversations(file: Path) -> list[SimulatedRequest]:
 def agents(count: int) -> list[SimulatedRequest]:
     """So many requests of made-up agents, which come and go: sessions of 1 to `MOST_TURNS` turns,
     whose prompts all begin with the same `SHARED_BLOCKS` blocks."""
-    random, now, first = Random("agents"), 0.0, SHARED_BLOCKS
+    draw, now, first = random.Random("agents"), 0.0, SHARED_BLOCKS
     requests: list[SimulatedRequest] = []
     while len(requests) < count:
-        now += random.expovariate(SESSIONS_A_SECOND)
-        arrives, turns = now, random.randint(1, MOST_TURNS)
+        now += draw.expovariate(SESSIONS_A_SECOND)
+        arrives, turns = now, draw.randint(1, MOST_TURNS)
         for turn in range(1, turns + 1):
             blocks = [*range(SHARED_BLOCKS), *range(first, first + turn)]
             requests.append(simulated_request(arrives, blocks, len(blocks) * BLOCK, ANSWER))
-            arrives += random.expovariate(1 / TURN_S)
+            arrives += draw.expovariate(1 / TURN_S)
         first += turns
     return sorted(requests, key=lambda each: each.arrives)
 

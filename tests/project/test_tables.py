@@ -47,6 +47,8 @@ ROWS = {
     "rings": "| held for 4,096 tokens, write_chunk 256 | 1.0 MB | 2.1 MB |",
     "appended_rows": "| decode step | 100 ms | 80 ms | 1.25 |",
     "eviction": "| Mooncake, conversations | 8,000 | 0.100 | 0.100 | 0.100 | 0.200 | 0.400 |",
+    "replicas": "| Mooncake, conversations | 16 | 0.054 | 0.180 | 0.216 | 6.00 / 3.50 / 31.00 s "
+    "| 6.00 / 3.50 / 31.00 s |",
     "state_reuse": "| `mamba` | 8.0 s | 10 ms | 12 ms | 800 | 6,144 | 0 | 1.0 MB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
     "held_bytes": "| 4,097 tokens, 8 rows | 9.00 (+16%) | 5.20 (+16%) | 9.50 | 16.00 "

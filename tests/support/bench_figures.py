@@ -343,6 +343,34 @@ FIGURES: dict[str, dict[str, Any]] = {
             "pages": {"8000": {"lru": 0.1, "lfu": 0.1, "fifo": 0.1, "worth": 0.2, "most": 0.4}},
         },
     },
+    "replicas": {
+        "ray": "2.60.0",
+        "simulated": {
+            "conversations": {
+                "one_replica": 0.2157,
+                "16": {
+                    name: {
+                        "found": found,
+                        "waited_seconds": {"mean": 6.0, "p50": 3.5, "p99": 31.0},
+                        "busiest_over_mean": 1.05,
+                    }
+                    for name, found in (("power_of_two", 0.054), ("prefix", 0.18))
+                },
+            }
+        },
+        "router": {
+            "replicas": 64,
+            "requests_per_second": 3000,
+            "choose_seconds": {"p50": 0.00016, "p99": 0.00045},
+            "beginnings": 131072,
+            "bytes": 36 * 2**20,
+        },
+        "first_token": {
+            "median_seconds": {"alone": 0.05, "power_of_two": 0.08, "prefix": 0.082},
+            "added_by_ray_serve": 0.03,
+            "added_by_prefix_router": 0.0015,
+        },
+    },
     "state_reuse": {
         "tokens": 8192,
         "other_tokens": 1000,
