@@ -95,7 +95,7 @@ class Front:
                         answer.restart(is_last=sent in tried)
                         tried.add(sent)
                         continue
-                    progress.has_ended = not sent[-1].get("more_body", True)
+                    progress.has_ended = is_last(sent[-1])
                     for message in sent:
                         await answer.send(message)
                     progress.has_begun = answer.has_begun
@@ -229,6 +229,11 @@ class _Answer:
         else:
             name = b""
         return name, json.dumps(described, ensure_ascii=False).encode()
+
+
+def is_last(message: Message) -> bool:
+    """Whether no message of an answer follows. ASGI's messages need not say so."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def merged_metrics(texts: dict[str, str]) -> str:

@@ -26,6 +26,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
     learns where prefixes are from the requests that it routes itself.
     """
 
+    # A busy replica is late to say how many requests it has. It is asked for its prefixes, and
+    # another one would compute them.
+    queue_len_response_deadline_s = 1.0
+
     def initialize_state(self, most_beginnings: int = MOST_BEGINNINGS) -> None:
         """See `RequestRouter`."""
         self._placement = Placement(most_beginnings)

@@ -246,9 +246,13 @@ def test_tries_have_an_end(error: Exception) -> None:
     assert len(replicas.asked) == MOST_TRIES
 
 
-def test_an_end_is_known_before_the_client_has_it() -> None:
+@pytest.mark.parametrize("says_so", [True, False])
+def test_an_end_is_known_before_the_client_has_it(says_so: bool) -> None:
     """The next request of the client may come before Ray Serve tells the router."""
-    replicas = FakeReplicas({"a": whole(b"{}")}, in_turn("a"))
+    last = part(b"{}", more=False)
+    if not says_so:  # as Starlette's answers
+        del last["more_body"]
+    replicas = FakeReplicas({"a": [[start()], [last]]}, in_turn("a"))
     ended = []
 
     def note(message: Message) -> None:
@@ -256,7 +260,7 @@ def test_an_end_is_known_before_the_client_has_it() -> None:
         ended.append(asked.progress.has_ended)
 
     ask(replicas, on_message=note)
-    assert ended == [True, True]
+    assert ended == [True, True]  # both are sent at once
 
 
 def test_an_answer_that_has_begun_is_known_to_have() -> None:
