@@ -249,6 +249,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     ),
     "bits of q4": ("held_bytes", lambda figures: f"{q4_bits(figures)[1]:.2f}"),
     "loss of q8": ("real_model_quality", _loss_of("q8")),
+    "loss of q8/q4": ("real_model_quality", _loss_of("q8/q4")),
     "loss of q4": ("real_model_quality", _loss_of("q4")),
     "prompt speed of q8": ("quantised_kernels", _prompt_speed_of("q8")),
     "prompt speed of q4": ("quantised_kernels", _prompt_speed_of("q4")),

@@ -247,6 +247,7 @@ NUMBERS_OF_SAMPLES = {
     "files with compiled steps": "1",
     "bits of q4": "5.20",
     "loss of q8": "0.02 % (smollm2)",
+    "loss of q8/q4": "0.13 % (smollm2)",
     "loss of q4": "0.75 % (smollm2)",
     "prompt speed of q8": "0.96",
     "prompt speed of q4": "0.91",

@@ -440,7 +440,7 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "kl_mean": 0.0123,
                 "kl_99": 0.2,
             }
-            for cache, loss in (("fp16", 0.0), ("q8", 0.02), ("q4", 0.75))
+            for cache, loss in (("fp16", 0.0), ("q8", 0.02), ("q8/q4", 0.13), ("q4", 0.75))
         ],
     },
     "real_recall": {
