@@ -58,6 +58,20 @@ def _answers_kept(cache: str, texts: Iterable[dict[str, Figures]]) -> str:
     return f"{cache}: {kept} of {sum(each['fp16']['right'] for each in read)}"
 
 
+def real_tokens(figures: Figures) -> str:
+    """How many prompts differ in 16 bits from mlx-lm alone, and how near the tokens were."""
+    rows = [
+        (
+            f"{row['model']}, {row['dtype']}: {row['side']}",
+            f"{row['prompts_that_differ']} of {row['prompts']}",
+            count(row["tokens"]),
+            f"{row['largest_gap']:.3f}",
+        )
+        for row in figures["rows"]
+    ]
+    return table(("", "prompts that differ", "tokens compared", "largest gap"), rows)
+
+
 def page_codecs(figures: Figures) -> str:
     """Bits, loss and divergence of each codec in each model, and what centres are."""
     of_models: dict[str, list[Figures]] = {}
@@ -448,6 +462,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         held_bytes,
         real_model_quality,
         real_recall,
+        real_tokens,
         step_lengths,
         page_store,
         page_store_faults,

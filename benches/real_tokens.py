@@ -8,6 +8,8 @@ piece of a file of this checkout. A row has, for one model and one side:
     prompts_that_differ   in which a token differs
     largest_gap           at such a token, the log probability by which the single run preferred its
                           own token to the other one
+
+Models run in two processes, as nothing here is a time.
 """
 
 from pathlib import Path
@@ -23,11 +25,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.real_models.folders import MODELS, model_folder
 from benches.results_file import write_result
+from benches.two_processes import finished
 from paged_kv import PagedCacheFactory
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/architecture.md", "integrations/paged_cache_factory.py", "setup.py")
-LENGTHS = (40, 90, 150, 210)
+# A CPU takes minutes for a thousand tokens in 16 bits.
+LENGTHS = (40, 90)
 NEW_TOKENS = 32
 
 Run = list[tuple[int, mx.array]]
@@ -77,22 +81,26 @@ def compared(runs: list[Run], singles: list[Run]) -> dict[str, Any]:
     }
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    model, tokenizer = load(str(model_folder(name)))[:2]
+    prompts = prompts_of(tokenizer)
+    singles = [alone(model, prompt, make_prompt_cache(model)) for prompt in prompts]
+    factory = PagedCacheFactory(model, max_bytes="1GB")
+    sides = {"pages, alone": [alone(model, each, factory.make_cache()) for each in prompts]}
+    with factory:
+        sides["pages, batch"] = batched(model, prompts)
+    sides["mlx-lm, batch"] = batched(model, prompts)
+    dtype = str(next(iter(model.layers)).self_attn.q_proj.weight.dtype)
+    about = {"model": name, "dtype": dtype.removeprefix("mlx.core.")}
+    return [about | {"side": side} | compared(runs, singles) for side, runs in sides.items()]
+
+
 def main() -> None:
-    rows = []
-    for name in MODELS:
-        model, tokenizer = load(str(model_folder(name)))[:2]
-        prompts = prompts_of(tokenizer)
-        singles = [alone(model, prompt, make_prompt_cache(model)) for prompt in prompts]
-        factory = PagedCacheFactory(model, max_bytes="1GB")
-        sides = {"pages, alone": [alone(model, each, factory.make_cache()) for each in prompts]}
-        with factory:
-            sides["pages, batch"] = batched(model, prompts)
-        sides["mlx-lm, batch"] = batched(model, prompts)
-        dtype = str(next(iter(model.layers)).self_attn.q_proj.weight.dtype)
-        for side, runs in sides.items():
-            row = {"model": name, "dtype": dtype.removeprefix("mlx.core."), "side": side}
-            rows.append(row | compared(runs, singles))
-            print(rows[-1], flush=True)
+    of_models = dict(finished(rows_of, [(name,) for name in MODELS]))
+    rows = [row for name in MODELS for row in of_models[name,]]
+    for row in rows:
+        print(row)
     print("written to", write_result("real_tokens", {"blas": BLAS, "rows": rows}).name)
 
 

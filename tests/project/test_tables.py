@@ -57,6 +57,7 @@ ROWS = {
     "real_model_quality": "| smollm2, 2,048 tokens: q4 | +0.75 ± 0.14 % | +0.87 % | +0.71 % "
     "| +0.66 % | 95.5 % | 1.2e-02, 2.0e-01 |",
     "real_recall": "| smollm2, call, 4,096 tokens | 12 of 15 | 10 of 15 |  |",
+    "real_tokens": "| smollm2, float16: pages, batch | 1 of 8 | 250 | 0.012 |",
     "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
     "20 times; logits equal |",
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
