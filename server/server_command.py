@@ -61,34 +61,45 @@ def require_servable(arguments: argparse.Namespace) -> None:
         raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
 
 
-def start_logging(level: str) -> None:
-    """Let this process write log lines to standard error, each with the id of its request."""
+def require_servable_by(arguments: argparse.Namespace, ranks: int) -> None:
+    """Check what depends on how many processes share the model.
+
+    Raises:
+        ValueError: an option does not work with several, or --max-kv-bytes is too small.
+    """
+    if ranks > 1:
+        # Each holds a part of the model, and finds out when it has loaded it what its pages need.
+        _require_shareable(arguments)
+        return
+    from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
+
+    require_sufficient_budget(arguments)
+
+
+def prepare_process(arguments: argparse.Namespace) -> None:
+    """Let a process that will serve write log lines to standard error, each with the id of its
+    request, and keep as much memory wired as Metal recommends."""
     import logging
+
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from paged_kv.server.http.request_log import OneLine
 
+    maybe_set_recommended_wired_limit()
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=arguments.log_level, handlers=[handler], force=True)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     # All imports come before the first thread.
-    from mlx_lm.utils import maybe_set_recommended_wired_limit
-
     from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.server.engine.paged_model_provider import PagedModelProvider
-    from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
     from paged_kv.server.lifecycle import follow, run_server
 
     ranks = joined_ranks()
-    if ranks.size > 1:
-        require_shareable(arguments)
-    else:
-        # Of several ranks each holds a part of the model, and finds out when it has loaded it.
-        require_sufficient_budget(arguments)
-    maybe_set_recommended_wired_limit()
-    start_logging(arguments.log_level)
+    require_servable_by(arguments, ranks.size)
+    prepare_process(arguments)
     provider = PagedModelProvider(arguments)
     try:
         status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
@@ -133,7 +144,7 @@ def _require_mlx_lm() -> None:
         )
 
 
-def require_shareable(arguments: argparse.Namespace) -> None:
+def _require_shareable(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
     for option in (
         "adapter_path",

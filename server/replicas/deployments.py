@@ -11,14 +11,13 @@ from typing import Any, NoReturn
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 from paged_kv.server.lifecycle import LAST_S
 from paged_kv.server.options import server_parser
 from paged_kv.server.replicas.agreement import Agreement
 from paged_kv.server.replicas.front import Front
 from paged_kv.server.replicas.prefix_router import PrefixRouter
 from paged_kv.server.replicas.replica import Replica
-from paged_kv.server.server_command import require_servable, require_shareable
+from paged_kv.server.server_command import require_servable, require_servable_by
 
 # Those of Ray Serve, and what they are when nothing is said.
 OWN: dict[str, Any] = {"num_replicas": 1, "ranks": 1, "num_cpus": 1, "num_gpus": 0}
@@ -49,6 +48,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     """
     own = {name: arguments.get(name, usual) for name, usual in OWN.items()}
     options = server_options({k: v for k, v in arguments.items() if k not in OWN})
+    ranks = _count("ranks", own["ranks"])
+    require_servable_by(options, ranks)
     resources = {name: _amount(name, own[name]) for name in ("num_cpus", "num_gpus")}
     replicas = serve.deployment(
         Replica,
@@ -57,7 +58,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         if own["num_replicas"] == "auto"
         else _count("num_replicas", own["num_replicas"]),
         ray_actor_options=resources,
-        **_shared(options, _count("ranks", own["ranks"]), resources),
+        **_shared(ranks, resources),
         max_ongoing_requests=options.max_connections,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         # A model that cannot be loaded is an error, and not one to repeat.
@@ -86,7 +87,6 @@ def server_options(arguments: Mapping[str, Any]) -> argparse.Namespace:
     parser.error = _refuse  # type: ignore[method-assign]  # the usual one ends the process
     options = parser.parse_args(list(_words(parser, arguments)))
     require_servable(options)
-    require_sufficient_budget(options)
     for name in ("model", "draft_model", "adapter_path", "api_key", "prefill_key", "store_secret"):
         setattr(options, name, _full(getattr(options, name)))
     options.store = options.store and [_full(place) for place in options.store]
@@ -127,13 +127,10 @@ def _is_true(name: str, value: Any) -> bool:
     return text == "true"
 
 
-def _shared(
-    options: argparse.Namespace, ranks: int, resources: Mapping[str, float]
-) -> dict[str, Any]:
+def _shared(ranks: int, resources: Mapping[str, float]) -> dict[str, Any]:
     """How Ray Serve places replicas whose model several processes share."""
     if ranks == 1:
         return {}
-    require_shareable(options)
     bundle = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
     bundle = {name: amount for name, amount in bundle.items() if amount}
     if not bundle:

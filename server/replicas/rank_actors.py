@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.lifecycle import follow
-from paged_kv.server.server_command import start_logging
+from paged_kv.server.server_command import prepare_process
 
 
 class Rank:
@@ -30,7 +30,7 @@ class Rank:
 
     def follow(self, rank: int, addresses: list[str], options: argparse.Namespace) -> int:
         """Compute what rank 0 decides, until it ends; returns the exit status."""
-        start_logging(options.log_level)
+        prepare_process(options)
         _join(rank, addresses)
         return follow(PagedModelProvider(options))
 

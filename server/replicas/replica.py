@@ -22,7 +22,7 @@ from paged_kv.server.lifecycle import make_service, require_loaded
 from paged_kv.server.replicas.agreement import identity_of
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.rank_actors import start_ranks
-from paged_kv.server.server_command import start_logging
+from paged_kv.server.server_command import prepare_process
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, options: argparse.Namespace, agreement: DeploymentHandle
     ) -> None:
-        start_logging(options.log_level)
+        prepare_process(options)
         self.place: str = serve.get_replica_context().replica_id.unique_id
         # A replica keeps its other ranks: Ray ends actors that nobody can call.
         self._ranks = await start_ranks(options)

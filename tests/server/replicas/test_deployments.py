@@ -96,3 +96,8 @@ def test_replicas_are_placed_by_what_they_need() -> None:
     assert deployment.num_replicas == 3
     assert deployment.ray_actor_options["num_cpus"] == 2
     assert deployment.max_ongoing_requests == 9
+
+
+def test_ranks_find_out_themselves_what_their_part_of_the_model_needs() -> None:
+    """As with mlx.launch: here only the whole model could be looked at."""
+    assert app({"model": MODEL, "ranks": 2, "max_kv_bytes": "400kB"})
