@@ -6,7 +6,8 @@
 Decode is compared with dense attention in float32 over the numbers that the pages hold, and its
 time with a copy on the same device, in turns: GB/s of keys and values read, over GB/s read and
 written by the copy. Prefill is compared likewise, and with PyTorch's scaled_dot_product_attention
-where there is a PyTorch. What was measured goes to a file of JSON; nothing has been measured yet.
+where there is a PyTorch. Launches are captured in graphs, as MLX does, so that no time of Python's
+counts. What was measured goes to a file of JSON.
 """
 
 import argparse
@@ -31,7 +32,7 @@ BITS = {"fp16": 16, "q4": 4}
 FLAGS = {"fp16": ["HAS_FLOATS"], "q4": ["HAS_Q4", "HAS_CODES"]}
 MOST_BYTES = 60 << 30  # of pages; larger combinations are left out
 TOLERANCE = 4e-3  # float16 outputs of size 1
-ROUNDS = 20
+ROUNDS, CAPTURED = 10, 5
 
 PARAMETERS = {
     "slab_stride": 0,
@@ -70,7 +71,7 @@ class Pages:
     def layouts(self, cupy: Any) -> Any:
         bits = BITS[self.page_format]
         *offsets, centres = self.offsets
-        fields = [*offsets, bits, bits, int(self.is_quantised), int(self.is_quantised), centres]
+        fields = [*offsets, bits, bits, centres]
         return cupy.asarray(np.array([fields] * SLABS, np.int32))
 
 
@@ -274,16 +275,28 @@ class Bench:
         expected = weights / weights.sum(-1, keepdims=True) @ values
         return float(cupy.abs(expected - output[row].astype(np.float32)).max())
 
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Launches a graph of CAPTURED runs."""
+        run()
+        stream = self.cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            for _ in range(CAPTURED):
+                run()
+            graph = stream.end_capture()
+        return lambda: graph.launch(self.cupy.cuda.Stream.null)
+
     def seconds(self, run: Callable[[], None]) -> float:
         start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         start.record()
         run()
         end.record()
         end.synchronize()
-        return float(self.cupy.cuda.get_elapsed_time(start, end)) / 1000
+        return float(self.cupy.cuda.get_elapsed_time(start, end)) / 1000 / CAPTURED
 
     def in_turns(self, *runs: Callable[[], None]) -> list[float]:
-        """The median seconds of each, one after the other in every round."""
+        """The median seconds of a run of each, one after the other in every round. Each call of
+        `runs` runs CAPTURED times."""
         for run in runs * 3:
             run()
         times = [[self.seconds(run) for run in runs] for _ in range(ROUNDS)]
@@ -309,7 +322,7 @@ def decode_results(bench: Bench, quick: bool) -> list[dict[str, Any]]:
                 pages = bench.filled(page_format, batch, length, tables)
                 for writes in (False, True) if page_format == "fp16" else (False,):
                     queries, output, run = bench.decode(pages, tables, length, writes=writes)
-                    decode, copied = bench.in_turns(run, copy)
+                    decode, copied = bench.in_turns(bench.captured(run), bench.captured(copy))
                     error = bench.error(pages, tables, queries, output, batch - 1)
                     share = pages_bytes / decode / (2 * source.nbytes / copied)
                     results.append(
@@ -338,7 +351,7 @@ def prefill_results(bench: Bench, quick: bool) -> list[dict[str, Any]]:
             queries, output, run = bench.prefill(pages, tables, steps)
             keys, values = bench.numbers(pages, tables, 0)
             others = [] if (dense := torch_attention(queries, keys, values)) is None else [dense]
-            seconds = bench.in_turns(run, *others)
+            seconds = bench.in_turns(bench.captured(run), *others)
             result: dict[str, Any] = {
                 "operation": "prefill",
                 "format": page_format,
@@ -364,7 +377,8 @@ def torch_attention(queries: Any, keys: Any, values: Any) -> Callable[[], None] 
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def run() -> None:
-        attention(q, k, v, is_causal=True, enable_gqa=True)
+        for _ in range(CAPTURED):
+            attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return run
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +21,7 @@ from paged_kv import __version__
 from paged_kv.extras import extra_module
 from paged_kv.integrations.bench.measurements import Outcome
 from paged_kv.integrations.bench.turns import Measurement, Skipped
+from paged_kv.kernels.left_out import device_name
 from paged_kv.sizes import format_size
 
 _PLOTS = (".svg", ".png", ".pdf")
@@ -106,9 +108,13 @@ def _number(measurement: Measurement, number: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Chip, cores, bytes of memory, and system. No name of a user or a host."""
+    """Chip, cores, bytes of memory, and system. No name of a user or a host.
+
+    The chip is the processor; on a machine with an NVIDIA GPU that MLX computes on, also the GPU.
+    """
+    on_cuda = mx.default_device().type == mx.gpu and platform.system() != "Darwin"
     return {
-        "chip": chip(),
+        "chip": f"{device_name()} with {chip()}" if on_cuda else chip(),
         "cores": f"{os.cpu_count()} cores",
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.machine()}",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -138,7 +138,7 @@ class BoundSlabs:
     """The slabs of a call.
 
     Attributes:
-        inputs: the memory of 16 slabs, the first one repeated if there are fewer, then their
+        inputs: handles of 16 slabs, the first one repeated if there are fewer, then their
             layouts, int32 [16, 7]; see kernels/gpu/pages.h.
         count: how many of the slabs differ, rounded up to a power of two.
     """
@@ -147,14 +147,11 @@ class BoundSlabs:
     kind: PageKind
     count: int
 
-    @cached_property
+    @property
     def handles(self) -> list[mx.array]:
-        """The first `count` slabs as arrays of one shape, and their layouts. Each has the address
-        of its slab's memory, which is all that a kernel takes of it."""
-        *slabs, layouts = self.inputs
-        handles = [mx.as_strided(slab, (LEAST_ELEMENTS,), (1,)) for slab in slabs[: self.count]]
-        mx.eval(handles)
-        return [*handles, layouts]
+        """The first `count` handles, and the layouts."""
+        *handles, layouts = self.inputs
+        return [*handles[: self.count], layouts]
 
     def standing_for(self, handles: list[mx.array]) -> BoundSlabs:
         """The same, of other handles."""
@@ -176,10 +173,8 @@ def bound_slabs(pages: LayerMemory, numbers: tuple[int, ...]) -> BoundSlabs:
 def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> BoundSlabs:
     """Bind slabs as inputs of a kernel, in the given order."""
     assert 0 < len(slabs) <= MAX_SLABS
-    memory = [memory for memory, _ in slabs]
-    for array in memory:
-        # A kernel writes through the array, and MLX might copy one that is not contiguous.
-        assert np.asarray(array).flags.c_contiguous
+    handles = [handle(memory) for memory, _ in slabs]
+    mx.eval(handles)
     layouts = [layout for _, layout in slabs]
     spare = MAX_SLABS - len(slabs)
     fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
@@ -191,7 +186,17 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
     )
     array = mx.array(np.array(fields, np.int32))
     count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
-    return BoundSlabs((*memory, *memory[:1] * spare, array), kind, count)
+    return BoundSlabs((*handles, *handles[:1] * spare, array), kind, count)
+
+
+def handle(slab: mx.array) -> mx.array:
+    """An array of 8 words with the address of a slab, which is all that a kernel takes of it.
+
+    MLX commits what it has encoded when the inputs of it exceed some MB: after each layer, if they
+    were whole slabs. It raises a RuntimeError if a slab is not contiguous: a kernel would write a
+    copy of it.
+    """
+    return mx.as_strided(slab, (LEAST_ELEMENTS,), (1,))
 
 
 def _fields(layout: PageLayout) -> list[int]:

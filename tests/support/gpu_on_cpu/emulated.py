@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from paged_kv.kernels.gpu import arrays
 from tests.support.gpu_on_cpu.cuda_unit import cuda_unit
 from tests.support.gpu_on_cpu.cuda_unit import generated_text as cuda_text
 from tests.support.gpu_on_cpu.launch import Buffer, Bytes, Mode, launch
@@ -22,6 +23,19 @@ from tests.support.gpu_on_cpu.toolchain import KernelError, Unit
 
 _metal_kernel = mx.fast.metal_kernel
 MOST_DIMENSIONS = 10  # CUDA kernels get strides for these.
+
+_handle = arrays.handle
+_slab_bytes: dict[int, int] = {}
+
+
+def _noted_handle(slab: mx.array) -> mx.array:
+    """A handle, whose slab's size is noted by its address: accesses to the slab are checked."""
+    handle = _handle(slab)
+    _slab_bytes[np.asarray(handle).ctypes.data] = slab.nbytes
+    return handle
+
+
+arrays.handle = _noted_handle
 
 
 @dataclass
@@ -169,9 +183,9 @@ class EmulatedKernel:
                 array = mx.contiguous(array)
                 mx.eval(array)
             contents, strides = _storage(array)
-            buffer = Buffer(name, contents, is_slab=name.startswith("slab"))
-            if buffer.is_slab:
-                buffer = slabs.setdefault(contents.ctypes.data, buffer)
+            buffer = Buffer(name, contents)
+            if name.startswith("slab"):
+                buffer = slabs.setdefault(contents.ctypes.data, _slab(name, contents))
             memory[name] = buffer
             strides += [0] * (MOST_DIMENSIONS - len(strides))
             memory[f"{name}_strides"] = Buffer(name, np.array(strides, np.int64).view(np.uint8))
@@ -189,6 +203,13 @@ def _storage(array: mx.array) -> tuple[Bytes, list[int]]:
         extent = 0
     flat = np.lib.stride_tricks.as_strided(view, (extent,), (view.itemsize,))
     return flat.view(np.uint8), strides
+
+
+def _slab(name: str, handle: Bytes) -> Buffer:
+    """The whole slab that a handle stands for."""
+    size = _slab_bytes[handle.ctypes.data]
+    whole = np.lib.stride_tricks.as_strided(handle, (size,), (1,))
+    return Buffer(name, whole, is_slab=True)
 
 
 def _array(contents: Bytes, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
