@@ -163,7 +163,7 @@ class Bench:
         pages of 16 bits."""
         cupy, batch, heads = self.cupy, tables.shape[0], KV_HEADS * RATIO
         bases = 1 + pages.is_quantised
-        shape = self.tuning.decode_shape(batch, heads, KV_HEADS, DIM, length, bases=bases)
+        shape = self.tuning.decode_shape("cuda", batch, heads, KV_HEADS, DIM, length, bases=bases)
         params = self.params(
             table_stride=tables.shape[1],
             steps=1,

@@ -6,9 +6,12 @@ random model of the shape of Llama 3 8B, in bfloat16, takes steps in turns: deco
 eight sequences, behind caches that hold random numbers, and a prompt of 8,192 tokens.
 """
 
-import sys
+import argparse
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,22 +22,26 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from benches.results_file import write_result
+from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from paged_kv.integrations.doctor.examination import examine
+from paged_kv.integrations.doctor import compiled_steps
+from paged_kv.kernels import self_test
+from paged_kv.kernels.backends import whole_backend
+from paged_kv.kernels.pages.number_format import KEY_FORMATS
+from paged_kv.kernels.self_test import TOLERANCES
 
 GEMMA = Path(__file__).parent.parent / "tests" / "models" / "stdlib-gemma3"
 PROMPTS, NEW_TOKENS = 6, 40
-LAYERS, STEPS, REPETITIONS = 32, 8, 5
+LAYERS, STEPS, REPETITIONS = 32, 8, 4
 POOL = 24 << 30
 CONTEXTS = {1: (1024, 8192, 32768), 8: (1024, 8192)}
 
 
 def equality() -> Iterator[dict[str, Any]]:
     for path in (embedded_model(), GEMMA):
-        model, tokenizer = load(str(path))
+        model, tokenizer = load(str(path))[:2]
         text = Path(__file__).read_text() * 4
         tokens = tokenizer.encode(text)
         for dtype in (mx.float16, mx.bfloat16):
@@ -70,6 +77,7 @@ def greedy(model: Any, prompt: mx.array, cache: Any) -> list[tuple[int, float]]:
     return found
 
 
+@lru_cache
 def llama_8b() -> Any:
     model = llama.Model(
         llama.ModelArgs(
@@ -90,13 +98,13 @@ def llama_8b() -> Any:
     return model
 
 
-def decode(model: Any) -> Iterator[dict[str, Any]]:
+def decode() -> Iterator[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "fp16": {"compile": False},
         "fp16 compiled": {"compile": True},
-        "q8": {"compile": False, "page_format": "q8"},
         "q4": {"compile": False, "page_format": "q4"},
     }
+    model = llama_8b()
     for batch, contexts in CONTEXTS.items():
         for context in contexts:
             stock = Steps(model, make_prompt_cache(model), batch, context)
@@ -134,7 +142,7 @@ class Steps:
         began = time.perf_counter()
         for _ in range(STEPS):
             logits = self._model(self._tokens, cache=self._caches)
-            mx.async_eval(logits)
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
         self.host.append(time.perf_counter() - began)
         mx.eval(logits)
 
@@ -151,8 +159,8 @@ def filled(model: Any, caches: Any, batch: int, context: int) -> Any:
     return caches
 
 
-def prefill(model: Any) -> Iterator[dict[str, Any]]:
-    tokens = mx.random.randint(0, 32000, (1, 8192))
+def prefill() -> Iterator[dict[str, Any]]:
+    model, tokens = llama_8b(), mx.random.randint(0, 32000, (1, 8192))
 
     def run(make: Callable[[], Any]) -> Callable[[], None]:
         def work() -> None:
@@ -174,30 +182,41 @@ def prefill(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def checks() -> Iterator[dict[str, Any]]:
-    found = examine(lambda _: None)
-    for check in found.checks:
-        yield {"check": check.name, "passed": check.passed, "finding": check.finding}
-    for each in found.times:
-        yield {"kernel": each.name, "kernel_ms": 1e3 * each.kernel_s, "other_ms": 1e3 * each.plain_s}
-    yield {"summary": found.summary()}
+    """Those of `paged-kv doctor`. Compiling takes the time, so each kind of pages has a process."""
+    kinds = [(str(dtype), name) for dtype in TOLERANCES for name in KEY_FORMATS]
+    with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(checks_of, *zip(*kinds, strict=True)):
+            yield from found
+    if compiled_steps.why_not(whole_backend()) is None:
+        yield finding(compiled_steps.check())
+
+
+def checks_of(dtype: str, page_format: str) -> list[dict[str, Any]]:
+    ending = f" {page_format} {dtype.rpartition('.')[2]}"
+    every = self_test.checks(whole_backend())
+    return [finding(check) for check in every if check.name.endswith(ending)]
+
+
+def finding(check: self_test.Check) -> dict[str, Any]:
+    error = check.run()
+    passed = error <= check.tolerance
+    return {"check": check.name, "error": error, "at_most": check.tolerance, "passed": passed}
+
+
+PARTS = {"checks": checks, "equality": equality, "decode": decode, "prefill": prefill}
 
 
 def main() -> None:
     mx.random.seed(0)
-    began, rows = time.perf_counter(), []
-    asked = sys.argv[1:] or ["checks", "equality", "decode", "prefill"]
-    model = llama_8b() if {"decode", "prefill"} & {*asked} else None
-    parts = {
-        "checks": checks,
-        "equality": equality,
-        "decode": lambda: decode(model),
-        "prefill": lambda: prefill(model),
-    }
-    for name in asked:
-        for row in parts[name]():
-            rows.append({"part": name, **row})
-            print(f"{time.perf_counter() - began:5.0f} s", rows[-1], flush=True)
-        print(f"written to {write_result('gpu', {'rows': rows})}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    rows = latest_figures("gpu")
+    for name in parser.parse_args().parts or PARTS:
+        rows[name] = []
+        for row in PARTS[name]():
+            rows[name].append(row)
+            print(name, row, flush=True)
+        write_result("gpu", rows)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from paged_kv.kernels.gpu.latent import Latent
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
+from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -155,7 +156,7 @@ class GpuBackend:
             output = self._plain.attend(pages, queries, metadata, attention, unwritten)
             mx.eval(output)
             return output
-        if pages.geometry.k_dim > LARGEST_HEAD:
+        if self._is_gathered(pages.geometry, tables, queries.shape[2], attention):
             return row_attention.attend(
                 self._gathered_rows(pages, metadata, unwritten),
                 queries,
@@ -224,6 +225,21 @@ class GpuBackend:
         queries = queries if dtype == own else queries.astype(own)
         output = self._decode(pages, slabs, tables, queries, attention, step)
         return output if dtype == own else output.astype(dtype)
+
+    def _is_gathered(
+        self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention
+    ) -> bool:
+        """Whether MLX attends to keys and values that a kernel gathers: where no kernel reads pages
+        of this geometry, or MLX is quicker."""
+        if geometry.k_dim > LARGEST_HEAD:
+            return True
+        return (
+            steps >= GATHERED_STEPS[self.name]
+            and max(geometry.k_dim, geometry.v_dim) <= LARGEST_FUSED_HEAD
+            and attention.window is None
+            and attention.softcap is None
+            and tables.groups is None
+        )
 
     def _bound(
         self, pages: LayerMemory, metadata: AttentionMetadata

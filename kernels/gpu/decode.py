@@ -55,7 +55,13 @@ class Decode(StepPlanner):
         kind, geometry = arguments.kind, arguments.kind.geometry
         rotates = "HAS_CODES" in kind.flags
         shape = decode_shape(
-            batch, arguments.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
+            self._kernels.dialect,
+            batch,
+            arguments.heads,
+            geometry.k_heads,
+            geometry.k_dim,
+            longest,
+            bases=1 + rotates,
         )
         bases = len(kind.bases)
         is_whole = shape.splits * bases == 1 and groups is None

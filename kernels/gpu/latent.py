@@ -47,7 +47,7 @@ class Latent(StepPlanner):
         longest = reach
         if scores.window:
             longest = min(longest, scores.window) + LATENT_SIMDGROUPS
-        tiles, splits = latent_parts(batch, heads, longest)
+        tiles, splits = latent_parts(self._kernels.dialect, batch, heads, longest)
         geometry = kind.geometry
         params = parameters(
             slab_stride=kind.slab_stride,

@@ -44,10 +44,13 @@ void read_some(Slots slots, uint token, uint at, THREAD float* x) {
 #ifdef HAS_CODES
   float scale = float_of_half(slots.scales[token * (DIM / GROUP) + at / GROUP]);
   load<COUNT>(slot + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
+  for (uint i = 0; i < (COUNT + 3) / 4; i++) words[i] = FORMAT == Q8 ? words[i] ^ 0x80808080u : words[i] >> (at & 16) / 4;
+  // A code above its least one is the last bits of a float from 2^23 on: both differ by the code,
+  // without a conversion of integers, which GPUs do at a half or a quarter of the rate of others.
+  const float least = FORMAT == Q8 ? 8388608.0f + 128.0f : 8388608.0f + 8.0f;
   for (uint i = 0; i < COUNT; i++) {
-    uint byte = words[i / 4] >> i % 4 * 8;
-    int code = FORMAT == Q8 ? int(byte << 24) >> 24 : int(byte >> (at & 16) / 4 & 15) - 8;
-    x[i] = float(code) * scale;
+    uint above = words[i / 4] >> i % 4 * 8 & (FORMAT == Q8 ? 255u : 15u);
+    x[i] = (float_of_bits(0x4b000000u | above) - least) * scale;
   }
 #endif
 }

@@ -1,7 +1,8 @@
 """Sets the tuning constants of the GPU kernels, each with its reason.
 
-None was measured: no Mac and no NVIDIA GPU has run these kernels yet. The reasons are arithmetic
-on published figures of the devices; kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
+Those of CUDA that say so were measured on an H200, by benches/cuda_kernels.py. No Mac has run these
+kernels yet. The other reasons are arithmetic on published figures of the devices;
+kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
 """
 
 from math import ceil
@@ -28,13 +29,14 @@ QUERY_BYTES = 16 << 10
 DECODE_SIMDGROUPS = 8
 
 # Simdgroups that are worth having at once: 40 cores with 24 each (M3 Max), or 132 multiprocessors
-# with 8 warps each (H200).
-SIMDGROUPS_AT_ONCE = 1024
+# with 16 warps each (H200). There 8 warps each read keys and values at half of the bandwidth of a
+# copy, and 16 at nine tenths.
+SIMDGROUPS_AT_ONCE = {"metal": 1024, "cuda": 2048}
 
-# The least number of tokens of a part that each simdgroup reads: 4 tiles, one after the other. So a
-# part has at least 1,024 tokens if the GQA group size is at most 8. A part outputs (v_dim + 2) * 4
-# bytes per query head, written once and read once: under 2 % of its keys and values in 16 bits.
-LEAST_TOKENS = 128
+# The least number of tokens of a part that each simdgroup reads, in tiles one after the other. With
+# 128, a part has at least 1,024 tokens if the GQA group size is at most 8, and outputs (v_dim + 2)
+# * 4 bytes per query head, written once and read once: under 2 % of its keys and values in 16 bits.
+LEAST_TOKENS = {"metal": 128, "cuda": 64}
 
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
@@ -73,15 +75,15 @@ class DecodeShape(NamedTuple):
 
 
 def decode_shape(
-    batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
+    dialect: str, batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
 ) -> DecodeShape:
     """The shape for a batch whose longest sequence attends to `longest` tokens, with queries in
     `bases` bases."""
     gqa_group_size = heads // kv_heads
     rows, blocks = query_rows(gqa_group_size), row_blocks(gqa_group_size, k_dim, bases)
     parts, groups = DECODE_SIMDGROUPS // blocks, ceil(gqa_group_size / (rows * blocks))
-    wanted = max(1, SIMDGROUPS_AT_ONCE // (batch * kv_heads * groups * parts * blocks))
-    tiles = ceil(max(LEAST_TOKENS * parts, ceil(longest / wanted)) / TILE)
+    wanted = max(1, SIMDGROUPS_AT_ONCE[dialect] // (batch * kv_heads * groups * parts * blocks))
+    tiles = ceil(max(LEAST_TOKENS[dialect] * parts, ceil(longest / wanted)) / TILE)
     return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
 
 
@@ -89,6 +91,13 @@ def decode_shape(
 # on CUDA. So the 4 simdgroups of a threadgroup have 32 or 64.
 SIMDGROUP_ROWS = {"metal": 8, "cuda": 16}
 PREFILL_THREADS = 128
+
+# From so many tokens of a step on, MLX's own attention takes keys and values that a kernel gathers
+# from pages, where it has a fused kernel for them: heads of at most so many numbers. On an H200,
+# cuDNN took a sixth of the time of the kernel that reads pages (2,048 tokens), which does not use
+# the matrix operations of that chip. Nothing is known of Metal, and no step is long enough.
+GATHERED_STEPS = {"metal": 1 << 30, "cuda": 64}
+LARGEST_FUSED_HEAD = 128
 
 # Query rows of a threadgroup that reads pages for several sequences: those of 16 sequences with 4
 # query heads to a KV head. Queries, and a tile of 16 or 32 tokens, must fit the 32 KiB that a
@@ -131,10 +140,11 @@ def latent_sharers(dialect: str, k_dim: int) -> int:
     return ceil(SIMDGROUP_ROWS[dialect] * k_dim / (LANES * LATENT_SUMS[dialect]))
 
 
-def latent_parts(batch: int, heads: int, longest: int) -> tuple[int, int]:
+def latent_parts(dialect: str, batch: int, heads: int, longest: int) -> tuple[int, int]:
     """Tiles of a part, and parts of a context of `longest` tokens, for latent decode. A part has a
     multiple of LEAST_TOKENS, so that plans last for many steps."""
     groups = ceil(heads / (LATENT_ROWS * LATENT_SIMDGROUPS))
-    wanted = max(1, SIMDGROUPS_AT_ONCE // (batch * groups * LATENT_SIMDGROUPS))
-    tokens = LEAST_TOKENS * ceil(max(1, longest) / (wanted * LEAST_TOKENS))
+    at_once, least = SIMDGROUPS_AT_ONCE[dialect], LEAST_TOKENS[dialect]
+    wanted = max(1, at_once // (batch * groups * LATENT_SIMDGROUPS))
+    tokens = least * ceil(max(1, longest) / (wanted * least))
     return tokens // LATENT_SIMDGROUPS, max(1, ceil(longest / tokens))

@@ -88,7 +88,7 @@ def test_padding_sequences_and_one_that_ends_in_a_shared_page(dialect: str) -> N
 
 
 def test_a_context_is_read_in_parts(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(tuning, "LEAST_TOKENS", dict.fromkeys(tuning.LEAST_TOKENS, 16))
     monkeypatch.setattr(groups_module, "GROUP_PAGES", 1)
     device = device_of(dialect)
     tables = tables_behind(3, [1, 1])

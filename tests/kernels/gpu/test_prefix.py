@@ -122,7 +122,7 @@ def test_padding_sequences_in_a_group(dialect: str) -> None:
 
 
 def test_a_context_is_read_in_parts(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(tuning, "LEAST_TOKENS", dict.fromkeys(tuning.LEAST_TOKENS, 4))
     monkeypatch.setattr(groups_module, "GROUP_PAGES", 1)
     device = device_of(dialect)
     batch = batch_of(device, dialect, tables_behind(3, [1, 1]), [200, 100], ["q4"])
