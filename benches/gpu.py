@@ -198,7 +198,7 @@ def checks_of(dtype: str, page_format: str) -> list[dict[str, Any]]:
 
 
 def finding(check: self_test.Check) -> dict[str, Any]:
-    error = check.run()
+    error = float(check.run())
     passed = error <= check.tolerance
     return {"check": check.name, "error": error, "at_most": check.tolerance, "passed": passed}
 
