@@ -258,6 +258,32 @@ def whole_model(figures: Figures) -> str:
     return table((f"tokens a second, {figures['backend']} backend", *speeds, *shares), rows)
 
 
+def gpu(figures: Figures) -> str:
+    """Checks of the doctor, and decode steps and a prompt on a GPU."""
+    checks = figures["checks"]
+    passed = f"{sum(each['passed'] for each in checks)} of {len(checks)} checks passed."
+    rows = [
+        (
+            f"decode, {_rows(str(row['batch']))} at {row['context']:,}, {row['pages']}",
+            millis(row["mlx_lm_ms"] / 1e3),
+            millis(row["paged_ms"] / 1e3),
+            f"{row['times_as_fast']:.2f}",
+        )
+        for row in figures["decode"]
+    ]
+    rows += [
+        (
+            f"prompt of {row['prompt']:,} tokens, fp16",
+            millis(row["mlx_lm_s"]),
+            millis(row["paged_s"]),
+            f"{row['times_as_fast']:.2f}",
+        )
+        for row in figures["prefill"]
+    ]
+    head = ("Llama 3 8B's shape, bfloat16", "mlx-lm", "pages", "mlx-lm / pages, median of turns")
+    return f"{passed}\n\n{table(head, rows)}"
+
+
 def host_cost(figures: Figures) -> str:
     """What Python spends on a decode step of a layer."""
     rows = [
@@ -518,6 +544,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         cpu_kernels,
         host_cost,
         whole_model,
+        gpu,
         speculation,
         rings,
         prefix_reuse,

@@ -97,7 +97,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching"),
-        *("integrations.generation", "kernels.pages", "steps"),
+        *("integrations.generation", "kernels", "kernels.pages", "steps"),
     },
     "integrations.doctor": {
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),

@@ -284,6 +284,20 @@ FIGURES: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "gpu": {
+        "checks": [{"check": "decode q4 float16", "error": 0.1, "at_most": 0.2, "passed": True}],
+        "decode": [
+            {
+                "batch": 8,
+                "context": 8192,
+                "pages": "fp16",
+                "mlx_lm_ms": 20.0,
+                "paged_ms": 10.0,
+                "times_as_fast": 2.0,
+            }
+        ],
+        "prefill": [{"prompt": 8192, "mlx_lm_s": 0.2, "paged_s": 0.25, "times_as_fast": 0.8}],
+    },
     "whole_model": {
         "backend": "native",
         "rows": [

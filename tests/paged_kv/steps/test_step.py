@@ -31,8 +31,8 @@ from tests.support.zoo import small_model
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Of the project's own calls: before and in the first layer of a step of one sequence, and in each
 # later layer.
-MOST_FIRST_CALLS = {"native": 45, "metal": 56, "cuda": 56}
-MOST_CALLS = {"native": 12, "metal": 14, "cuda": 14}
+MOST_FIRST_CALLS = {"native": 45, "metal": 56, "cuda": 57}
+MOST_CALLS = {"native": 12, "metal": 14, "cuda": 15}  # CUDA merges parts
 
 
 def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
