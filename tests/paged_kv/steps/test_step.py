@@ -32,7 +32,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Of the project's own calls: before and in the first layer of a step of one sequence, and in each
 # later layer.
 MOST_FIRST_CALLS = {"native": 45, "metal": 56, "cuda": 57}
-MOST_CALLS = {"native": 12, "metal": 14, "cuda": 15}  # CUDA merges parts
+MOST_CALLS = {"native": 12, "metal": 14, "cuda": 15}
+LAUNCHES = {"native": 0, "metal": 1, "cuda": 2}  # on CUDA one more merges parts
 
 
 def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
@@ -153,7 +154,7 @@ def test_a_layer_makes_few_calls(name: str, batch: int) -> None:
         assert (before + first).total() <= MOST_FIRST_CALLS[name], before + first
     for calls in others:
         assert calls.total() <= MOST_CALLS[name], calls
-    assert maker.launches - launches == (0 if name == "native" else len(cache))
+    assert maker.launches - launches == LAUNCHES[name] * len(cache)
 
 
 @pytest.mark.usefixtures("backend")
