@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import abc
 from collections.abc import Hashable
+from contextlib import closing
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
@@ -16,6 +17,7 @@ from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
+from paged_kv.integrations.automatic_budget import AUTO, AutomaticBudget, automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound
@@ -56,7 +58,9 @@ class PagedCacheFactory:
             a `RequantisationPolicy` may differ. Layers with a sliding window, or with
             `max_kv_size`, keep 16 bits.
         max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
-            80 % of what the machine recommends, less what is in use; `stats()` shows it. Snapshots
+            80 % of what the machine recommends, less what is in use; `stats()` shows it. "auto"
+            measures what a prompt step takes, and leaves that, the weights and a tenth of the
+            machine's memory; a line in the log says how much of each. Snapshots
             of recurrent layers by `insert_cache` take up to a quarter of that besides; those of a
             model without pages may take it all.
         write_chunk: in layers with a sliding window, the longest step that is written before it
@@ -90,6 +94,8 @@ class PagedCacheFactory:
         num_caches: the length of a prompt cache.
         ranks: the processes that share the model, if it is sharded.
         recordings: the recorded steps of each pool, if steps are compiled.
+        prompt_step: the most tokens of a prompt step, such as mlx-lm's `prefill_step_size`, for
+            which `max_bytes` "auto" leaves memory; None with any other.
         store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:
@@ -124,6 +130,9 @@ class PagedCacheFactory:
         self._media = MediaKeys(model, processor)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
+        self.prompt_step: int | None = None
+        if max_bytes == AUTO:
+            max_bytes, self.prompt_step = _automatic_budget(model, page_format, write_chunk)
         self._model = PagedModel(model, write_chunk, always_gather=always_gather, compile=compile)
         tiers = [] if store is None else store_addresses(store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
@@ -421,3 +430,14 @@ def _owner(salt: Hashable, session: Hashable) -> Owner:
     require_hashable("salt", salt)
     require_hashable("session", session)
     return Owner(inner_salt(salt), session)
+
+
+def _automatic_budget(
+    model: Module, page_format: FormatChoice, write_chunk: int | None
+) -> AutomaticBudget:
+    """The budget by what is measured on pages of another factory, which is closed then."""
+    factory = PagedCacheFactory(
+        model, page_format=page_format, write_chunk=write_chunk, trace=os.devnull, compile=False
+    )
+    with closing(factory):
+        return automatic_budget(model, factory.make_cache)

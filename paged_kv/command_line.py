@@ -133,9 +133,11 @@ def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentPars
     from paged_kv.integrations.bench.bench_command import add_bench_parser
     from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
     from paged_kv.integrations.generation.generate_command import add_generate_parser
+    from paged_kv.integrations.plan.plan_command import add_plan_parser
     from paged_kv.server.server_command import add_server_parser
 
     add_generate_parser(commands)
     add_server_parser(commands)
+    add_plan_parser(commands)
     add_bench_parser(commands)
     add_doctor_parser(commands)

@@ -31,7 +31,9 @@ def server_parser() -> argparse.ArgumentParser:
             "paged-kv server --model MODEL --draft-model ngram --num-draft-tokens 8",
         ),
     )
-    add_cache_options(parser.add_argument_group("paged caches"), after=STORE_AFTER)
+    add_cache_options(
+        parser.add_argument_group("paged caches"), after=STORE_AFTER, max_kv_bytes="auto"
+    )
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_drafts(parser.add_argument_group("drafts"))
     _add_prefill(parser.add_argument_group("several servers"))

@@ -22,6 +22,7 @@ from paged_kv.integrations.batching.shared_prefill import is_on_the_way
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared
+from paged_kv.integrations.slow_products import warn_in_command
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
     load_draft_model,
@@ -84,6 +85,7 @@ class TextGeneration:
             store_bytes=store_bytes,
             store_options=store_options,
         )
+        warn_in_command(self._model)
         self._factory = self._factories[0]
         self._draft = make_draft(draft, draft_model, self._factories)
         self._num_draft_tokens = num_draft_tokens

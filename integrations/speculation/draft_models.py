@@ -12,7 +12,6 @@ from mlx_lm.utils import load
 from paged_kv.commands.model_names import not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.slow_products import warn_in_command
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
@@ -92,14 +91,17 @@ def divided_factories(
     if dtype is not None:
         for model in models:
             model.set_dtype(getattr(mx, dtype))
-    warn_in_command(models[0])
     if len(models) == 1:
         return [PagedCacheFactory(models[0], max_bytes=max_bytes, store=store, **options)]
     tried = [PagedCacheFactory(model, max_bytes=max_bytes, **options) for model in models]
     for factory in tried:
         factory.can_admit(0)  # makes its pool learn the size of a block
     pools = [factory.pool for factory in tried]
-    return [
+    budget = min(pool.budget.max_bytes for pool in pools)
+    made = [
         PagedCacheFactory(model, max_bytes=share, store=store, **options)
-        for model, share in zip(models, shares(pools[0].budget.max_bytes, pools), strict=True)
+        for model, share in zip(models, shares(budget, pools), strict=True)
     ]
+    for factory, measured in zip(made, tried, strict=True):
+        factory.prompt_step = measured.prompt_step
+    return made

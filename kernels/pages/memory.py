@@ -21,7 +21,7 @@ def recommended_bytes() -> int:
     On a GPU that is Metal's recommended working set or the CUDA device's memory. On a CPU it is
     the smaller of the control group's limit and the machine's memory.
     """
-    usable = int(RECOMMENDED_SHARE * _device_bytes()) - mx.get_active_memory()
+    usable = int(RECOMMENDED_SHARE * device_bytes()) - mx.get_active_memory()
     return max(usable, 1)
 
 
@@ -31,7 +31,7 @@ def require_memory(needed: int) -> None:
     Raises:
         MemoryError: it does not fit.
     """
-    total, held = _device_bytes(), mx.get_active_memory()
+    total, held = device_bytes(), mx.get_active_memory()
     if needed > total - held:
         raise MemoryError(
             f"a slab of {needed:,} bytes does not fit: this machine has {total:,}, of which MLX "
@@ -48,7 +48,9 @@ def return_to_system() -> None:
         trim(0)
 
 
-def _device_bytes() -> int:
+def device_bytes() -> int:
+    """Metal's recommended working set, or the CUDA device's memory; on a CPU the smaller of the
+    control group's limit and the machine's memory."""
     if mx.default_device().type == mx.gpu:
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):

@@ -88,6 +88,11 @@ def page_format(text: str) -> str:
     return text
 
 
+def budget(text: str) -> int | str:
+    """Bytes for pages, or "auto"."""
+    return text if text == "auto" else parse_size(text)
+
+
 def store_size(text: str) -> int:
     """The bytes that a page store may take."""
     from paged_kv.store.page_store import MIN_BYTES

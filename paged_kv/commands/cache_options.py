@@ -7,23 +7,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paged_kv.commands.arguments import page_format, path, positive, store_size, tier
+from paged_kv.commands.arguments import budget, page_format, path, positive, store_size, tier
 from paged_kv.commands.model_names import require_model
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
 from paged_kv.tiers.store_options import StoreOptions
 
 
-def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> None:
-    """The memory of pages, their format, and where they persist. `after` is the default of
-    --store-after."""
+def add_cache_options(
+    parser: argparse._ActionsContainer, *, after: int = 1, max_kv_bytes: str | None = None
+) -> None:
+    """The memory of pages, their format, and where they persist.
+
+    Args:
+        after: the default of --store-after.
+        max_kv_bytes: the default of --max-kv-bytes.
+    """
+    budget_default = max_kv_bytes or "80%% of what the machine recommends, less what is in use"
     parser.add_argument(
         "--max-kv-bytes",
-        type=parse_size,
+        type=budget,
+        default=max_kv_bytes,
         metavar="SIZE",
         help="the most memory for pages, such as 4GB. A draft model gets its share of it. "
-        "Snapshots of recurrent layers take up to a quarter of it besides. (default: 80%% of what "
-        "the machine recommends, less what is in use)",
+        "Snapshots of recurrent layers take up to a quarter of it besides. With auto, what the "
+        "machine has, less weights, a prompt step, which is measured, and a tenth for the system. "
+        f"(default: {budget_default})",
     )
     parser.add_argument(
         "--page-format",

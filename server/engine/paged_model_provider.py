@@ -24,6 +24,7 @@ from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.slow_products import warn_in_command
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
     load_draft_model,
@@ -302,6 +303,9 @@ class PagedModelProvider(ModelProvider):
                 store_bytes=options.store_bytes,
                 store_options=store_options(options),
             )
+            warn_in_command(self.model)
+            measured = [each.prompt_step for each in self.factories if each.prompt_step]
+            options.prefill_step_size = min(options.prefill_step_size, *measured, 1 << 30)
         for factory in self.factories:
             # This makes it learn the size of a block, which promises are computed from.
             with budget_named(options):

@@ -23,13 +23,13 @@ from paged_kv.sizes import format_size
 
 
 def require_sufficient_budget(arguments: argparse.Namespace) -> None:
-    """Check --max-kv-bytes, if it is given. A model that is not on this machine yet, or that mlx-lm
-    cannot read, is checked when it is loaded.
+    """Check --max-kv-bytes, if it is a number. A model that is not on this machine yet, or that
+    mlx-lm cannot read, is checked when it is loaded.
 
     Raises:
         ValueError: the models need more.
     """
-    if arguments.max_kv_bytes is None:
+    if not isinstance(arguments.max_kv_bytes, int):
         return
     names = [arguments.model, arguments.draft_model]
     models = [_without_weights(name) for name in names if name not in (None, NGRAM)]
@@ -101,7 +101,7 @@ def _of_all(lacking: int, share: int, budget: int) -> int:
 
 
 def _too_small(budget: int, needed: int | None, arguments: argparse.Namespace) -> ValueError:
-    option = "--max-kv-bytes" if arguments.max_kv_bytes is not None else "the machine's memory"
+    option = "--max-kv-bytes" if isinstance(arguments.max_kv_bytes, int) else "the machine's memory"
     models = "the model needs" if arguments.draft_model in (None, NGRAM) else "the models need"
     least = "more" if needed is None else f"at least {format_size(needed)} ({needed:,} bytes)"
     return ValueError(
