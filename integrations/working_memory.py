@@ -11,10 +11,12 @@ lazily, the others stay on disk.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -22,12 +24,12 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-# Tokens of a step, and of the context that it makes. The first is not measured: it loads weights,
-# compiles kernels and maps slabs.
-MEASURED = ((256, 512), (128, 128), (256, 256), (128, 256), (256, 512))
-# A term that changes no measurement by more than this share is noise, which large sizes would blow
-# up.
-NOISE = 0.02
+# Tokens of the steps that are measured: as many as take no longer than this.
+FEWEST_TOKENS, MOST_TOKENS = 128, 2048
+MOST_SECONDS = 1.0
+# More contexts must take so much more of a step, or the difference is noise, which long ones would
+# blow up.
+NOISE = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,36 @@ class WorkingMemory:
     def bytes_for(self, step: int, context: int) -> int:
         """The bytes of a step of `step` tokens that ends a context of `context` tokens."""
         of_context = (self.per_context + step * self.per_pair) * context
-        return int(self.fixed + step * self.per_token + of_context)
+        return max(0, int(self.fixed + step * self.per_token + of_context))
 
 
 def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMemory:
     """Measure prompt steps of a model, on prompt caches that `make_cache` returns."""
+
+    def measured(step: int, context: int) -> int:
+        return _measured(model, make_cache(), step, context)
+
     with _first_layers(model, make_cache()):
-        found = [_measured(model, make_cache(), *sizes) for sizes in MEASURED]
-    return _fitted(MEASURED[1:], found[1:])
+        tokens = FEWEST_TOKENS
+        measured(tokens, 2 * tokens)  # loads weights, compiles kernels and maps slabs
+        while tokens < MOST_TOKENS and _seconds(lambda: measured(tokens, tokens)) < MOST_SECONDS:
+            tokens *= 2
+        measured(tokens, 2 * tokens)
+        sizes = (tokens // 2, tokens // 2), (tokens // 2, tokens), (tokens, tokens)
+        sizes = *sizes, (tokens, 2 * tokens)
+        return _fitted(sizes, [measured(*size) for size in sizes])
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
 
 
 def _measured(model: Any, cache: list[Any], step: int, context: int) -> int:
     """The most bytes that MLX held during the last `step` tokens of a context beyond what it holds
-    after them."""
+    after one token more: until then states are parts of the step's arrays, which keep all of them.
+    """
     while context > step:
         _take(model, cache, min(step, context - step))
         context -= step
@@ -71,7 +90,10 @@ def _measured(model: Any, cache: list[Any], step: int, context: int) -> int:
     mx.reset_peak_memory()
     _take(model, cache, step)
     mx.synchronize()
-    return max(0, mx.get_peak_memory() - mx.get_active_memory())
+    peak = mx.get_peak_memory()
+    _take(model, cache, 1)
+    mx.synchronize()
+    return max(0, peak - mx.get_active_memory())
 
 
 def _take(model: Any, cache: list[Any], tokens: int) -> None:
@@ -120,10 +142,13 @@ def _first_layers(model: Any, cache: list[Any]) -> Iterator[None]:
 
 
 def _needed(layers: Sequence[Module], cache: Sequence[Any]) -> int:
-    """How many of the first layers have all kinds of layers among them, and one more, whose keys
-    depend on all of the last kind."""
+    """How many of the first layers have two of every kind among them that occurs twice, and one
+    more, whose keys depend on the last of them."""
     kinds = [_kind(*pair) for pair in zip_longest(layers, cache[: len(layers)])]
-    return max(kinds.index(kind) for kind in kinds) + 2
+    of_kind = defaultdict(list)
+    for at, kind in enumerate(kinds):
+        of_kind[kind].append(at)
+    return max(places[:2][-1] for places in of_kind.values()) + 2
 
 
 def _kind(layer: Any, cache: Any) -> Hashable:
@@ -134,11 +159,10 @@ def _kind(layer: Any, cache: Any) -> Hashable:
 
 
 def _fitted(sizes: Sequence[tuple[int, int]], measured: Sequence[int]) -> WorkingMemory:
-    """The terms that explain the measurements; without those that are noise."""
+    """The terms that explain the measurements of two steps, at two contexts each."""
+    half, half_later, whole, whole_later = measured
+    grows = half_later > half * (1 + NOISE) and whole_later > whole * (1 + NOISE)
     terms = np.array([[1, step, context, step * context] for step, context in sizes], np.float64)
-    for count in (2, 3, 4):
-        found, *_ = np.linalg.lstsq(terms[:, :count], np.array(measured, np.float64), rcond=None)
-        missed = np.abs(terms[:, :count] @ found - measured).max()
-        if missed <= NOISE * max(measured):
-            break
-    return WorkingMemory(*(max(0.0, float(each)) for each in found))
+    count = 4 if grows else 2
+    found, *_ = np.linalg.lstsq(terms[:, :count], np.array(measured, np.float64), rcond=None)
+    return WorkingMemory(*map(float, found))

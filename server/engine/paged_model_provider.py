@@ -293,9 +293,10 @@ class PagedModelProvider(ModelProvider):
 
     def _make_factories(self) -> None:
         options = self.cli_args
+        models = [each for each in (self.model, self.draft_model) if each is not None]
         with budget_named(options):
             self.factories = divided_factories(
-                [each for each in (self.model, self.draft_model) if each is not None],
+                models,
                 options.max_kv_bytes,
                 dtype=options.dtype,
                 store=options.store,
@@ -303,9 +304,10 @@ class PagedModelProvider(ModelProvider):
                 store_bytes=options.store_bytes,
                 store_options=store_options(options),
             )
-            warn_in_command(self.model)
-            measured = [each.prompt_step for each in self.factories if each.prompt_step]
-            options.prefill_step_size = min(options.prefill_step_size, *measured, 1 << 30)
+        warn_in_command(models[0])
+        for factory in self.factories:
+            step = factory.prompt_step or options.prefill_step_size
+            options.prefill_step_size = min(options.prefill_step_size, step)
         for factory in self.factories:
             # This makes it learn the size of a block, which promises are computed from.
             with budget_named(options):

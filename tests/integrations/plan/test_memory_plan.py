@@ -1,0 +1,204 @@
+"""What a plan says is what a run takes, by MLX's own meters."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import load
+from mlx_lm.utils import save_config
+
+from paged_kv import PagedCacheFactory
+from paged_kv.embedded import embedded_model
+from paged_kv.integrations import automatic_budget, working_memory
+from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
+from tests.support.zoo import ZOO, small_model
+
+WISH = Wish(context=1024, sessions=3, page_format="fp16", step=512)
+QUICK = ["gemma3_text", "qwen3_next"]
+KINDS = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gpt_oss",
+    "gemma3n",
+    "deepseek_v3",
+    "phi3",
+    "cohere2",
+    "stablelm",
+    "plamo2",
+    "mixtral",
+    "mamba2",
+    "falcon_h1",
+    "glm4",
+    "olmo2",
+    "granite",
+    "jamba",
+    "lfm2",
+    "deepseek_v32",
+]
+# Weights of these models are a hundredth of what they compute: of real ones they are most. MLX runs
+# up to ten operations of a CPU ahead, which is a part of such a small step.
+SMALL = 0.1
+
+
+def taken(model: Any, plan: MemoryPlan) -> int:
+    """The most bytes of MLX's meter, weights aside, while the sessions of a plan are made."""
+    factory = PagedCacheFactory(model, max_bytes=plan.room + plan.slack, trace=os.devnull)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before, held = mx.get_active_memory(), []
+    for _ in range(plan.wish.sessions):
+        held.append(factory.make_cache())
+        left = plan.wish.context
+        while left:
+            step = min(plan.wish.step, left - 1) or 1
+            model(mx.zeros((1, step), mx.int32), cache=held[-1])
+            mx.eval([each.state for each in held[-1] if not each.empty()])
+            mx.clear_cache()
+            left -= step
+    factory.close()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
+)
+def test_a_run_takes_what_the_plan_says(name: str) -> None:
+    model = small_model(name)
+    mx.eval(model.parameters())
+    plan = Planner([model], 1 << 30).plan(WISH)
+    assert plan.fits
+    assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=SMALL)
+
+
+def test_weights_are_counted_before_they_are_read() -> None:
+    lazy = load(embedded_model(), lazy=True)[0]
+    plan = Planner([lazy], 1 << 30).plan(WISH)
+    before = mx.get_active_memory()
+    model = load(embedded_model())[0]
+    assert plan.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
+    whole = plan.weights + plan.prompt_step + plan.all_sessions
+    assert whole == pytest.approx(plan.weights + taken(model, plan), rel=0.05)
+
+
+def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
+    config = ZOO["qwen3"] | {"num_hidden_layers": 12, "vocab_size": 128, "hidden_size": 256}
+    model = small_model("qwen3", **{key: config[key] for key in config if key != "model_type"})
+    flat: Any = tree_flatten(model.parameters())
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(flat), {"format": "mlx"})
+    save_config(config | {"model_type": "qwen3"}, tmp_path / "config.json")
+    del model, flat
+    from mlx_lm.utils import load_model
+
+    lazy = load_model(tmp_path, lazy=True)[0]
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    plan = Planner([lazy], 1 << 30).plan(WISH)
+    assert mx.get_active_memory() - before < plan.weights / 2
+    assert len(lazy.layers) == 12
+
+
+def test_layers_are_whole_again_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("qwen3", num_hidden_layers=6)
+    layers = list(model.layers)
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+
+    def failing(*_: Any) -> int:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(working_memory, "_measured", failing)
+    with pytest.raises(RuntimeError, match="planned"):
+        working_memory.working_memory(model, factory.make_cache)
+    assert list(model.layers) == layers
+
+
+def test_changes_give_what_they_say() -> None:
+    planner = Planner([load(embedded_model(), lazy=True)[0]], 96 << 20)
+    plan = planner.plan(Wish(context=8192, sessions=4, page_format="fp16", step=2048))
+    assert not plan.fits
+    changes = dict(planner.changes(plan))
+    assert changes["--page-format q4"].session < plan.session / 2.5
+    assert changes["--prefill-step-size 256"].prompt_step < plan.prompt_step / 6
+    assert changes[f"--sessions {plan.most_sessions}"].fits
+    assert changes[f"--context {plan.longest}"].fits
+    one_more = planner.plan(Wish(8192, plan.most_sessions + 1, "fp16", 2048))
+    assert not one_more.fits
+
+
+def test_a_draft_model_is_part_of_the_plan() -> None:
+    models = [load(embedded_model(), lazy=True)[0] for _ in range(2)]
+    alone, both = (Planner(models[:count], 1 << 30).plan(WISH) for count in (1, 2))
+    assert both.weights == 2 * alone.weights
+    assert both.session == 2 * alone.session
+    assert both.prompt_step == pytest.approx(alone.prompt_step, rel=0.1)
+
+
+class TestAutomaticBudget:
+    @pytest.fixture
+    def memory(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Sets the memory of the machine, beside what MLX holds already."""
+
+        def set_to(nbytes: int) -> int:
+            mx.clear_cache()
+            whole = nbytes + mx.get_active_memory()
+            monkeypatch.setattr(automatic_budget, "device_bytes", lambda: whole)
+            return whole
+
+        return set_to
+
+    def test_pages_and_steps_stay_within_the_machine(self, memory: Any) -> None:
+        model = load(embedded_model())[0]
+        whole = memory(160 << 20)
+        factory = PagedCacheFactory(model, max_bytes="auto")
+        reserve = automatic_budget.reserve_of(whole)
+        assert factory.stats().max_bytes < whole - reserve
+        assert factory.prompt_step == 2048
+        mx.reset_peak_memory()
+        held = []
+        while factory.can_admit(4096):
+            held.append(factory.make_cache())
+            for _ in range(2):
+                model(mx.zeros((1, 2048), mx.int32), cache=held[-1])
+                mx.eval([each.state for each in held[-1]])
+                mx.clear_cache()
+        assert len(held) >= 4
+        assert whole / 2 < mx.get_peak_memory() <= whole
+
+    def test_prompt_steps_shrink_where_memory_is_short(self, memory: Any) -> None:
+        model = load(embedded_model())[0]
+        steps = []
+        for megabytes in (400, 64, 32, 16, 8):
+            memory(megabytes << 20)
+            steps.append(PagedCacheFactory(model, max_bytes="auto").prompt_step)
+        assert steps == sorted(steps, reverse=True)
+        assert steps[0] == 2048
+        assert steps[-1] == 256
+        assert len(set(steps)) >= 3
+
+    def test_a_line_says_what_goes_where(
+        self, memory: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load(embedded_model())[0]
+        memory(400 << 20)
+        with caplog.at_level("INFO", "paged_kv"):
+            factory = PagedCacheFactory(model, max_bytes="auto")
+        (line,) = [each for each in caplog.messages if each.startswith("max_bytes is auto")]
+        assert "a prompt step of 2,048 tokens" in line
+        assert f"pages may take {factory.stats().max_bytes / 1e6:.2f} MB" in line
+
+    def test_a_model_that_cannot_be_measured_leaves_a_fifth(
+        self, memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def failing(*_: Any) -> Any:
+            raise ValueError("planned")
+
+        monkeypatch.setattr(automatic_budget, "working_memory", failing)
+        model, whole = load(embedded_model())[0], memory(400 << 20)
+        factory = PagedCacheFactory(model, max_bytes="auto")
+        assert factory.stats().max_bytes < 0.7 * whole
+        assert "cannot be measured" in caplog.text
