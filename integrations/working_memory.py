@@ -2,11 +2,12 @@
 
 Activations grow with the tokens of a step. Where a layer's keys and values are gathered or
 expanded, they also grow with the context, and where MLX has no fused attention, with both. So the
-memory is measured at small sizes, and a sum of these terms is fitted, which gives it at any size.
+memory is measured at sizes that are quick, and a sum of these terms is fitted, which gives it at
+any size.
 
-Only so many of the first layers run as it takes to meet a layer of every kind: layers run one after
-the other, and each gives back what the one before it took. Of a model whose weights were loaded
-lazily, the others stay on disk.
+Only so many of the first layers run as it takes to meet two layers of every kind: layers run one
+after the other, and each gives back what the one before it took. Of a model whose weights were
+loaded lazily, the others stay on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mlx.utils import tree_flatten
 
 # Tokens of the steps that are measured: as many as take no longer than this.
 FEWEST_TOKENS, MOST_TOKENS = 128, 2048
-MOST_SECONDS = 1.0
+MOST_SECONDS = 0.2
 # More contexts must take so much more of a step, or the difference is noise, which long ones would
 # blow up.
 NOISE = 0.05
@@ -62,19 +63,19 @@ def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMe
         return _measured(model, make_cache(), step, context)
 
     with _first_layers(model, make_cache()):
+        # This loads weights, compiles kernels and maps slabs.
+        measured(FEWEST_TOKENS, 2 * FEWEST_TOKENS)
         tokens = FEWEST_TOKENS
-        measured(tokens, 2 * tokens)  # loads weights, compiles kernels and maps slabs
-        while tokens < MOST_TOKENS and _seconds(lambda: measured(tokens, tokens)) < MOST_SECONDS:
+        while tokens < MOST_TOKENS and _seconds(measured, tokens) < MOST_SECONDS:
             tokens *= 2
-        measured(tokens, 2 * tokens)
-        sizes = (tokens // 2, tokens // 2), (tokens // 2, tokens), (tokens, tokens)
-        sizes = *sizes, (tokens, 2 * tokens)
+        half = tokens // 2
+        sizes = [(half, half), (half, tokens), (tokens, tokens), (tokens, 2 * tokens)]
         return _fitted(sizes, [measured(*size) for size in sizes])
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(measured: Callable[[int, int], int], tokens: int) -> float:
     began = perf_counter()
-    work()
+    measured(tokens, tokens)
     return perf_counter() - began
 
 

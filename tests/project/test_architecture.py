@@ -99,6 +99,10 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "commands", "integrations", "integrations.batching"),
         *("integrations.generation", "kernels", "kernels.pages", "steps"),
     },
+    "integrations.plan": {
+        *("admission", "allocator", "cache", "commands", "integrations"),
+        *("integrations.batching", "integrations.speculation", "kernels.pages"),
+    },
     "integrations.doctor": {
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
         *("kernels.pages", "kernels.plain"),

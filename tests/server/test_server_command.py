@@ -48,7 +48,7 @@ def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
         main(["server", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for part in ("paged-kv server", "--chat-template-args", "--max-kv-bytes", "80% of"):
+    for part in ("paged-kv server", "--chat-template-args", "--max-kv-bytes", "(default: auto)"):
         assert part in text
 
 

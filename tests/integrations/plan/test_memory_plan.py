@@ -19,26 +19,9 @@ from tests.support.zoo import ZOO, small_model
 WISH = Wish(context=1024, sessions=3, page_format="fp16", step=512)
 QUICK = ["gemma3_text", "qwen3_next"]
 KINDS = [
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gpt_oss",
-    "gemma3n",
-    "deepseek_v3",
-    "phi3",
-    "cohere2",
-    "stablelm",
-    "plamo2",
-    "mixtral",
-    "mamba2",
-    "falcon_h1",
-    "glm4",
-    "olmo2",
-    "granite",
-    "jamba",
-    "lfm2",
-    "deepseek_v32",
+    *("llama", "qwen3", "qwen3_moe", "gemma2", "gpt_oss", "gemma3n", "deepseek_v3", "phi3"),
+    *("cohere2", "stablelm", "plamo2", "mixtral", "mamba2", "falcon_h1", "glm4", "olmo2"),
+    *("granite", "jamba", "lfm2", "deepseek_v32"),
 ]
 # Weights of these models are a hundredth of what they compute: of real ones they are most. MLX runs
 # up to ten operations of a CPU ahead, which is a part of such a small step.
@@ -69,7 +52,7 @@ def taken(model: Any, plan: MemoryPlan) -> int:
     "name", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
 )
 def test_a_run_takes_what_the_plan_says(name: str) -> None:
-    model = small_model(name)
+    model: Any = small_model(name)
     mx.eval(model.parameters())
     plan = Planner([model], 1 << 30).plan(WISH)
     assert plan.fits
@@ -88,7 +71,7 @@ def test_weights_are_counted_before_they_are_read() -> None:
 
 def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
     config = ZOO["qwen3"] | {"num_hidden_layers": 12, "vocab_size": 128, "hidden_size": 256}
-    model = small_model("qwen3", **{key: config[key] for key in config if key != "model_type"})
+    model: Any = small_model("qwen3", **{key: config[key] for key in config if key != "model_type"})
     flat: Any = tree_flatten(model.parameters())
     mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(flat), {"format": "mlx"})
     save_config(config | {"model_type": "qwen3"}, tmp_path / "config.json")
@@ -104,7 +87,7 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
 
 
 def test_layers_are_whole_again_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("qwen3", num_hidden_layers=6)
+    model: Any = small_model("qwen3", num_hidden_layers=6)
     layers = list(model.layers)
     factory = PagedCacheFactory(model, max_bytes="64MB")
 
@@ -153,32 +136,34 @@ class TestAutomaticBudget:
 
     def test_pages_and_steps_stay_within_the_machine(self, memory: Any) -> None:
         model = load(embedded_model())[0]
-        whole = memory(160 << 20)
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        whole = memory(96 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
         reserve = automatic_budget.reserve_of(whole)
-        assert factory.stats().max_bytes < whole - reserve
-        assert factory.prompt_step == 2048
+        assert factory.pool.budget.max_bytes < whole - reserve
+        step = factory.prompt_step
+        assert step
         mx.reset_peak_memory()
         held = []
-        while factory.can_admit(4096):
+        while factory.can_admit(step):
             held.append(factory.make_cache())
-            for _ in range(2):
-                model(mx.zeros((1, 2048), mx.int32), cache=held[-1])
-                mx.eval([each.state for each in held[-1]])
-                mx.clear_cache()
+            model(mx.zeros((1, step), mx.int32), cache=held[-1])
+            mx.eval([each.state for each in held[-1]])
+            mx.clear_cache()
         assert len(held) >= 4
         assert whole / 2 < mx.get_peak_memory() <= whole
 
     def test_prompt_steps_shrink_where_memory_is_short(self, memory: Any) -> None:
         model = load(embedded_model())[0]
-        steps = []
-        for megabytes in (400, 64, 32, 16, 8):
+        steps: list[int] = []
+        for megabytes in (400, 48, 8):
             memory(megabytes << 20)
-            steps.append(PagedCacheFactory(model, max_bytes="auto").prompt_step)
+            steps.append(PagedCacheFactory(model, max_bytes="auto").prompt_step or 0)
         assert steps == sorted(steps, reverse=True)
         assert steps[0] == 2048
         assert steps[-1] == 256
-        assert len(set(steps)) >= 3
+        assert 256 < steps[1] < 2048
 
     def test_a_line_says_what_goes_where(
         self, memory: Any, caplog: pytest.LogCaptureFixture
@@ -189,7 +174,7 @@ class TestAutomaticBudget:
             factory = PagedCacheFactory(model, max_bytes="auto")
         (line,) = [each for each in caplog.messages if each.startswith("max_bytes is auto")]
         assert "a prompt step of 2,048 tokens" in line
-        assert f"pages may take {factory.stats().max_bytes / 1e6:.2f} MB" in line
+        assert f"pages may take {factory.pool.budget.max_bytes / 1e6:.2f} MB" in line
 
     def test_a_model_that_cannot_be_measured_leaves_a_fifth(
         self, memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -200,5 +185,5 @@ class TestAutomaticBudget:
         monkeypatch.setattr(automatic_budget, "working_memory", failing)
         model, whole = load(embedded_model())[0], memory(400 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
-        assert factory.stats().max_bytes < 0.7 * whole
+        assert factory.pool.budget.max_bytes < 0.7 * whole
         assert "cannot be measured" in caplog.text

@@ -127,6 +127,11 @@ def test_doctor_finds_every_kernel_right() -> None:
 
 
 @pytest.mark.slow
+def test_plan_says_what_fits() -> None:
+    assert json.loads(printed("plan", "--json"))["fits"]
+
+
+@pytest.mark.slow
 def test_completion_knows_the_commands() -> None:
     script = printed("completion", "bash")
     assert all(name in script for name in commands())

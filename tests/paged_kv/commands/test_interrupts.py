@@ -293,6 +293,7 @@ COMMANDS = [
     [*GENERATE, "--store", "pages"],
     ["bench", "--quick", "--json", "bench.json"],
     ["doctor"],
+    ["plan"],
     ["stats", "trace"],
     ["stats", "trace", "--plot", "out.svg"],
     ["trace", "replay", "trace"],
