@@ -1,6 +1,7 @@
 """What a plan says is what a run takes, by MLX's own meters."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,14 @@ from paged_kv.integrations import automatic_budget, working_memory
 from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
 from tests.support.zoo import ZOO, small_model
 
-WISH = Wish(context=1024, sessions=3, page_format="fp16", step=512)
+WISH = Wish(context=1024, sessions=32, page_format="fp16", step=512)
 QUICK = ["gemma3_text", "qwen3_next"]
 KINDS = [
     *("llama", "qwen3", "qwen3_moe", "gemma2", "gpt_oss", "gemma3n", "deepseek_v3", "phi3"),
     *("cohere2", "stablelm", "plamo2", "mixtral", "mamba2", "falcon_h1", "glm4", "olmo2"),
-    *("granite", "jamba", "lfm2", "deepseek_v32"),
+    *("granite", "jamba", "lfm2"),
 ]
-# Weights of these models are a hundredth of what they compute: of real ones they are most. MLX runs
-# up to ten operations of a CPU ahead, which is a part of such a small step.
-SMALL = 0.1
+NEAR = 0.05
 
 
 def taken(model: Any, plan: MemoryPlan) -> int:
@@ -56,17 +55,20 @@ def test_a_run_takes_what_the_plan_says(name: str) -> None:
     mx.eval(model.parameters())
     plan = Planner([model], 1 << 30).plan(WISH)
     assert plan.fits
-    assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=SMALL)
+    assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
 def test_weights_are_counted_before_they_are_read() -> None:
     lazy = load(embedded_model(), lazy=True)[0]
-    plan = Planner([lazy], 1 << 30).plan(WISH)
+    lazy.set_dtype(mx.float32)
+    plan = Planner([lazy], 1 << 30).plan(replace(WISH, sessions=2))
     before = mx.get_active_memory()
-    model = load(embedded_model())[0]
+    model = load(embedded_model(), lazy=True)[0]
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
     assert plan.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
     whole = plan.weights + plan.prompt_step + plan.all_sessions
-    assert whole == pytest.approx(plan.weights + taken(model, plan), rel=0.05)
+    assert whole == pytest.approx(plan.weights + taken(model, plan), rel=NEAR)
 
 
 def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
