@@ -4,21 +4,18 @@ python -m benches.live_arrays
 On Macs a process may have 499,000 buffers, so their number must not grow with tokens or requests.
 
 served      `paged-kv server` in a process of its own, on the embedded model in float32, answers 8
-            clients. Each prompt is the beginning of one of 64 texts, of 16 to 1,500 tokens, and each
-            answer has up to 24 tokens; lengths are log-uniform, and drawn from one seed. When the
-            server is idle, after so many requests, the system says what is resident, and /metrics
-            what MLX holds.
-generated   mlx-lm's BatchGenerator decodes batches of 64 sequences, of 96 tokens each, on its own
-            caches and on pages. Every batch is inserted when half of the one before has ended. The
-            count is taken while sequences run, where the most tokens are held.
+            clients. Each prompt is the beginning of one of 64 texts, of 16 to 1,500 tokens, and
+            each answer has up to 24 tokens; lengths are log-uniform, and drawn from one seed. The
+            idle server is looked at after so many requests: the system says what is resident, and
+            /metrics what MLX holds.
+generated   mlx-lm's BatchGenerator decodes batches of up to 64 sequences, of 480 tokens each, on
+            its own caches and on pages. 32 sequences are added whenever at most 32 run. The count
+            is taken between two steps, while sequences run.
 
-A live array is an `mx.array` that Python's collector knows of: MLX's arrays are tracked by it, slabs
-of pages are arrays, and so are weights. A buffer is counted as often as arrays are views of it.
-Arrays that only MLX itself refers to, as inputs of arrays that are not computed yet, are not
-counted; nor is what MLX keeps of freed buffers, which is in `mx.get_cache_memory()`.
+A live array is an `mx.array` that Python's collector tracks; slabs of pages are arrays, and so are
+weights. `tests.support.live_arrays` says what that counts and what it misses.
 """
 
-import gc
 import json
 import random
 import signal
@@ -40,6 +37,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, embedded_model
+from tests.support.live_arrays import live_arrays
 from tests.support.patience import wait_until
 from tests.support.server_process import metrics, post, server_process
 from tests.support.soaking import read_log
@@ -48,19 +46,19 @@ SEED = 0
 REQUESTS, CLIENTS = 10_000, 8
 NOTED = (100, 1_000, 2_500, 5_000, 7_500, REQUESTS)
 TEXTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, (16, 1_500), (1, 24)
-TOKENS, ROWS, ROW_TOKENS, ROW_PROMPT = 300_000, 64, 96, 8
-POOL_BYTES = 64 << 20
+TOKENS, ROWS, ROW_TOKENS, ROW_PROMPT = 300_000, 64, 480, 8
+# The server evicts prefixes; the batches have room.
+SERVER_BYTES, BATCH_BYTES = 64 << 20, 512 << 20
 
 # In the server's process: at a signal, the number of arrays is written to a file.
 COUNTING = """
-import gc, os, signal
+import signal
+from pathlib import Path
 def count(*_):
-    import mlx.core as mx
-    gc.collect()
-    arrays = sum(isinstance(each, mx.array) for each in gc.get_objects())
-    with open({path!r} + ".new", "w") as file:
-        file.write(str(arrays))
-    os.replace({path!r} + ".new", {path!r})
+    from tests.support.live_arrays import live_arrays
+    new = Path({path!r} + ".new")
+    new.write_text(str(live_arrays()))
+    new.rename({path!r})
 signal.signal(signal.SIGUSR1, count)
 """
 
@@ -84,7 +82,7 @@ def served(requests: int) -> dict[str, Any]:
     """Ask a server, and note its meters after some of the requests."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arrays"
-        options = ["--dtype", "float32", "--max-kv-bytes", str(POOL_BYTES)]
+        options = ["--dtype", "float32", "--max-kv-bytes", str(SERVER_BYTES)]
         first = COUNTING.format(path=str(path))
         with server_process(*options, first=first) as (process, port), read_log(process):
             began, asked = monotonic(), questions(requests)
@@ -133,12 +131,6 @@ def meters(process: subprocess.Popen[str], port: int, path: Path) -> dict[str, f
     }
 
 
-def live_arrays() -> int:
-    """The arrays that this process holds."""
-    gc.collect()
-    return sum(isinstance(each, mx.array) for each in gc.get_objects())
-
-
 def generated(model: Any, make_cache: Callable[[], list[Any]], tokens: int) -> dict[str, Any]:
     """Decode so many tokens; the live arrays at the start, in the middle and at the end."""
     generator = BatchGenerator(model, completion_batch_size=ROWS, prefill_batch_size=ROWS)
@@ -164,11 +156,11 @@ def main() -> None:
     model = load(embedded_model())[0]
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    factory = PagedCacheFactory(model, max_bytes=POOL_BYTES)
+    factory = PagedCacheFactory(model, max_bytes=BATCH_BYTES)
     figures = {
         "blas": BLAS,
         "clients": CLIENTS,
-        "pool_bytes": POOL_BYTES,
+        "server_bytes": SERVER_BYTES,
         "weights": live_arrays(),
         "rows": ROWS,
         "generated": {

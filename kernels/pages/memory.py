@@ -43,8 +43,8 @@ def require_memory(needed: int) -> None:
 
 @contextmanager
 def limited_freed_buffers(nbytes: int) -> Iterator[None]:
-    """Let MLX keep at most `nbytes` of freed buffers, and no more than its former limit, which comes
-    back at the end. On a CPU, MLX limits itself to 32 MiB."""
+    """Let MLX keep at most `nbytes` of freed buffers, and no more than its former limit, which it
+    gets back at the end. On a CPU, MLX limits itself to 32 MiB."""
     former = mx.set_cache_limit(nbytes)
     mx.set_cache_limit(min(former, nbytes))
     try:
