@@ -5,9 +5,9 @@ batches of 1 to 8: stdlib-llama, and a random one of hidden size 1024. Lengths a
 drawn from one seed. Nothing calls `mx.clear_cache`, as mlx-lm does after each prompt step, so that
 only the limit bounds what MLX keeps.
 
-All limits take turns in one process. "step" is `freed_buffers_limit`, the limit of the server. Of
-each turn the bench notes the tokens a second, and after each step what MLX keeps of freed
-buffers, and what it holds and what is resident beyond the beginning of the turn. Rates are beside those without
+All limits take turns in one process. "step" is `freed_buffers_limit`, the limit of the server. A
+turn notes its seconds. After each step it notes the bytes that MLX keeps of freed buffers, and those
+that MLX holds and that are resident beyond the beginning of the turn. Rates are beside those without
 a limit, as the median of the ratios within a turn; bytes are the most of all turns.
 """
 

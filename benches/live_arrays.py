@@ -17,6 +17,7 @@ weights. `tests.support.live_arrays` says what that counts and what it misses.
 """
 
 import json
+import math
 import random
 import signal
 import subprocess
@@ -65,7 +66,7 @@ signal.signal(signal.SIGUSR1, count)
 
 def log_uniform(rng: random.Random, least: int, most: int) -> int:
     """A whole number of this range, each of its orders of magnitude as likely as another."""
-    return round(least * (most / least) ** rng.random())
+    return round(least * math.pow(most / least, rng.random()))
 
 
 def questions(requests: int) -> Iterator[dict[str, Any]]:
@@ -134,9 +135,8 @@ def meters(process: subprocess.Popen[str], port: int, path: Path) -> dict[str, f
 def generated(model: Any, make_cache: Callable[[], list[Any]], tokens: int) -> dict[str, Any]:
     """Decode so many tokens; the live arrays at the start, in the middle and at the end."""
     generator = BatchGenerator(model, completion_batch_size=ROWS, prefill_batch_size=ROWS)
-    rng, made, held = random.Random(SEED), 0, []
-    began = monotonic()
-    running = 0
+    rng, began = random.Random(SEED), monotonic()
+    made, running, held = 0, 0, list[dict[str, int]]()
     while made < tokens:
         if running <= ROWS // 2:
             prompts = [rng.choices(range(10, 4_000), k=ROW_PROMPT) for _ in range(ROWS // 2)]

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
+from mlx.nn.layers.quantized import quantize
 
 from paged_kv.kernels.pages.memory import limited_freed_buffers
 from paged_kv.server.engine import paged_model_provider
@@ -51,7 +51,7 @@ def test_quantised_matrices_count_with_what_they_put_out() -> None:
     model = small_model("llama")
     exact = freed_buffers_limit(model, 100)
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=32)
+    quantize(model, group_size=32)
     assert freed_buffers_limit(model, 100) == exact // 2
 
 
