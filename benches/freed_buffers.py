@@ -6,9 +6,10 @@ drawn from one seed. Nothing calls `mx.clear_cache`, as mlx-lm does after each p
 only the limit bounds what MLX keeps.
 
 All limits take turns in one process. "step" is `freed_buffers_limit`, the limit of the server. A
-turn notes its seconds. After each step it notes the bytes that MLX keeps of freed buffers, and those
-that MLX holds and that are resident beyond the beginning of the turn. Rates are beside those without
-a limit, as the median of the ratios within a turn; bytes are the most of all turns.
+turn notes its processor time, which other processes hardly change. After each step it notes the
+bytes that MLX keeps of freed buffers, those that it holds, and those resident, the last two beyond
+the beginning of the turn. Rates are beside those of no limit, as the median of the ratios within a
+turn; bytes are the most of all turns.
 """
 
 import gc
@@ -18,6 +19,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from time import process_time
 from typing import Any
 
 from benches.openblas import BLAS
@@ -28,7 +30,7 @@ from mlx_lm import load
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, embedded_model
-from paged_kv.integrations.bench.turns import in_turns, ratio
+from paged_kv.integrations.bench.turns import ratio
 from paged_kv.server.engine.freed_buffers import freed_buffers_limit
 from tests.support.zoo import small_model
 
@@ -36,7 +38,7 @@ SEED = 0
 STEP, SHORTEST = 2_048, 16
 POOL_BYTES = 256 << 20
 # Prompts of a turn, and tokens that are decoded behind each.
-PROMPTS, DECODED = {"stdlib-llama": 32, "llama of hidden size 1024": 12}, 8
+PROMPTS, DECODED = {"stdlib-llama": 16, "llama of hidden size 1024": 6}, 8
 REPETITIONS = 5
 NO_LIMIT = 1 << 50
 WIDE = {
@@ -90,17 +92,19 @@ class Load:
         self.tokens = sum(self._lengths) + DECODED * prompts
         self.most = {"active_bytes": 0, "cache_bytes": 0, "resident_bytes": 0}
 
-    def __call__(self) -> None:
-        """Compute all steps; nothing that another turn left is kept."""
+    def seconds(self) -> float:
+        """Compute all steps; nothing that another turn left is kept. Returns the processor time."""
         gc.collect()
         self._factory.pool.clear()
         mx.set_cache_limit(self._limit)
         mx.reset_peak_memory()
+        began = process_time()
         active, resident = mx.get_active_memory(), resident_bytes()
         for _ in self._steps():
             self._note("active_bytes", mx.get_peak_memory() - active)
             self._note("cache_bytes", mx.get_cache_memory())
             self._note("resident_bytes", resident_bytes() - resident)
+        return process_time() - began
 
     def _note(self, name: str, nbytes: int) -> None:
         self.most[name] = max(self.most[name], nbytes)
@@ -130,12 +134,14 @@ def measured(name: str, model: Any) -> dict[str, Any]:
     factory = PagedCacheFactory(model, max_bytes=POOL_BYTES)
     allowed = limits(model)
     loads = [Load(factory, model, PROMPTS[name], limit) for limit in allowed.values()]
-    times = in_turns(*loads, repetitions=REPETITIONS)
+    # The first turns load and compile.
+    rounds = [[load.seconds() for load in loads] for _ in range(1 + REPETITIONS)][1:]
+    times = [list(column) for column in zip(*rounds, strict=True)]
     factory.close()
     return {
         "step_bytes": allowed["step"],
         "tokens": loads[0].tokens,
-        "tokens_per_second": loads[0].tokens / median(times[-1]),
+        "tokens_per_processor_second": loads[0].tokens / median(times[-1]),
         "limits": {
             limit: {"rate_over_no_limit": ratio(times[-1], taken), **load.most}
             for limit, taken, load in zip(allowed, times, loads, strict=True)

@@ -21,7 +21,13 @@ def freed_buffers(figures: Figures) -> str:
         for model, found in figures["models"].items()
         for limit, row in found["limits"].items()
     ]
-    head = ("limit", "tokens a second, beside none", "freed and kept", "held", "resident")
+    head = (
+        "limit",
+        "tokens a second of processor time, beside no limit",
+        "freed and kept",
+        "held",
+        "resident",
+    )
     return table(head, rows)
 
 
