@@ -9,7 +9,10 @@ needs less. mlx-lm gives everything back after each prompt step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from mlx.nn.layers.base import Module
 
 
 def freed_buffers_limit(model: Any, step_tokens: int) -> int:
@@ -19,13 +22,21 @@ def freed_buffers_limit(model: Any, step_tokens: int) -> int:
     An operation between two matrices has an output as large as its input, hence twice. In float32,
     a llama of hidden size 1024 has 96 MB for 1,024 tokens, and a step held 79 MB at its peak.
     """
-    return 2 * step_tokens * max(map(_output_bytes, filter(None, model.layers)), default=0)
+    return 2 * step_tokens * max(map(_output_bytes, _layers(model)), default=0)
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """All modules in lists of a model. Layers of other processes are None there."""
+    for module in model.modules():
+        for children in module.values():
+            if isinstance(children, list):
+                yield from (each for each in children if isinstance(each, Module))
 
 
 def _output_bytes(layer: Any) -> int:
     """Bytes that all matrices of a layer put out for a token. A quantised one computes in the dtype
     of its scales."""
-    matrices = [
+    matrices: list[tuple[Any, Any]] = [
         (each["weight"], each.get("scales", each["weight"]).dtype)
         for each in layer.modules()
         if "weight" in each and each["weight"].ndim > 1
