@@ -38,6 +38,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, embedded_model
+from paged_kv.server.engine.freed_buffers import freed_buffers_limit
 from tests.support.live_arrays import live_arrays
 from tests.support.patience import wait_until
 from tests.support.server_process import metrics, post, server_process
@@ -48,6 +49,7 @@ REQUESTS, CLIENTS = 10_000, 8
 NOTED = (100, 1_000, 2_500, 5_000, 7_500, REQUESTS)
 TEXTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, (16, 1_500), (1, 24)
 TOKENS, ROWS, ROW_TOKENS, ROW_PROMPT = 300_000, 64, 480, 8
+STEP = 2_048  # the default of --prefill-step-size
 # The server evicts prefixes; the batches have room.
 SERVER_BYTES, BATCH_BYTES = 64 << 20, 512 << 20
 
@@ -56,7 +58,8 @@ COUNTING = """
 import signal
 from pathlib import Path
 def count(*_):
-    from tests.support.live_arrays import live_arrays
+    from paged_kv.server.engine.freed_buffers import freed_buffers_limit
+from tests.support.live_arrays import live_arrays
     new = Path({path!r} + ".new")
     new.write_text(str(live_arrays()))
     new.rename({path!r})
@@ -156,8 +159,11 @@ def main() -> None:
     model = load(embedded_model())[0]
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
+    weight_bytes = mx.get_active_memory()
     factory = PagedCacheFactory(model, max_bytes=BATCH_BYTES)
     figures = {
+        "weight_bytes": weight_bytes,
+        "step_bytes": freed_buffers_limit(model, STEP),
         "blas": BLAS,
         "clients": CLIENTS,
         "server_bytes": SERVER_BYTES,

@@ -56,7 +56,12 @@ def live_arrays(figures: Figures) -> str:
         for theirs, ours in zip(stock, paged, strict=True)
     ]
     rows = f"live arrays while {figures['rows']} sequences decode, after so many tokens"
-    return f"{table(head, served)}\n\n{table((rows, 'mlx-lm', 'pages'), generated)}"
+    parts = [figures[f"{part}_bytes"] for part in ("weight", "server", "step")]
+    return (
+        f"{table(head, served)}\n\n"
+        f"Weights, the budget of pages and a prompt step are {megabytes(sum(parts))} together.\n\n"
+        f"{table((rows, 'mlx-lm', 'pages'), generated)}"
+    )
 
 
 TABLES: dict[str, Callable[[Figures], str]] = {

@@ -153,6 +153,9 @@ FIGURES: dict[str, dict[str, Any]] = {
     },
     "live_arrays": {
         "rows": 64,
+        "weight_bytes": 22e6,
+        "server_bytes": 64e6,
+        "step_bytes": 40e6,
         "served": {
             "noted": [
                 {
