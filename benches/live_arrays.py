@@ -58,8 +58,7 @@ COUNTING = """
 import signal
 from pathlib import Path
 def count(*_):
-    from paged_kv.server.engine.freed_buffers import freed_buffers_limit
-from tests.support.live_arrays import live_arrays
+    from tests.support.live_arrays import live_arrays
     new = Path({path!r} + ".new")
     new.write_text(str(live_arrays()))
     new.rename({path!r})
