@@ -14,13 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benches import quality_tables, reuse_tables, speed_tables, structured_tables
+from benches import memory_tables, quality_tables, reuse_tables, speed_tables, structured_tables
 from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
 from paged_kv.integrations.bench.report import measured_on
 
 TABLES = (
-    speed_tables.TABLES | reuse_tables.TABLES | quality_tables.TABLES | structured_tables.TABLES
+    speed_tables.TABLES
+    | reuse_tables.TABLES
+    | quality_tables.TABLES
+    | memory_tables.TABLES
+    | structured_tables.TABLES
 )
 ROOT = RESULTS.parents[1]
 _MARKED = re.compile(

@@ -7,7 +7,7 @@ import gc
 import logging
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,9 @@ from paged_kv.integrations.speculation.draft_models import (
 )
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.states.one_by_one import is_separate
+from paged_kv.kernels.pages.memory import limited_freed_buffers
 from paged_kv.server.engine.context_length import context_length
+from paged_kv.server.engine.freed_buffers import freed_buffers_limit
 from paged_kv.server.engine.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
@@ -118,6 +120,7 @@ class PagedModelProvider(ModelProvider):
         self.prompts: Any = None
         self.why_no_images: str | None = None
         self._other = _other_server(cli_args)
+        self._limits = ExitStack()  # of MLX, while a model is loaded
         super().__init__(cli_args)
         self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
 
@@ -132,6 +135,7 @@ class PagedModelProvider(ModelProvider):
             factory.close()
         self.factories = []
         self.prompts = self.why_no_images = None
+        self._limits.close()
         super().reset()
 
     def check(self, key: ModelKey) -> None:
@@ -212,6 +216,7 @@ class PagedModelProvider(ModelProvider):
             self.model_key = (model, adapter, draft)
             self.draft_model = load_draft_model(draft, self.tokenizer)
             self._make_factories()
+            self._limit_freed_buffers()
             self.draft = make_draft(
                 draft,
                 self.draft_model,
@@ -290,6 +295,11 @@ class PagedModelProvider(ModelProvider):
             text_machine=make_text_state_machine(tokenizer),
             grammars=ModelGrammars(tokenizer, vocab_size),
         )
+
+    def _limit_freed_buffers(self) -> None:
+        """Bound what MLX keeps of freed buffers, until the model is unloaded."""
+        limit = freed_buffers_limit(self.model, self.cli_args.prefill_step_size)
+        self._limits.enter_context(limited_freed_buffers(limit))
 
     def _make_factories(self) -> None:
         options = self.cli_args

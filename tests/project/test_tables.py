@@ -37,6 +37,9 @@ ROWS = {
     "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
     "serving_shared": "| known to it: paged-kv server | 123 | 2.47 | 12 ms | 250 ms |",
     "server_soak": "| resident memory | 200.0 MB | 210.0 MB |",
+    "freed_buffers": "| stdlib-llama: **a prompt step, 40.0 MB** | 0.99 | 39.0 MB | 60.0 MB "
+    "| 90.0 MB |",
+    "live_arrays": "| 300,000 | 275 | 240 |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "distributed": "| 2 | 1.0 MB | 116 (111 to 148) |",
     "shared_pages": "| float16: 8 rows behind 512 | 5 ms | 10 ms | 2.00 | 1.0 MB | 8.0 MB |  |",

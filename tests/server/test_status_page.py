@@ -77,6 +77,9 @@ def test_metrics(running: PagedRunningServer) -> None:
         "paged_kv:e2e_request_latency_seconds_count",
         "paged_kv:store_hit_tokens_total",
         "paged_kv:store_written_bytes_total",
+        "paged_kv:mlx_active_bytes",
+        "paged_kv:mlx_cache_bytes",
+        "paged_kv:mlx_peak_bytes",
     } <= names
     counted = running.service.metrics
     assert f"paged_kv:generation_tokens_total {float(counted.generation_tokens)}" in lines

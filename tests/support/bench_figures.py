@@ -136,6 +136,44 @@ FIGURES: dict[str, dict[str, Any]] = {
         "stored_bytes": 28e6,
         "store_limit_bytes": 30_000_000,
     },
+    "freed_buffers": {
+        "models": {
+            "stdlib-llama": {
+                "step_bytes": 40e6,
+                "limits": {
+                    "step": {
+                        "rate_over_no_limit": 0.99,
+                        "cache_bytes": 39e6,
+                        "active_bytes": 60e6,
+                        "resident_bytes": 90e6,
+                    }
+                },
+            }
+        }
+    },
+    "live_arrays": {
+        "rows": 64,
+        "weight_bytes": 22e6,
+        "server_bytes": 64e6,
+        "step_bytes": 40e6,
+        "served": {
+            "noted": [
+                {
+                    "requests": 10_000,
+                    "resident_bytes": 2e8,
+                    "most_resident_bytes": 3e8,
+                    "arrays": 159,
+                    "mlx_active_bytes": 9e7,
+                    "mlx_peak_bytes": 1e8,
+                    "mlx_cache_bytes": 0,
+                }
+            ]
+        },
+        "generated": {
+            side: {"noted": [{"tokens": 300_000, "arrays": arrays}]}
+            for side, arrays in (("mlx_lm", 275), ("paged", 240))
+        },
+    },
     "cpu_kernels": {
         "backend": "native",
         "read_bytes_per_second": 40e9,

@@ -1,0 +1,123 @@
+"""While a server has a model, MLX keeps few freed buffers, and arrays do not become more."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
+
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.quantized import quantize
+
+from paged_kv.kernels.pages.memory import limited_freed_buffers
+from paged_kv.server.engine import paged_model_provider
+from paged_kv.server.engine.freed_buffers import freed_buffers_limit
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.options import server_parser
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.live_arrays import live_arrays
+from tests.support.running_server import paged_server, with_small_model
+from tests.support.server_process import metrics, post
+from tests.support.zoo import small_model
+
+OPTIONS = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
+# Of each round. One array for each request would be noticed.
+REQUESTS, FEW = 75, 25
+FORMER = 123 << 20  # more than any server here allows
+# Of the small llama: q, k, v, o, gate, up and down put out so many numbers in float32.
+LLAMA_BYTES = (128 + 64 + 64 + 64 + 128 + 128 + 64) * 4
+
+
+@pytest.fixture(autouse=True)
+def _former() -> Iterator[None]:
+    before = mx.set_cache_limit(FORMER)
+    yield
+    assert limit() == FORMER
+    mx.set_cache_limit(before)
+
+
+def limit() -> int:
+    """MLX's limit of freed buffers, which only setting it tells."""
+    found = mx.set_cache_limit(FORMER)
+    mx.set_cache_limit(found)
+    return found
+
+
+def test_the_limit_is_what_a_prompt_step_of_the_largest_layer_hands_on() -> None:
+    assert freed_buffers_limit(small_model("llama"), 100) == 2 * 100 * LLAMA_BYTES
+
+
+def test_quantised_matrices_count_with_what_they_put_out() -> None:
+    model = small_model("llama")
+    exact = freed_buffers_limit(model, 100)
+    model.set_dtype(mx.bfloat16)
+    quantize(model, group_size=32)
+    assert freed_buffers_limit(model, 100) == exact // 2
+
+
+def test_layers_of_other_processes_do_not_count() -> None:
+    model = small_model("llama")
+    model.layers[0] = None  # as mlx-lm's pipelines leave them
+    assert freed_buffers_limit(model, 1) == 2 * LLAMA_BYTES
+
+
+def test_a_smaller_limit_stays() -> None:
+    with limited_freed_buffers(FORMER + 1):
+        assert limit() == FORMER
+    with limited_freed_buffers(5):
+        assert limit() == 5
+    assert limit() == FORMER
+
+
+def test_a_server_limits_freed_buffers_until_it_ends() -> None:
+    with with_small_model(), paged_server(*OPTIONS, "--prefill-step-size", "300") as running:
+        assert limit() == freed_buffers_limit(running.provider.model, 300) < FORMER
+        assert metrics(running.port)["mlx_active_bytes"] > 0
+    assert limit() == FORMER
+
+
+def test_the_former_limit_is_back_if_starting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def fail(*_: object, **__: object) -> None:
+        limits.append(limit())
+        raise ValueError("no drafts")
+
+    monkeypatch.setattr(paged_model_provider, "make_draft", fail)
+    provider = PagedModelProvider(server_parser().parse_args(OPTIONS))
+    with with_small_model(), pytest.raises(ValueError, match="no drafts"):
+        provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
+    assert limits[0] < FORMER == limit()
+
+
+@pytest.mark.slow
+def test_requests_of_mixed_lengths_leave_nothing_behind() -> None:
+    rng = random.Random(3)
+
+    def ask(_: int) -> int:
+        prompt = rng.choices(range(10, 4000), k=round(16 * 60 ** rng.random()))
+        answer = post(running.port, prompt=prompt, max_tokens=rng.randint(1, 24))
+        answer.read()
+        return answer.status
+
+    with with_small_model(), paged_server(*OPTIONS, "--prefill-step-size", "64") as running:
+        allowed, counts, kept, ended = limit(), list[int](), list[int](), Event()
+        watching = Thread(target=lambda: watch(kept, ended))
+        watching.start()
+        with ThreadPoolExecutor(8) as clients:
+            for _ in range(4):  # the first round fills what is kept
+                assert {*clients.map(ask, range(REQUESTS))} == {200}
+                running.wait_until_idle()
+                for pool in running.pools:
+                    pool.clear()
+                counts.append(live_arrays())
+        ended.set()
+        watching.join()
+    assert 0 < max(kept) <= allowed
+    assert counts[-1] < counts[0] + FEW
+
+
+def watch(kept: list[int], ended: Event) -> None:
+    """Note what MLX keeps of freed buffers, every millisecond."""
+    while not ended.wait(0.001):
+        kept.append(mx.get_cache_memory())
