@@ -6,9 +6,18 @@
   // what Hopper's wgmma does, and tiles are not loaded while the one before is computed: within twice
   // the time of a tuned flash attention is an aim, and not what the arithmetic promises.
   // As vectors, so that they lie at multiples of 16 bytes.
+#ifdef WIDE
+  __shared__ float logits_here[paged_kv::THREADS * paged_kv::LOGITS];
+#else
   __shared__ float4 queries_here[paged_kv::BLOCK_ROWS * (paged_kv::K_DIM + paged_kv::PAD) / 8];
+#endif
   __shared__ float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
-  paged_kv::prefill(queries, queries_strides,
+#ifdef WIDE
+  paged_kv::prefill_wide(
+#else
+  paged_kv::prefill(
+#endif
+                    queries, queries_strides,
 #ifdef HAS_NEW_TOKENS
                     new_keys, new_keys_strides, new_values, new_values_strides,
 #endif
@@ -18,7 +27,13 @@
 #ifdef IN_GROUPS
                     groups,
 #endif
-                    pages, place, (paged_kv::T*)queries_here, (paged_kv::T*)tile_numbers,
+                    pages, place,
+#ifdef WIDE
+                    logits_here,
+#else
+                    (paged_kv::T*)queries_here,
+#endif
+                    (paged_kv::T*)tile_numbers,
 #ifdef PARTIAL
                     partials, measures);
 #else

@@ -15,9 +15,18 @@
   //     0.08 ms instead of 16 times in 1.3; 64 rows are 64 FLOP a byte, so arithmetic takes 0.15 ms. 8
   //     groups of 1,024 tokens are 64 threadgroups, and their results 2 MB.
   // As vectors, so that they lie at multiples of 16 bytes.
+#ifdef WIDE
+  threadgroup float logits_here[paged_kv::THREADS * paged_kv::LOGITS];
+#else
   threadgroup float4 queries_here[paged_kv::BLOCK_ROWS * (paged_kv::K_DIM + paged_kv::PAD) / 8];
+#endif
   threadgroup float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
-  paged_kv::prefill(queries, queries_strides,
+#ifdef WIDE
+  paged_kv::prefill_wide(
+#else
+  paged_kv::prefill(
+#endif
+                    queries, queries_strides,
 #ifdef HAS_NEW_TOKENS
                     new_keys, new_keys_strides, new_values, new_values_strides,
 #endif
@@ -27,7 +36,12 @@
 #ifdef IN_GROUPS
                     groups,
 #endif
-                    pages, place, (threadgroup paged_kv::T*)queries_here,
+                    pages, place,
+#ifdef WIDE
+                    logits_here,
+#else
+                    (threadgroup paged_kv::T*)queries_here,
+#endif
                     (threadgroup paged_kv::T*)tile_numbers,
 #ifdef PARTIAL
                     partials, measures);

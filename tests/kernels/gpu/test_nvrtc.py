@@ -76,6 +76,7 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     ],
 )
 def test_the_text_of_the_bench_compiles(operation: str, flags: list[str]) -> None:
-    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8, "THREADS": 128}
+    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8}
+    constants |= {"THREADS": 128, "SHARERS": 1}
     size, log = compiled(kernel_text(operation, flags, **constants), "sm_90")
     assert size, log
