@@ -4,20 +4,11 @@
 // A threadgroup reads a tile of tokens once for all of its rows, which simdgroups share as in wide.h: each
 // sums its own columns of the latents.
 
-CONSTANT uint GROUP_SIMDGROUPS = THREADS / LANES;
-
-// Turns a tile's tokens into the model's dtype in the plain basis, each by one simdgroup.
+// Loads a tile in the plain basis.
 void load_latents(Tile tile, Slots latents, Slots position_keys, const THREAD Place& place, SHARED T* to) {
   threads_meet();
-  for (uint i = place.simdgroup; i < TILE_TOKENS; i += GROUP_SIMDGROUPS) {
-    SHARED T* token = to + i * STRIDE;
-    if (tile.position + i >= tile.begin && tile.position + i < tile.end) {
-      decode_token<K_DIM>(latents, tile.first + i, place.lane, token);
-      decode_token<V_DIM>(position_keys, tile.first + i, place.lane, token + K_DIM);
-    } else {
-      for (uint at = place.lane; at < TOKEN; at += LANES) token[at] = T(0.0f);
-    }
-  }
+  decode_tile<K_DIM>(tile, latents, place, to);
+  decode_tile<V_DIM>(tile, position_keys, place, to + K_DIM);
   threads_meet();
 }
 

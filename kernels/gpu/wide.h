@@ -4,7 +4,7 @@
 // SHARERS simdgroups share some rows. Each multiplies some numbers of the queries with a tile's keys, and
 // the sums of these products, which go through threadgroup memory, are the logits for all of them. Then
 // each sums its own columns of the values. Queries, of which no memory near a threadgroup holds so many,
-// are read from the cache for every tile. They are in the plain basis, into which tiles of codes are turned.
+// are read from the cache for every tile. They are in the plain basis, and so is a tile.
 
 CONSTANT uint LOGITS = TILE_TOKENS / 4 * LANE_ROWS;  // of a tile and lane
 
@@ -19,21 +19,41 @@ void sum_of_sharers(const THREAD Place& place, SHARED float* all, THREAD float* 
   }
 }
 
-#ifdef HAS_CODES
-// Turns the tokens of a tile into the plain basis, each by one simdgroup.
+// Turns a tile's tokens into the model's dtype in the plain basis, each by one simdgroup.
 template <uint DIM>
-void turn_tile(Tile tile, Slots slots, const THREAD Place& place, SHARED T* numbers) {
-  if (tile.is_new || !slots.is_rotated()) return;
-  for (uint token = place.simdgroup; token < TILE_TOKENS; token += THREADS / LANES) {
-    SHARED T* own = numbers + token * STRIDE + place.lane;
-    float x[DIM / LANES];
-    for (uint i = 0; i < DIM / LANES; i++) x[i] = float(own[i * LANES]);
-    rotate<DIM>(x, place.lane);
-    for (uint i = 0; i < DIM / LANES; i++) own[i * LANES] = T(x[i]);
+void decode_tile(Tile tile, Slots slots, const THREAD Place& place, SHARED T* to) {
+  for (uint i = place.simdgroup; i < TILE_TOKENS; i += THREADS / LANES) {
+    SHARED T* token = to + i * STRIDE;
+    if (tile.position + i >= tile.begin && tile.position + i < tile.end)
+      decode_token<DIM>(slots, tile.first + i, place.lane, token);
+    else
+      for (uint at = place.lane; at < DIM; at += LANES) token[at] = T(0.0f);
   }
-  threads_meet();
 }
+
+// Loads a tile of keys or values in the plain basis.
+#ifdef HAS_NEW_TOKENS
+template <uint DIM, typename Strides>
+void load_plain(Tile tile, Slots slots, DEVICE const T* step, Strides strides,
+                const THREAD Place& place, SHARED T* to) {
+#else
+template <uint DIM>
+void load_plain(Tile tile, Slots slots, const THREAD Place& place, SHARED T* to) {
 #endif
+#ifdef HAS_CODES
+  if (slots.is_rotated() && !tile.is_new) {
+    threads_meet();
+    decode_tile<DIM>(tile, slots, place, to);
+    threads_meet();
+    return;
+  }
+#endif
+#ifdef HAS_NEW_TOKENS
+  load_tile<DIM>(tile, slots, step, strides, place, to);
+#else
+  load_tile<DIM>(tile, slots, place, to);
+#endif
+}
 
 #ifdef SINKS
 template <typename Strides, typename Sinks>
@@ -84,12 +104,9 @@ void prefill_wide(DEVICE const T* queries, Strides strides,
     Slots keys = pages.slots(entry, place.y, K_DIM, false);
     Slots values = pages.slots(entry, place.y, V_DIM, true);
 #ifdef HAS_NEW_TOKENS
-    load_tile<K_DIM>(tile, keys, new_keys, k_strides, place, tile_numbers);
+    load_plain<K_DIM>(tile, keys, new_keys, k_strides, place, tile_numbers);
 #else
-    load_tile<K_DIM>(tile, keys, place, tile_numbers);
-#endif
-#ifdef HAS_CODES
-    turn_tile<K_DIM>(tile, keys, place, tile_numbers);
+    load_plain<K_DIM>(tile, keys, place, tile_numbers);
 #endif
     float logits[LOGITS];
     for (uint n = 0; n < LOGITS; n++) logits[n] = 0.0f;
@@ -98,12 +115,9 @@ void prefill_wide(DEVICE const T* queries, Strides strides,
     sum_of_sharers(place, all_logits, logits);
     for (uint k = 0; k < LANE_ROWS; k++) softmax.weigh(k, begins[k], ends[k], tile, lane, logits);
 #ifdef HAS_NEW_TOKENS
-    load_tile<V_DIM>(tile, values, new_values, v_strides, place, tile_numbers);
+    load_plain<V_DIM>(tile, values, new_values, v_strides, place, tile_numbers);
 #else
-    load_tile<V_DIM>(tile, values, place, tile_numbers);
-#endif
-#ifdef HAS_CODES
-    turn_tile<V_DIM>(tile, values, place, tile_numbers);
+    load_plain<V_DIM>(tile, values, place, tile_numbers);
 #endif
     add_weighted(tile_numbers + sharer * WIDTH, lane, logits, softmax.values);
   }
