@@ -6,8 +6,8 @@
   // what Hopper's wgmma does, and tiles are not loaded while the one before is computed: within twice
   // the time of a tuned flash attention is an aim, and not what the arithmetic promises.
   // Heads of 512 (WIDE), as in metal/prefill.metal: 256 threads, of which two warps share 16 of 64 rows. Shared
-  // memory: a tile of 16 KiB, and logits of 8 warps, 8 KiB. Registers: sums 128, and NVRTC gives up to 222 and
-  // spills none, so one block a multiprocessor.
+  // memory: a tile of 16 KiB, and logits of 8 warps, 8 KiB. Registers: sums 128, and NVRTC gives up to 222, with
+  // codes 252, and spills none, so one block a multiprocessor.
   // As vectors, so that they lie at multiples of 16 bytes.
 #ifdef WIDE
   __shared__ float logits_here[paged_kv::THREADS * paged_kv::LOGITS];

@@ -157,7 +157,7 @@ LATENT_ROWS = 2
 # of registers of an Apple core, or of the 256 KiB of an NVIDIA multiprocessor; 128 rows would fit
 # neither. An Apple core runs 512 threads of 104 registers, and kernels/gpu/text.py tells its
 # compiler so. Nothing tells NVIDIA's: it gave each of 512 threads 168 registers, where 128 fit. It
-# gives 256 threads up to 227, and as many as a thread may have, 255, fit.
+# gives 256 threads up to 252, and as many as a thread may have, 255, fit.
 WIDE_THREADS = {"metal": 512, "cuda": 256}
 MATRIX_SUMS = {"metal": 64, "cuda": 128}
 

@@ -15,7 +15,7 @@ WIDE_FAULTS = [
         "decode",
         "OWN = TILE * ROWS > V_DIM ? TILE * ROWS : V_DIM;",
         "OWN = TILE * ROWS;",
-        "race",
+        "out of bounds",
         BOTH,
         dim=512,
     ),
@@ -38,7 +38,7 @@ WIDE_FAULTS = [
         shares=True,
     ),
     _of_steps(
-        "the products of one simdgroup for those of all",
+        "the products of one simdgroup that shares rows for those of all",
         "k < SHARERS; k++",
         "k < 1; k++",
     ),
