@@ -8,7 +8,7 @@
   //   Heads of 512 (WIDE): 32 queries would take 33 KiB, and 8 rows 128 sums a lane. So 512 threads have 64
   //     rows, and two simdgroups share 8 of them; each sums 256 columns. A tile of 16 * 520 * 2 bytes and
   //     logits of 16 simdgroups, 8 KiB, are 25 KiB. Registers: sums 64, logits 4, operands 4, addresses
-  //     about 28: 100 of 104. A lane makes 2,048 multiply-adds a tile. It loads 32 numbers of keys and values
+  //     about 28: 100 of 104, and as many while a lane turns 16 numbers of a token of codes. A lane makes 2,048 multiply-adds a tile. It loads 32 numbers of keys and values
   //     and 64 of queries, from the cache. To turn codes takes it 160 exchanges and 288 additions.
   //   Arithmetic and bytes: a tile is 2 * 32 * 32 * 128 multiply-adds, 0.52 MFLOP, for 16 KiB of keys
   //     and values: 32 FLOP a byte, at 14 TFLOP/s and 400 GB/s the balance is 35. Threadgroups of

@@ -226,7 +226,7 @@ class TestOnThisCpu:
     def test_a_model_with_heads_of_512_gives_the_same_tokens(
         self, dialect: str, name: FormatName, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As Gemma 4 has them in full layers, across an edge of a page, against plain operations."""
+        """As Gemma 4 has them in full layers, across pages, against plain operations."""
         model: Any = small_model("gemma4_text", head_dim=64, global_head_dim=512)
         model.set_dtype(mx.float16)
         prompt = [(7 * i * i + 3 * i + 1) % 97 for i in range(252)]
