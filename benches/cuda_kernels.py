@@ -163,7 +163,9 @@ class Bench:
         pages of 16 bits."""
         cupy, batch, heads = self.cupy, tables.shape[0], KV_HEADS * RATIO
         bases = 1 + pages.is_quantised
-        shape = self.tuning.decode_shape("cuda", batch, heads, KV_HEADS, DIM, length, bases=bases)
+        shape = self.tuning.decode_shape(
+            "cuda", batch, heads, KV_HEADS, (DIM, DIM), length, bases=bases
+        )
         params = self.params(
             table_stride=tables.shape[1],
             steps=1,
@@ -214,6 +216,7 @@ class Bench:
             K_DIM=DIM,
             V_DIM=DIM,
             THREADS=self.tuning.PREFILL_THREADS,
+            SHARERS=1,
         )
         step = [queries, self.strides(queries)]
         given = [*step, *self.of_pages(pages, tables, params), output, done]

@@ -4,6 +4,7 @@
   //   Threads: 8 warps a block, which share a part's tiles; 128 parts are 8 warps a multiprocessor. More
   //     rows make more of them.
   //   Registers: NVRTC gives 96 to 103, with q4 122, so 16 warps a multiprocessor; shared memory 8 KiB a block.
+  //     With heads of 512 159 to 166 for 4 warps a block, with softcap up to 168: 12 warps; 24 KiB a block.
   //   In flight: to fill 4.8 TB/s over 600 ns takes 22 KiB a multiprocessor: 8 warps with two 16-byte
   //     loads a lane are 8 KiB, 16 warps 16 KiB. So a batch of 8 comes near, and one row may not.
   //   Arithmetic: 2 multiply-adds a byte in 16 bits are 19 TFLOP/s at full bandwidth, three tenths of

@@ -12,7 +12,7 @@
 #ifdef IN_GROUPS
   // As vectors, so that they lie at multiples of 16 bytes.
   __shared__ float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
-  __shared__ float logits_here[paged_kv::GROUP_SIMDGROUPS * paged_kv::LOGITS * paged_kv::LANES];
+  __shared__ float logits_here[paged_kv::THREADS * paged_kv::LOGITS];
   paged_kv::attend_latent_groups(queries, queries_strides, position_queries, position_queries_strides,
                                  groups, partials, measures, pages, place,
                                  (paged_kv::T*)tile_numbers, logits_here);

@@ -25,7 +25,8 @@ from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
-LARGEST_HEAD = max(HEAD_SIZES)
+# Of keys and values that have the same size.
+WIDE_SIZES = {(512, 512)}
 # Of latents and their position keys, which only `attend_latent` reads.
 LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
@@ -60,7 +61,7 @@ class GpuBackend:
     def supports(self, geometry: LayerGeometry) -> bool:
         return (
             geometry.k_heads == geometry.v_heads
-            and ({geometry.k_dim, geometry.v_dim} <= HEAD_SIZES or _is_for_latents(geometry))
+            and _has_kernels(geometry.k_dim, geometry.v_dim, geometry.k_heads)
             and geometry.k_dtype == geometry.v_dtype
             and geometry.k_dtype in DTYPES
         )
@@ -215,7 +216,7 @@ class GpuBackend:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
         tables, slabs = self._bound(pages, metadata)
-        is_decode = queries.shape[2] == 1 and pages.geometry.k_dim <= LARGEST_HEAD
+        is_decode = queries.shape[2] == 1 and not _is_for_latents(pages.geometry)
         if not is_decode or slabs is None or not tables.slabs:
             self.write(pages, *step, metadata)
             return self.attend(pages, queries, metadata, attention)
@@ -231,7 +232,7 @@ class GpuBackend:
     ) -> bool:
         """Whether MLX attends to keys and values that a kernel gathers: where no kernel reads pages
         of this geometry, or MLX is quicker."""
-        if geometry.k_dim > LARGEST_HEAD:
+        if _is_for_latents(geometry):
             return True
         return (
             steps >= GATHERED_STEPS[self.name]
@@ -280,5 +281,12 @@ class GpuBackend:
         self.synchronize(pages)
 
 
+def _has_kernels(k_dim: int, v_dim: int, heads: int) -> bool:
+    if (k_dim, v_dim) in LATENT_SIZES:
+        return heads == 1
+    return {k_dim, v_dim} <= HEAD_SIZES or (k_dim, v_dim) in WIDE_SIZES
+
+
 def _is_for_latents(geometry: LayerGeometry) -> bool:
-    return geometry.k_heads == 1 and (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
+    """Whether no kernel takes its pages for keys and values."""
+    return (geometry.k_dim, geometry.v_dim) in LATENT_SIZES

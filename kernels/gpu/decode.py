@@ -59,7 +59,7 @@ class Decode(StepPlanner):
             batch,
             arguments.heads,
             geometry.k_heads,
-            geometry.k_dim,
+            (geometry.k_dim, geometry.v_dim),
             longest,
             bases=1 + rotates,
         )

@@ -1,39 +1,15 @@
 // Latent attention of groups of sequences to the pages that they share, on matrix units.
 //
 // A query row is a head of one of a group's sequences, one sequence after the other, as in prefill_plan.h.
-// A threadgroup reads a tile of tokens once for all of its rows. SHARERS simdgroups share some rows. Each
-// multiplies some numbers of the queries with the tile, and the sums of these products, which go through
-// threadgroup memory, are the logits for all of them. Then each sums its own columns of the latents.
-// Queries, of which no memory near a threadgroup holds so many, are read from the cache for every tile.
+// A threadgroup reads a tile of tokens once for all of its rows, which simdgroups share as in wide.h: each
+// sums its own columns of the latents.
 
-CONSTANT uint GROUP_SIMDGROUPS = THREADS / LANES;
-CONSTANT uint GROUP_ROWS = GROUP_SIMDGROUPS / SHARERS * SIMDGROUP_ROWS;
-CONSTANT uint LOGITS = TILE_TOKENS / 4 * LANE_ROWS;  // of a tile and lane
-
-// Turns a tile's tokens into the model's dtype in the plain basis, each by one simdgroup.
+// Loads a tile in the plain basis.
 void load_latents(Tile tile, Slots latents, Slots position_keys, const THREAD Place& place, SHARED T* to) {
   threads_meet();
-  for (uint i = place.simdgroup; i < TILE_TOKENS; i += GROUP_SIMDGROUPS) {
-    SHARED T* token = to + i * STRIDE;
-    if (tile.position + i >= tile.begin && tile.position + i < tile.end) {
-      decode_token<K_DIM>(latents, tile.first + i, place.lane, token);
-      decode_token<V_DIM>(position_keys, tile.first + i, place.lane, token + K_DIM);
-    } else {
-      for (uint at = place.lane; at < TOKEN; at += LANES) token[at] = T(0.0f);
-    }
-  }
+  decode_tile<K_DIM>(tile, latents, place, to);
+  decode_tile<V_DIM>(tile, position_keys, place, to + K_DIM);
   threads_meet();
-}
-
-// The sums of what the simdgroups that share rows have, for each of them.
-void sum_of_sharers(const THREAD Place& place, SHARED float* all, THREAD float* logits) {
-  for (uint i = 0; i < LOGITS; i++) all[(place.simdgroup * LOGITS + i) * LANES + place.lane] = logits[i];
-  threads_meet();
-  uint first = place.simdgroup / SHARERS * SHARERS;
-  for (uint i = 0; i < LOGITS; i++) {
-    logits[i] = 0.0f;
-    for (uint k = 0; k < SHARERS; k++) logits[i] += all[((first + k) * LOGITS + i) * LANES + place.lane];
-  }
 }
 
 template <typename Strides>
@@ -42,7 +18,7 @@ void attend_latent_groups(DEVICE const T* queries, Strides strides, DEVICE const
                           DEVICE float* measures, const THREAD Pages& pages, const THREAD Place& place,
                           SHARED T* tile_numbers, SHARED float* all_logits) {
   DEVICE const int* group = groups + place.z * GROUP_FIELDS;
-  Rows rows = {group, place.x * GROUP_ROWS};
+  Rows rows = {group, place.x * BLOCK_ROWS};
   Block block = block_of_group(pages, rows);
   // Of any of the sequences: they have the same pages here.
   DEVICE const int* table = pages.row(group[2] < 0 ? 0 : uint(group[2]));

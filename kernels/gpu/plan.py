@@ -10,7 +10,7 @@ import mlx.core as mx
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Scores
 from paged_kv.kernels.gpu.kernels import GpuKernels, Launch
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.prefix import GroupReader, Groups, groups_of, prefix_launch
+from paged_kv.kernels.gpu.prefix import Groups, MatrixReader, groups_of, prefix_launch
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
 
@@ -62,7 +62,7 @@ class Planner:
     """Plans an attention, and keeps its latest plans."""
 
     _plan_of: Callable[..., LaunchPlan]
-    _reader_of: "ClassVar[staticmethod[[str, PageKind], GroupReader]]"
+    _reader_of: "ClassVar[staticmethod[[str, PageKind], MatrixReader]]"
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels

@@ -135,6 +135,69 @@ Tile tile_of(Tiles tiles, Block block, uint i) {
   return {true, tiles.new_tokens.begin + at, tiles.in_pages + at, block.begin, block.end};
 }
 
+// What a threadgroup reads, and for which rows.
+struct Work {
+  Rows rows;
+  DEVICE const int* table;
+  Block block;
+  Tiles tiles;
+};
+
+#ifdef IN_GROUPS
+Work work_of(const THREAD Pages& pages, const THREAD Place& place, DEVICE const int* groups) {
+  DEVICE const int* group = groups + place.z * GROUP_FIELDS;
+  Rows rows = {group, place.x * BLOCK_ROWS};
+  Block block = block_of_group(pages, rows);
+  // Of any of the sequences: they have the same pages here.
+  DEVICE const int* table = pages.row(group[2] < 0 ? 0 : uint(group[2]));
+  return {rows, table, block, tiles_of(block, block.end, Own{0, 0, 0})};
+}
+#else
+Work work_of(const THREAD Pages& pages, const THREAD Place& place) {
+  DEVICE const int* table = pages.row(place.z);
+  Rows rows = {place.z, place.x * BLOCK_ROWS};
+  Block block = block_of(pages, table, own_tokens(table, pages.parameter(STEPS)), rows.first);
+  Own new_tokens = own_tokens(table, pages.parameter(NEW_TOKENS));
+  return {rows, table, block, tiles_of(block, uint(table[ROW_LENGTH]), new_tokens)};
+}
+#endif
+
+// Outputs what a simdgroup has of the rows from `first_row` on, in the columns from `first_column` on.
+#ifdef SINKS
+template <typename Strides, typename Sinks>
+#endif
+void give_rows(THREAD Softmax& softmax, Rows rows, uint first_row, uint first_column,
+#ifdef SINKS
+               DEVICE const Sinks* sinks, Strides s_strides,
+#endif
+               const THREAD Pages& pages, const THREAD Place& place,
+#ifdef PARTIAL
+               DEVICE float* partials, DEVICE float* measures) {
+#else
+               DEVICE T* output) {
+#endif
+  uint lane = place.lane;
+  for (uint k = 0; k < LANE_ROWS; k++) {
+    QueryRow row = query_row(pages, rows, first_row + row_in_matrix(lane, k));
+    uint head = place.y * pages.parameter(GQA_GROUP_SIZE) + row.head;
+    ulong at = (row.place * ulong(pages.parameter(Q_HEADS)) + head) * pages.parameter(STEPS) + row.step;
+#ifdef PARTIAL
+    float total = sum_of_row(softmax.sum[k]);
+    if (!row.has_place) continue;
+    if (first_column + column_in_matrix(lane) == 0)
+      measures[at * 2] = softmax.maximum[k], measures[at * 2 + 1] = total;
+    softmax.store(k, true, lane, partials + at * V_DIM + first_column);
+#else
+#ifdef SINKS
+    softmax.finish(k, float(sinks[head * ulong(s_strides[0])]) * LOG2_E);
+#else
+    softmax.finish(k, NEVER);
+#endif
+    if (row.has_place) softmax.store(k, row.is_there, lane, output + at * V_DIM + first_column);
+#endif
+  }
+}
+
 #ifdef SINKS
 template <typename Strides, typename Sinks>
 #else
@@ -158,18 +221,11 @@ void prefill(DEVICE const T* queries, Strides strides,
              SHARED T* tile_numbers, DEVICE T* output) {
 #endif
 #ifdef IN_GROUPS
-  DEVICE const int* group = groups + place.z * GROUP_FIELDS;
-  Rows rows = {group, place.x * BLOCK_ROWS};
-  Block block = block_of_group(pages, rows);
-  // Of any of the sequences: they have the same pages here.
-  DEVICE const int* table = pages.row(group[2] < 0 ? 0 : uint(group[2]));
-  Tiles tiles = tiles_of(block, block.end, Own{0, 0, 0});
+  Work work = work_of(pages, place, groups);
 #else
-  DEVICE const int* table = pages.row(place.z);
-  Rows rows = {place.z, place.x * BLOCK_ROWS};
-  Block block = block_of(pages, table, own_tokens(table, pages.parameter(STEPS)), rows.first);
-  Tiles tiles = tiles_of(block, uint(table[ROW_LENGTH]), own_tokens(table, pages.parameter(NEW_TOKENS)));
+  Work work = work_of(pages, place);
 #endif
+  Rows rows = work.rows;
   uint lane = place.lane, first_row = place.simdgroup * SIMDGROUP_ROWS;
   SHARED T* own = all_queries + place.simdgroup * SIMDGROUP_ROWS * (K_DIM + PAD);
   Softmax softmax;
@@ -188,9 +244,9 @@ void prefill(DEVICE const T* queries, Strides strides,
   // The rotated values, if there may be any, then the plain ones.
   for (uint pass = 0; pass < 2; pass++) {
 #endif
-    for (uint i = 0; i < tiles.count + tiles.count_new; i++) {
-      Tile tile = tile_of(tiles, block, i);
-      uint entry = tile.is_new ? 0 : uint(table[ROW_FIELDS + tile.position / PAGE_SIZE]);
+    for (uint i = 0; i < work.tiles.count + work.tiles.count_new; i++) {
+      Tile tile = tile_of(work.tiles, work.block, i);
+      uint entry = tile.is_new ? 0 : uint(work.table[ROW_FIELDS + tile.position / PAGE_SIZE]);
       Slots values = pages.slots(entry, place.y, V_DIM, true);
       Slots keys = pages.slots(entry, place.y, K_DIM, false);
 #ifdef HAS_CODES
@@ -219,22 +275,14 @@ void prefill(DEVICE const T* queries, Strides strides,
     if (pass == 0 && V_DIM % LANES == 0) rotate_rows(softmax.values, lane);
   }
 #endif
-  for (uint k = 0; k < LANE_ROWS; k++) {
-    QueryRow row = query_row(pages, rows, first_row + row_in_matrix(lane, k));
-    uint head = place.y * pages.parameter(GQA_GROUP_SIZE) + row.head;
-    ulong at = (row.place * ulong(pages.parameter(Q_HEADS)) + head) * pages.parameter(STEPS) + row.step;
-#ifdef PARTIAL
-    float total = sum_of_row(softmax.sum[k]);
-    if (!row.has_place) continue;
-    if (column_in_matrix(lane) == 0) measures[at * 2] = softmax.maximum[k], measures[at * 2 + 1] = total;
-    softmax.store(k, true, lane, partials + at * V_DIM);
-#else
+  give_rows(softmax, rows, first_row, 0,
 #ifdef SINKS
-    softmax.finish(k, float(sinks[head * ulong(s_strides[0])]) * LOG2_E);
+            sinks, s_strides,
+#endif
+            pages, place,
+#ifdef PARTIAL
+            partials, measures);
 #else
-    softmax.finish(k, NEVER);
+            output);
 #endif
-    if (row.has_place) softmax.store(k, row.is_there, lane, output + at * V_DIM);
-#endif
-  }
 }

@@ -14,8 +14,13 @@ from paged_kv.kernels.gpu.arrays import (
 )
 from paged_kv.kernels.gpu.kernels import DONE, Output, launch_of
 from paged_kv.kernels.gpu.plan import LaunchPlan, Planner
-from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
-from paged_kv.kernels.gpu.tuning import LANES, PREFILL_THREADS, SIMDGROUP_ROWS
+from paged_kv.kernels.gpu.prefix import (
+    Groups,
+    partial_outputs,
+    reader_of_steps,
+    reader_of_values,
+)
+from paged_kv.kernels.gpu.tuning import LANES, prefill_threads
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
@@ -89,17 +94,17 @@ class Prefill(Planner):
             bases=1,
             new_tokens=arguments.new_tokens,
         )
-        dims, sinks = {"V_DIM": geometry.v_dim}, arguments.scores.sinks_flag
-        flags = [*arguments.kind.flags, *arguments.scores.softcap_flag]
+        dialect, sinks = self._kernels.dialect, arguments.scores.sinks_flag
+        threads = prefill_threads(dialect, geometry.v_dim)
+        reader = reader_of_steps(dialect, arguments.kind, threads)
+        flags = [*reader.flags, *arguments.scores.softcap_flag]
         flags += ["HAS_NEW_TOKENS"] if arguments.new_tokens else []
         flags += ["WHOLE", *sinks] if arguments.groups is None else ["PARTIAL", "AFTER_PREFIX"]
-        constants = {"K_DIM": geometry.k_dim, **dims, "THREADS": PREFILL_THREADS}
-        rows = PREFILL_THREADS // LANES * SIMDGROUP_ROWS[self._kernels.dialect]
         output = Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype)
         attend = launch_of(
-            self._kernels.kernel("prefill", geometry.k_dtype, constants, flags),
-            (-(-steps * gqa_group_size // rows), geometry.k_heads, batch),
-            PREFILL_THREADS,
+            self._kernels.kernel(reader.operation, geometry.k_dtype, reader.constants, flags),
+            (-(-steps * gqa_group_size // reader.rows), geometry.k_heads, batch),
+            threads,
             [output, DONE]
             if arguments.groups is None
             else partial_outputs(batch * heads * steps, geometry.v_dim),
@@ -107,7 +112,9 @@ class Prefill(Planner):
         if arguments.groups is None:
             return LaunchPlan(attend, None, params)
         merge = launch_of(
-            self._kernels.kernel("merge", geometry.k_dtype, dims, [*sinks, "AFTER_PREFIX"]),
+            self._kernels.kernel(
+                "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*sinks, "AFTER_PREFIX"]
+            ),
             (heads * steps, batch, 1),
             LANES,
             [output],

@@ -8,7 +8,7 @@
 // Its rows are of one sequence, or IN_GROUPS of several sequences that share pages, one sequence after
 // the other: then it reads these pages only.
 
-CONSTANT uint BLOCK_ROWS = THREADS / LANES * SIMDGROUP_ROWS;
+CONSTANT uint BLOCK_ROWS = THREADS / LANES / SHARERS * SIMDGROUP_ROWS;
 
 // Fields of a group: its pages [first, end) as places in the tables, its sequences, and the places of
 // their results. -1 where there is none.

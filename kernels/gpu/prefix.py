@@ -12,13 +12,12 @@ import mlx.core as mx
 from paged_kv.kernels.gpu.arrays import PageKind, Scores
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.tuning import (
-    LANES,
-    LATENT_GROUP_THREADS,
     LATENT_ROWS,
     LATENT_SIMDGROUPS,
-    SIMDGROUP_ROWS,
+    WIDE_THREADS,
+    column_sharers,
     group_threads,
-    latent_sharers,
+    matrix_rows,
 )
 from paged_kv.kernels.pages.prefix_groups import SEQUENCES, PrefixGroups
 
@@ -26,8 +25,8 @@ Groups = tuple[int, int]
 """How many groups read shared pages, and how many places their results have."""
 
 
-class GroupReader(NamedTuple):
-    """A kernel that reads pages for groups of sequences.
+class MatrixReader(NamedTuple):
+    """A kernel that reads pages on matrix units, for query rows of one sequence or of a group.
 
     Attributes:
         operation: see `GpuKernels.kernel`, as for `constants` and `flags`.
@@ -47,30 +46,39 @@ class GroupReader(NamedTuple):
     dim: int
 
 
-def reader_of_values(dialect: str, kind: PageKind) -> GroupReader:
-    """For keys and values."""
-    geometry = kind.geometry
-    threads = group_threads(dialect, geometry.k_dim, geometry.v_dim)
-    constants = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim, "THREADS": threads}
-    flags = [*kind.flags, "IN_GROUPS", "PARTIAL"]
-    rows = threads // LANES * SIMDGROUP_ROWS[dialect]
-    return GroupReader("prefill", constants, flags, rows, rows, threads, geometry.v_dim)
+def reader_of_steps(dialect: str, kind: PageKind, threads: int) -> MatrixReader:
+    """For keys and values, and the steps of each sequence."""
+    dim, sharers = kind.geometry.v_dim, column_sharers(dialect, kind.geometry.v_dim)
+    flags = [*kind.flags, "WIDE"] if sharers > 1 else [*kind.flags]
+    rows = matrix_rows(dialect, threads, sharers)
+    constants = _constants(kind, threads, sharers)
+    return MatrixReader("prefill", constants, flags, rows, rows, threads, dim)
 
 
-def reader_of_latents(dialect: str, kind: PageKind) -> GroupReader:
-    """For latents and their position keys."""
-    geometry, threads = kind.geometry, LATENT_GROUP_THREADS[dialect]
-    sharers = latent_sharers(dialect, geometry.k_dim)
-    constants = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim, "THREADS": threads}
-    constants["SHARERS"] = sharers
+def reader_of_values(dialect: str, kind: PageKind) -> MatrixReader:
+    """For keys and values, and groups of sequences."""
+    threads = group_threads(dialect, kind.geometry.k_dim, kind.geometry.v_dim)
+    reader = reader_of_steps(dialect, kind, threads)
+    return reader._replace(flags=[*reader.flags, "IN_GROUPS", "PARTIAL"])
+
+
+def reader_of_latents(dialect: str, kind: PageKind) -> MatrixReader:
+    """For latents and their position keys, and groups of sequences."""
+    dim, threads = kind.geometry.k_dim, WIDE_THREADS[dialect]
+    sharers = column_sharers(dialect, dim)
     flags = [*kind.flags, "IN_GROUPS", "OF_LATENTS"]
-    rows = threads // LANES // sharers * SIMDGROUP_ROWS[dialect]
-    alone = LATENT_ROWS * LATENT_SIMDGROUPS
-    return GroupReader("latent", constants, flags, rows, alone, threads, geometry.k_dim)
+    rows, alone = matrix_rows(dialect, threads, sharers), LATENT_ROWS * LATENT_SIMDGROUPS
+    constants = _constants(kind, threads, sharers)
+    return MatrixReader("latent", constants, flags, rows, alone, threads, dim)
+
+
+def _constants(kind: PageKind, threads: int, sharers: int) -> dict[str, int]:
+    dims = {"K_DIM": kind.geometry.k_dim, "V_DIM": kind.geometry.v_dim}
+    return {**dims, "THREADS": threads, "SHARERS": sharers}
 
 
 def groups_of(
-    groups: PrefixGroups, reader: GroupReader, kind: PageKind, queries: tuple[int, ...]
+    groups: PrefixGroups, reader: MatrixReader, kind: PageKind, queries: tuple[int, ...]
 ) -> Groups | None:
     """For queries [B, q_heads, S, k_dim]; None if each sequence is to read all of its pages,
     because no threadgroup holds twice as many queries as one that reads them for a sequence."""
@@ -80,7 +88,7 @@ def groups_of(
 
 def prefix_launch(
     kernels: GpuKernels,
-    reader: GroupReader,
+    reader: MatrixReader,
     groups: Groups,
     kind: PageKind,
     heads: int,

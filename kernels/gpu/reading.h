@@ -4,7 +4,7 @@
 CONSTANT uint PAD = 8;
 
 // Of a tile that a threadgroup turns into the model's dtype: its tokens, and numbers of a token. A
-// simdgroup sums WIDTH columns of values.
+// simdgroup sums WIDTH columns of values; SHARERS of them share the query rows.
 #ifdef OF_LATENTS
 CONSTANT uint TILE_TOKENS = 16;
 CONSTANT uint STRIDE = K_DIM + V_DIM + PAD;
@@ -12,7 +12,7 @@ CONSTANT uint WIDTH = K_DIM / SHARERS;
 #else
 CONSTANT uint TILE_TOKENS = K_DIM > 128 || V_DIM > 128 ? 16 : 32;
 CONSTANT uint STRIDE = (K_DIM > V_DIM ? K_DIM : V_DIM) + PAD;
-CONSTANT uint WIDTH = V_DIM;
+CONSTANT uint WIDTH = V_DIM / SHARERS;
 #endif
 
 // 16, 8 or 4 bytes in one load, or 2.

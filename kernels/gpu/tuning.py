@@ -16,8 +16,9 @@ SLOT_SIMDGROUPS = 4
 # Query heads of a simdgroup, which read keys and values once for all. Each head costs a lane
 # v_dim / 32 floats of sums: 8 heads of 128 take 32 registers. With 16 sums of products, 8 numbers
 # of two keys, and addresses that is about 90 of the 128 registers that let an Apple core run 24
-# simdgroups at full size.
+# simdgroups at full size. Of 512 numbers 4 heads have as many sums as 8 of 256.
 MOST_ROWS = 8
+MOST_SUMS = 64
 
 # Bytes of queries that a threadgroup of decode keeps. With the weights of 8 simdgroups, 1 KiB each,
 # two threadgroups fit an Apple core's 60 KiB. One threadgroup may have at most 32 KiB.
@@ -25,8 +26,11 @@ QUERY_BYTES = 16 << 10
 
 # Simdgroups of a threadgroup of decode, which share a part of a sequence's context. A context of
 # one part takes one launch, and more simdgroups allow a longer part. With 128 registers per thread,
-# 8 simdgroups take 128 of an Apple core's 208 KiB; 16 would not fit.
+# 8 simdgroups take 128 of an Apple core's 208 KiB; 16 would not fit. Each needs memory for the
+# values of a query head, which with the queries must fit the 32 KiB of a threadgroup: of 512
+# numbers there are 4, so that 2 threadgroups fit a core's memory, and its registers.
 DECODE_SIMDGROUPS = 8
+VALUE_BYTES = 8 << 10
 
 # Simdgroups that are worth having at once: 40 cores with 24 each (M3 Max), or 132 multiprocessors
 # with 16 warps each (H200). There 8 warps each read keys and values at half of the bandwidth of a
@@ -43,17 +47,23 @@ LEAST_TOKENS = {"metal": 128, "cuda": 32}
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
 
-def query_rows(gqa_group_size: int) -> int:
+def query_rows(gqa_group_size: int, v_dim: int) -> int:
     """Query heads of one KV head per simdgroup."""
-    return ceil(gqa_group_size / ceil(gqa_group_size / MOST_ROWS))
+    most = min(MOST_ROWS, MOST_SUMS * LANES // v_dim)
+    return ceil(gqa_group_size / ceil(gqa_group_size / most))
 
 
-def row_blocks(gqa_group_size: int, k_dim: int, bases: int) -> int:
+def decode_simdgroups(v_dim: int) -> int:
+    """Simdgroups of a threadgroup."""
+    return min(DECODE_SIMDGROUPS, VALUE_BYTES // (v_dim * 4))
+
+
+def row_blocks(gqa_group_size: int, k_dim: int, v_dim: int, bases: int) -> int:
     """Simdgroups of a threadgroup that read the same keys for different query heads; all but the
     first find the keys in the hardware cache."""
-    rows = query_rows(gqa_group_size)
+    rows = query_rows(gqa_group_size, v_dim)
     fitting = QUERY_BYTES // (rows * k_dim * 4 * bases)
-    return max(1, min(ceil(gqa_group_size / rows), DECODE_SIMDGROUPS, fitting))
+    return max(1, min(ceil(gqa_group_size / rows), decode_simdgroups(v_dim), fitting))
 
 
 class DecodeShape(NamedTuple):
@@ -77,13 +87,20 @@ class DecodeShape(NamedTuple):
 
 
 def decode_shape(
-    dialect: str, batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
+    dialect: str,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    longest: int,
+    *,
+    bases: int,
 ) -> DecodeShape:
-    """The shape for a batch whose longest sequence attends to `longest` tokens, with queries in
-    `bases` bases."""
-    gqa_group_size = heads // kv_heads
-    rows, blocks = query_rows(gqa_group_size), row_blocks(gqa_group_size, k_dim, bases)
-    parts, groups = DECODE_SIMDGROUPS // blocks, ceil(gqa_group_size / (rows * blocks))
+    """The shape for a batch whose longest sequence attends to `longest` tokens, with keys and
+    values of `dims` numbers, and queries in `bases` bases."""
+    gqa_group_size, v_dim = heads // kv_heads, dims[1]
+    rows, blocks = query_rows(gqa_group_size, v_dim), row_blocks(gqa_group_size, *dims, bases)
+    parts, groups = decode_simdgroups(v_dim) // blocks, ceil(gqa_group_size / (rows * blocks))
     wanted = max(1, SIMDGROUPS_AT_ONCE[dialect] // (batch * kv_heads * groups * parts * blocks))
     tiles = ceil(max(LEAST_TOKENS[dialect] * parts, ceil(longest / wanted)) / TILE)
     return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
@@ -109,8 +126,15 @@ THREADGROUP_BYTES = 32 << 10
 PAD = 8  # numbers behind each row in threadgroup memory
 
 
+def prefill_threads(dialect: str, v_dim: int) -> int:
+    """Threads of a threadgroup that reads pages for a step of one sequence."""
+    return PREFILL_THREADS if column_sharers(dialect, v_dim) == 1 else WIDE_THREADS[dialect]
+
+
 def group_threads(dialect: str, k_dim: int, v_dim: int) -> int:
     """Threads of a threadgroup that reads pages for several sequences."""
+    if column_sharers(dialect, v_dim) > 1:
+        return WIDE_THREADS[dialect]
     largest = max(k_dim, v_dim)
     tile = (16 if largest > 128 else 32) * (largest + PAD) * 2
     rows = min(GROUP_ROWS, (THREADGROUP_BYTES - tile) // ((k_dim + PAD) * 2))
@@ -127,19 +151,25 @@ LATENT_SIMDGROUPS = 8
 LATENT_ROWS = 2
 
 
-# Threads of a threadgroup that reads latents for several sequences, and the most sums of a thread.
-# In both dialects they sum 64 query rows of 512 numbers. That takes 128 of the 208 KiB of registers
-# of an Apple core, or of the 256 KiB of an NVIDIA multiprocessor; 128 rows would fit neither. An
-# Apple core runs 512 threads of 104 registers, and kernels/gpu/text.py tells its compiler so.
-# Nothing tells NVIDIA's: it gave each of 512 threads 168 registers, where 128 fit. It gives 256
-# threads up to 227, and as many as a thread may have, 255, fit.
-LATENT_GROUP_THREADS = {"metal": 512, "cuda": 256}
-LATENT_SUMS = {"metal": 64, "cuda": 128}
+# Threads of a threadgroup whose simdgroups share the columns of values, because there are too many
+# for one, and the most sums of a thread. It reads heads of 512 numbers, or latents for several
+# sequences. In both dialects they sum 64 query rows of 512 numbers. That takes 128 of the 208 KiB
+# of registers of an Apple core, or of the 256 KiB of an NVIDIA multiprocessor; 128 rows would fit
+# neither. An Apple core runs 512 threads of 104 registers, and kernels/gpu/text.py tells its
+# compiler so. Nothing tells NVIDIA's: it gave each of 512 threads 168 registers, where 128 fit. It
+# gives 256 threads up to 252, and as many as a thread may have, 255, fit.
+WIDE_THREADS = {"metal": 512, "cuda": 256}
+MATRIX_SUMS = {"metal": 64, "cuda": 128}
 
 
-def latent_sharers(dialect: str, k_dim: int) -> int:
-    """Simdgroups that share the query rows of one matrix."""
-    return ceil(SIMDGROUP_ROWS[dialect] * k_dim / (LANES * LATENT_SUMS[dialect]))
+def column_sharers(dialect: str, columns: int) -> int:
+    """Simdgroups that share the query rows of one matrix, to sum so many columns."""
+    return ceil(SIMDGROUP_ROWS[dialect] * columns / (LANES * MATRIX_SUMS[dialect]))
+
+
+def matrix_rows(dialect: str, threads: int, sharers: int) -> int:
+    """Query rows of a threadgroup."""
+    return threads // LANES // sharers * SIMDGROUP_ROWS[dialect]
 
 
 def latent_parts(dialect: str, batch: int, heads: int, longest: int) -> tuple[int, int]:

@@ -95,6 +95,21 @@ def test_every_prefill_step_gives_the_tokens_of_the_same_one(
     assert_written_and_free(factory)
 
 
+@pytest.mark.parametrize(
+    "changes", plain_only([{}], [{}, {"attention_k_eq_v": True, "num_global_key_value_heads": 1}])
+)
+def test_full_layers_with_heads_of_512_give_the_same_tokens(changes: dict[str, Any]) -> None:
+    """As Gemma 4 has them, with and without values that are the keys."""
+    model: Any = small_model("gemma4_text", global_head_dim=512, **changes)
+    factory = new_factory(model)
+    stock = greedy(model, PROMPT, make_prompt_cache(model), NEW_TOKENS, 64)
+    ours = greedy(model, PROMPT, factory.make_cache(), NEW_TOKENS, 64)
+    assert_same_run(ours, stock, TOLERANCE)
+    stats = factory.stats()
+    assert (stats.gather_fallbacks, stats.kernel_fallbacks) == (0, 0)
+    assert_written_and_free(factory)
+
+
 def test_many_single_tokens_give_the_same_tokens(family: tuple[str, Any]) -> None:
     _, model = family
     factory = new_factory(model, write_chunk=1)

@@ -135,6 +135,7 @@ def test_decode_and_prefill_at_the_edges_of_pages(
         (160, 96, mx.float32),
         (256, 32, mx.float32),
         (576, 512, mx.float32),
+        pytest.param(512, 512, mx.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_head_sizes(

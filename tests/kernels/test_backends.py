@@ -139,6 +139,7 @@ def test_decode_and_prefill_at_the_edges_of_pages(backend: str, length: int, que
         (4, 128, 128),
         (1, 192, 128),
         (7, 64, 96),
+        (8, 512, 512),
     ],
 )
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -16,6 +16,7 @@ class Fault:
         least_tokens: of a simdgroup's part, if others than usual.
         softcap: of scores, if there is one.
         shares: whether the sequences are those of `SHARING`, which share pages.
+        dim: size of heads.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Fault:
     least_tokens: int = 0
     softcap: float | None = None
     shares: bool = False
+    dim: int = 64
 
 
 # Tables and lengths: a sequence that ends in a shared page, one that shares none, two branches.

@@ -97,14 +97,14 @@ PREFIX_FAULTS = [
     ),
     _of_latents(
         "no barrier before a tile of latents is loaded",
-        "SHARED T* to) {\n  threads_meet();\n  for (uint i = place.simdgroup;",
-        "SHARED T* to) {\n  for (uint i = place.simdgroup;",
+        "  threads_meet();\n  decode_tile<K_DIM>",
+        "  decode_tile<K_DIM>",
         "race",
     ),
     _of_latents(
         "no barrier before a tile of latents is read",
-        "token[at] = T(0.0f);\n    }\n  }\n  threads_meet();",
-        "token[at] = T(0.0f);\n    }\n  }",
+        "place, to + K_DIM);\n  threads_meet();",
+        "place, to + K_DIM);",
         "race",
     ),
     _of_latents(

@@ -19,12 +19,26 @@ REASON = why_not() or why_not_on_cpu()
 OF_SLABS = (16 + 3) * 8
 
 
+each_format = pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
+
+
+def assert_compiles(device: Device) -> None:
+    """All of its texts, with all sums in registers."""
+    for name, text in device.texts.items():
+        size, log = compiled(text, "sm_80")
+        assert size, f"{name}: {log}"
+        assert local_bytes(log) <= OF_SLABS, f"{name}: {log}"
+
+
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
 @pytest.mark.slow
-@pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
-def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, with all sums in registers. The bench's texts, below, are in float16."""
-    dim, dtype = 128, mx.bfloat16
+@pytest.mark.parametrize("dim", [128, 512])
+@each_format
+def test_kernels_of_heads_compile(
+    dim: int, formats: list[FormatName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16. The bench's texts, below, are in float16."""
+    dtype = mx.bfloat16
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
     device = Device(modes=())  # The test makes texts, and runs no kernel.
     backend = backend_on(device, "cuda")
@@ -49,6 +63,21 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     batch.pages.gather(batch.metadata, step)
     batch.pages.write(*step, batch.metadata)
     batch.pages.copy({0: 1})
+    operations = {name.split("_")[4] for name in device.texts}
+    assert operations >= {"write", "decode", "prefill", "gather", "copy"}
+    assert_compiles(device)
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
+@pytest.mark.slow
+@each_format
+def test_kernels_of_latents_compile(
+    formats: list[FormatName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = mx.bfloat16
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    device = Device(modes=())
+    backend = backend_on(device, "cuda")
     latents = written(backend, LayerGeometry(1, 512, dtype, 1, 64, dtype), formats, [300])
     asked, positions = (mx.zeros((1, 128, 1, each), dtype) for each in (512, 64))
     latents.pages.attend_latent(asked, positions, latents.metadata, Attention(1.0))
@@ -56,12 +85,7 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     asked, positions = (mx.zeros((2, 16, 1, each), dtype) for each in (512, 64))
     behind.pages.attend_latent(asked, positions, behind.metadata, Attention(1.0))
     assert any("groups_of_latents" in name for name in device.texts)
-    operations = {name.split("_")[4] for name in device.texts}
-    assert operations >= {"write", "decode", "prefill", "gather", "copy", "latent"}
-    for name, text in device.texts.items():
-        size, log = compiled(text, "sm_80")
-        assert size, f"{name}: {log}"
-        assert local_bytes(log) <= OF_SLABS, f"{name}: {log}"
+    assert_compiles(device)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
@@ -76,6 +100,7 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     ],
 )
 def test_the_text_of_the_bench_compiles(operation: str, flags: list[str]) -> None:
-    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8, "THREADS": 128}
+    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8}
+    constants |= {"THREADS": 128, "SHARERS": 1}
     size, log = compiled(kernel_text(operation, flags, **constants), "sm_90")
     assert size, log

@@ -33,12 +33,13 @@ from tests.support.planted_decode_faults import DECODE_FAULTS
 from tests.support.planted_faults import BOTH, FAULTS, SHARING, Fault
 from tests.support.planted_latent_faults import LATENT_FAULTS
 from tests.support.planted_prefix_faults import PREFIX_FAULTS
+from tests.support.planted_wide_faults import WIDE_FAULTS
 
 # They fail if the emulation breaks, not if a kernel does.
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
-ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS, *CENTRE_FAULTS]
+ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS, *CENTRE_FAULTS, *WIDE_FAULTS]
 SOUND: dict[str, Any] = dict.fromkeys(("name", "sound", "planted", "said"), "")
 SOUND |= {"dialects": BOTH}
 OWN_USE = ("latent", "copy")  # others only attend
@@ -116,7 +117,7 @@ def _is_right(backend: Any, fault: Fault) -> bool:
 
 
 def _use(backend: Any, fault: Fault) -> float:
-    geometry, formats = same(64, fault.dtype), fault.formats
+    geometry, formats = same(fault.dim, fault.dtype), fault.formats
     if fault.operation == "latent":
         dim = 512 if fault.shares else 64
         latents = LayerGeometry(1, dim, fault.dtype, 1, 64, fault.dtype)
