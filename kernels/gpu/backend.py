@@ -27,7 +27,8 @@ from paged_kv.kernels.plain.plain_backend import PlainBackend
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
 # Of keys and values that have the same size.
 WIDE_SIZES = {(512, 512)}
-# Of latents and their position keys, which only `attend_latent` reads.
+# Of latents and their position keys, which only `attend_latent` reads: no kernel takes their pages
+# for keys and values.
 LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
 
@@ -216,13 +217,15 @@ class GpuBackend:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
         tables, slabs = self._bound(pages, metadata)
-        is_decode = queries.shape[2] == 1 and not _is_for_latents(pages.geometry)
+        geometry = pages.geometry
+        is_for_latents = (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
+        is_decode = queries.shape[2] == 1 and not is_for_latents
         if not is_decode or slabs is None or not tables.slabs:
             self.write(pages, *step, metadata)
             return self.attend(pages, queries, metadata, attention)
         if WRITABLE not in metadata.memo:  # Not a call in each layer.
             pages.require_writable(metadata, 1)
-        dtype, own = queries.dtype, pages.geometry.k_dtype
+        dtype, own = queries.dtype, geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         output = self._decode(pages, slabs, tables, queries, attention, step)
         return output if dtype == own else output.astype(dtype)
@@ -232,7 +235,7 @@ class GpuBackend:
     ) -> bool:
         """Whether MLX attends to keys and values that a kernel gathers: where no kernel reads pages
         of this geometry, or MLX is quicker."""
-        if _is_for_latents(geometry):
+        if (geometry.k_dim, geometry.v_dim) in LATENT_SIZES:
             return True
         return (
             steps >= GATHERED_STEPS[self.name]
@@ -285,8 +288,3 @@ def _has_kernels(k_dim: int, v_dim: int, heads: int) -> bool:
     if (k_dim, v_dim) in LATENT_SIZES:
         return heads == 1
     return {k_dim, v_dim} <= HEAD_SIZES or (k_dim, v_dim) in WIDE_SIZES
-
-
-def _is_for_latents(geometry: LayerGeometry) -> bool:
-    """Whether no kernel takes its pages for keys and values."""
-    return (geometry.k_dim, geometry.v_dim) in LATENT_SIZES

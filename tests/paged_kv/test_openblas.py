@@ -18,6 +18,7 @@ from mlx.nn.layers.quantized import quantize
 
 from paged_kv import PagedCacheFactory, openblas
 from paged_kv.blas_in_use import library_in_use, openblas_version
+from paged_kv.command_line import main
 from paged_kv.integrations import slow_products
 from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
@@ -316,7 +317,7 @@ def test_a_program_in_16_bits_is_told_nothing_and_a_command_of_openblas(
 ) -> None:
     PagedCacheFactory(model_in(mx.bfloat16), max_bytes="8MB").close()
     assert caplog.messages == []
-    divided_factories([model_in(mx.bfloat16)], "8MB")[0].close()
+    slow_products.warn_in_command(model_in(mx.bfloat16))
     (message,) = caplog.messages
     assert "many times slower than OpenBLAS" in message
 
@@ -340,8 +341,20 @@ def test_a_command_in_16_bits_on_a_cpu_is_told_of_dtype(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(slow_products, "openblas_version", lambda library: "OpenBLAS 0.3.30")
-    divided_factories([model_in(dtype)], "8MB", dtype=converted)[0].close()
+    model = model_in(dtype)
+    divided_factories([model], "8MB", dtype=converted)[0].close()
+    assert caplog.messages == []
+    slow_products.warn_in_command(model)
     assert [message.startswith(hint or "-") for message in caplog.messages] == [True] * bool(hint)
+
+
+@linux_only
+def test_generate_tells_of_dtype(
+    cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow_products, "openblas_version", lambda library: "OpenBLAS 0.3.30")
+    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--max-kv-bytes", "8MB"]) == 0
+    assert any("--dtype float32 " in message for message in caplog.messages)
 
 
 @linux_only
