@@ -116,7 +116,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
 class TestOnThisCpu:
     def test_growth_compiles_no_kernel_again(self, dialect: str) -> None:
         """More slabs and longer tables use the same texts, whose names MLX compares. Only contexts
-        of several parts need two others."""
+        of several parts need two others; on CUDA all have several."""
         device = device_of(dialect, checked=False)
         pages = new_pages(backend_on(device, dialect), same(64), ["fp16"])
         queries = normal((1, 2, 1, 64), mx.float16, 1)
@@ -131,7 +131,8 @@ class TestOnThisCpu:
             made.append(set(device.texts))
         assert made[0] == made[1]
         assert made[2] == made[3]
-        assert [len(texts) for texts in made] == [2, 2, 4, 4]
+        expected = {"metal": [2, 2, 4, 4], "cuda": [3, 3, 3, 3]}
+        assert [len(texts) for texts in made] == expected[dialect]
 
     def test_pages_in_more_slabs_than_a_kernel_takes(self, dialect: str) -> None:
         backend = backend_on(device_of(dialect, checked=False), dialect)
@@ -219,7 +220,9 @@ class TestOnThisCpu:
             factory.close()
         assert_same_run(runs[0], runs[1], FLOAT16_TOLERANCE)
         launched = {launch.name.split("_")[2] for launch in device.launches}
-        assert launched >= {"write", "decode", "prefill"}
+        # On CUDA, MLX attends to what is gathered for long steps, but for windows.
+        reads_steps = {"metal": "prefill", "cuda": "gather"}
+        assert launched >= {"write", "decode", reads_steps[dialect]}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["fp16", "q4"])
