@@ -39,6 +39,8 @@ from tests.support.planted_wide_faults import WIDE_FAULTS
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
+# Tokens of a part that a simdgroup reads at least: contexts have one part.
+WHOLE_CONTEXTS = 128
 ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS, *CENTRE_FAULTS, *WIDE_FAULTS]
 SOUND: dict[str, Any] = dict.fromkeys(("name", "sound", "planted", "said"), "")
 SOUND |= {"dialects": BOTH}
@@ -62,12 +64,15 @@ def _cases() -> list[Any]:
     ]
 
 
+def _set_least_tokens(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in both dialects, or contexts would be of one part in one of them alone."""
+    least = fault.least_tokens or WHOLE_CONTEXTS
+    monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", dict.fromkeys(BOTH, least))
+
+
 def _plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change the text of the kernels."""
-    if fault.least_tokens:
-        monkeypatch.setattr(
-            gpu_tuning, "LEAST_TOKENS", dict.fromkeys(gpu_tuning.LEAST_TOKENS, fault.least_tokens)
-        )
+    _set_least_tokens(fault, monkeypatch)
     if not fault.sound:
         more = tuple(f"slab{number}" for number in range(MAX_SLABS, 28))
         _bind_more(more, monkeypatch)
@@ -149,7 +154,6 @@ def _bytes_that_differ(pages: LayerPages) -> float:
 @pytest.mark.parametrize("dialect", BOTH)
 def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every use in which a planted fault must show."""
-    usual = gpu_tuning.LEAST_TOKENS
     used = [
         replace(fault, **SOUND, operation=fault.operation if fault.operation in OWN_USE else "")
         for fault in ALL_FAULTS
@@ -157,8 +161,7 @@ def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPat
     uses = {str(fault): fault for fault in used}
     assert len(uses) > 10
     for use in uses.values():
-        least = dict.fromkeys(usual, use.least_tokens) if use.least_tokens else usual
-        monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", least)
+        _set_least_tokens(use, monkeypatch)
         backend = backend_on(device_of(dialect, *ORDERS), dialect)
         assert _use(backend, use) <= TOLERANCES[use.dtype]
 
