@@ -24,7 +24,9 @@ KINDS = [
     *("cohere2", "stablelm", "plamo2", "mixtral", "mamba2", "falcon_h1", "glm4", "olmo2"),
     *("granite", "jamba", "lfm2"),
 ]
-NEAR = 0.05
+# How far MLX runs ahead of a CPU changes what a step of such small models takes, from machine to
+# machine and from time to time. On a quiet one all were within a twentieth.
+NEAR = 0.12
 
 
 def taken(model: Any, plan: MemoryPlan) -> int:
