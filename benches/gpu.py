@@ -1,7 +1,8 @@
 """A whole model on a GPU, on mlx-lm's caches and on pages: python -m benches.gpu [PART ...]
 
-First the trained models of this project continue prompts greedily in 16 bits, on both: it counts
-the prompts that differ, and the largest gap between the two best logits where one does. Then a
+It runs the checks of `paged-kv doctor`, each kind of pages in a process of its own. Then the
+trained models of this project continue prompts greedily in 16 bits, on both: it counts
+the prompts that differ, and the largest gap between the two best logits where one does. Last a
 random model of the shape of Llama 3 8B, in bfloat16, takes steps in turns: decode for one and
 eight sequences, behind caches that hold random numbers, and a prompt of 8,192 tokens.
 """

@@ -139,8 +139,8 @@ class Planner:
             sum(each.bytes_for(wish.context) for each in groups if each.is_ring == is_ring)
             for is_ring in (False, True)
         )
-        promised = max(0, left) if left > 0 else 0
         slack = sum(size.slack for size in sizes) if left > 0 else 0
+        room = max(0, left - slack)
         return MemoryPlan(
             wish=wish,
             memory=self._memory,
@@ -150,17 +150,18 @@ class Planner:
             pages=pages,
             windows=windows,
             states=states,
-            room=max(0, promised - slack),
+            room=room,
             slack=slack,
-            longest=self._longest(sizes, states, max(0, promised - slack), wish.sessions),
+            longest=self._longest(sizes, states, room, wish.sessions),
         )
 
     def changes(self, plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         """Changes that make a plan smaller, as options of the command, and what each gives."""
         wish = plan.wish
         for name in ("q8", "q8/q4", "q4"):
-            if self.plan(replace(wish, page_format=name)).session < plan.session:
-                yield f"--page-format {name}", self.plan(replace(wish, page_format=name))
+            changed = self.plan(replace(wish, page_format=name))
+            if changed.session < plan.session:
+                yield f"--page-format {name}", changed
         for step in PROMPT_STEPS:
             if step < min(wish.step, wish.context):
                 yield f"--prefill-step-size {step}", self.plan(replace(wish, step=step))
@@ -173,20 +174,27 @@ class Planner:
 
     def _sizes(self, budget: int, page_format: str) -> tuple[list[PoolSize], int]:
         """The sizes of the models' pools, and the bytes of a session's states."""
-        options: dict[str, Any] = {"trace": os.devnull, "page_format": page_format}
         try:
-            factories = divided_factories(self._models, budget, **options)
-            for factory in factories:
-                factory.can_admit(0)
+            factories = self._factories(budget, page_format)
         except PoolExhausted:  # no room for a page: what a session takes is known all the same
-            factories = divided_factories(self._models, self._memory, **options)
-            for factory in factories:
-                factory.can_admit(0)
+            factories = self._factories(self._memory, page_format)
         states = sum(map(_state_bytes, self._models, factories))
         sizes = [pool_size(factory.pool) for factory in factories]
         for factory in factories:
             factory.close()
         return sizes, states
+
+    def _factories(self, budget: int, page_format: str) -> list[PagedCacheFactory]:
+        """A factory for each model, whose pool knows its layers.
+
+        Raises:
+            PoolExhausted: the budget does not hold a page of every layer.
+        """
+        options: dict[str, Any] = {"trace": os.devnull, "page_format": page_format}
+        factories = divided_factories(self._models, budget, **options)
+        for factory in factories:
+            factory.can_admit(0)
+        return factories
 
     def _longest(
         self, sizes: Sequence[PoolSize], states: int, room: int, sessions: int
