@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from paged_kv.integrations.working_memory import WorkingMemory, working_memory
+from paged_kv.integrations.working_memory import WorkingMemory
 from paged_kv.kernels.pages.memory import device_bytes
 from paged_kv.sizes import format_size
 
@@ -45,14 +45,13 @@ def weight_bytes(model: Any) -> int:
     return sum({id(array): array.nbytes for _, array in flat}.values())
 
 
-def automatic_budget(model: Module, make_cache: Callable[[], list[Any]]) -> AutomaticBudget:
+def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> AutomaticBudget:
     """The budget for the pages of a model: what the device has, less a reserve, what MLX holds or
-    will hold of weights, and a prompt step, which is measured on caches that `make_cache` returns.
-    """
+    will hold of weights, and a prompt step, which `measure` measures."""
     memory = device_bytes()
     held = max(mx.get_active_memory(), weight_bytes(model))
     try:
-        step = working_memory(model, make_cache)
+        step = measure()
     except Exception as error:  # models raise anything
         logger.warning("a prompt step cannot be measured, so a fifth is left for it: %r", error)
         step = WorkingMemory(0.2 * memory, 0)

@@ -6,6 +6,7 @@ import os
 from collections import abc
 from collections.abc import Hashable
 from contextlib import closing
+from functools import partial
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
@@ -17,7 +18,7 @@ from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
-from paged_kv.integrations.automatic_budget import AUTO, AutomaticBudget, automatic_budget
+from paged_kv.integrations.automatic_budget import AUTO, automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound
@@ -27,6 +28,7 @@ from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.integrations.working_memory import WorkingMemory, working_memory
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
@@ -132,7 +134,8 @@ class PagedCacheFactory:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
         self.prompt_step: int | None = None
         if max_bytes == AUTO:
-            max_bytes, self.prompt_step = _automatic_budget(model, page_format, write_chunk)
+            measure = partial(measured_step, model, page_format, write_chunk)
+            max_bytes, self.prompt_step = automatic_budget(model, measure)
         self._model = PagedModel(model, write_chunk, always_gather=always_gather, compile=compile)
         tiers = [] if store is None else store_addresses(store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
@@ -432,12 +435,13 @@ def _owner(salt: Hashable, session: Hashable) -> Owner:
     return Owner(inner_salt(salt), session)
 
 
-def _automatic_budget(
-    model: Module, page_format: FormatChoice, write_chunk: int | None
-) -> AutomaticBudget:
-    """The budget by what is measured on pages of another factory, which is closed then."""
+def measured_step(
+    model: Module, page_format: FormatChoice = "fp16", write_chunk: int | None = None
+) -> WorkingMemory:
+    """What a prompt step takes, measured on pages of a factory that is closed then. The other
+    arguments are the factory's."""
     factory = PagedCacheFactory(
         model, page_format=page_format, write_chunk=write_chunk, trace=os.devnull, compile=False
     )
     with closing(factory):
-        return automatic_budget(model, factory.make_cache)
+        return working_memory(model, factory.make_cache)

@@ -23,9 +23,9 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.automatic_budget import PROMPT_STEPS, reserve_of, weight_bytes
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.unpaged_caches import leaves
-from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory, measured_step
 from paged_kv.integrations.speculation.draft_models import divided_factories
-from paged_kv.integrations.working_memory import WorkingMemory, working_memory
+from paged_kv.integrations.working_memory import WorkingMemory
 from paged_kv.sizes import counted, format_size
 
 
@@ -120,12 +120,7 @@ class Planner:
 
     @cached_property
     def _steps(self) -> list[WorkingMemory]:
-        found = []
-        for model in self._models:
-            factory = PagedCacheFactory(model, trace=os.devnull, compile=False)
-            found.append(working_memory(model, factory.make_cache))
-            factory.close()
-        return found
+        return [measured_step(model) for model in self._models]
 
     def plan(self, wish: Wish) -> MemoryPlan:
         """What this wish takes."""

@@ -13,7 +13,7 @@ from mlx_lm.utils import save_config
 
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations import automatic_budget, working_memory
+from paged_kv.integrations import automatic_budget, paged_cache_factory, working_memory
 from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
 from tests.support.zoo import ZOO, small_model
 
@@ -186,7 +186,7 @@ class TestAutomaticBudget:
         def failing(*_: Any) -> Any:
             raise ValueError("planned")
 
-        monkeypatch.setattr(automatic_budget, "working_memory", failing)
+        monkeypatch.setattr(paged_cache_factory, "working_memory", failing)
         model, whole = load(embedded_model())[0], memory(400 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
         assert factory.pool.budget.max_bytes < 0.7 * whole
