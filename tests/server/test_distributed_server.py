@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from paged_kv.embedded import embedded_model
-from tests.support.launched_ranks import LAUNCH_S, free_ports, launched, output_of
+from tests.support.launched_ranks import LAUNCH_S, launched, output_of
 from tests.support.patience import wait_until
+from tests.support.ports import free_port
 from tests.support.running_server import FEW_LIKELY, in_float32, paged_server
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ LONG = "def read_file(path):\n    return open(path).read()\n\n" * 40
 @contextmanager
 def served(folder: Path, *options: str, **environment: str) -> Iterator[tuple[int, Any]]:
     """The port of a server on two processes, and these."""
-    (port,) = free_ports(1)
+    port = free_port()
     common = ("--model", embedded_model(), "--port", str(port), "--log-level", "INFO")
     command = ("-m", "tests.support.rank_cases", str(folder), "serve", BUDGETS, *common, *options)
     with launched(folder, 2, *command, **environment) as processes:

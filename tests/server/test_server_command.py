@@ -18,6 +18,7 @@ from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import server_parser
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 MODEL = MODEL_FOLDERS["stdlib-llama"]
 
@@ -103,9 +104,7 @@ def options(port: int) -> list[str]:
 
 
 def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "paged_kv", "server", *options(port)]
     with subprocess.Popen([*command, "--page-format", "q8"]) as process:
         try:

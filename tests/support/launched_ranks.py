@@ -2,25 +2,18 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support.folders import ROOT
+from tests.support.ports import free_port
 
 # A launch computes for a few seconds, and a busy machine is several times as slow.
 LAUNCH_S = 85
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nothing listens at."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 @contextmanager
@@ -30,7 +23,7 @@ def launched(
     """`size` processes of a Python command, which see each other; at the end none of them runs.
     The output of rank i goes to the file `output-i` in the folder."""
     hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
+    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
     shared = {"PAGED_KV_THREADS": "1", "PAGED_KV_PUBLISH": "0"}
     if size > 1:  # MLX would wait for a neighbour that is not there
         shared["MLX_HOSTFILE"] = str(hosts)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.folders import MODEL_FOLDERS, ROOT
 from tests.support.patience import wait_until
+from tests.support.ports import free_port
 from tests.support.running_server import RunningServer
-from tests.support.tier_servers import free_port
 
 # Processes have it in their titles. Two workers of pytest have clusters of their own.
 NAME = f"paged-kv-{os.getpid()}"

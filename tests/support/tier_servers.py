@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.running_server import wait_until
 
 SECRET = b"0123456789abcdef" * 2
 REDIS_SERVERS = ("valkey-server", "redis-server")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def is_listening(port: int) -> bool:

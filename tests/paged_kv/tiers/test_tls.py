@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from paged_kv.tiers.address import RedisAddress, parse_address
+from tests.support.ports import free_port
 from tests.support.running_server import wait_until
 from tests.support.stored_prompts import TEXT, filled, remote_factory, store_of
-from tests.support.tier_servers import SECRET, free_port, is_listening, redis_server
+from tests.support.tier_servers import SECRET, is_listening, redis_server
 from tests.support.zoo import small_model
 
 ISSUED = ("-CA", "{0}/ca.pem", "-CAkey", "{0}/ca.key", "-addext", "basicConstraints=CA:FALSE")

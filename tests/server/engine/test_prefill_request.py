@@ -18,9 +18,10 @@ from openai import OpenAI
 
 from paged_kv.server.server_command import run
 from tests.support.folders import MODEL_FOLDERS
+from tests.support.ports import free_port
 from tests.support.running_server import wait_until
 from tests.support.server_process import ended, metrics, post, server_process
-from tests.support.tier_servers import SECRET, RedisServer, free_port, redis_server
+from tests.support.tier_servers import SECRET, RedisServer, redis_server
 from tests.support.zoo import ZOO, small_model
 
 PAGE = 256
