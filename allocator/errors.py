@@ -2,6 +2,7 @@
 
 PagedKVError
 ├── PoolExhausted       the byte budget cannot hold the requested blocks
+├── OutOfMemory         MLX cannot allocate what a step needs
 ├── BlockStateError     the state of a block forbids the call
 ├── RollbackError       later writes overwrote tokens that a trim would need
 ├── NotPinned           `unpin` names a prompt that is not pinned
@@ -70,6 +71,30 @@ class PoolExhausted(PagedKVError):
         """The same error with a `sufficient_budget`, which only the whole pool knows."""
         return PoolExhausted(
             self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes
+        )
+
+
+class OutOfMemory(PagedKVError, MemoryError):
+    """MLX cannot allocate what a step of one token of one sequence needs, also after everything
+    that was cached is evicted.
+
+    Attributes:
+        why: what MLX's error says.
+        uid: the sequence's number in its BatchGenerator, which has removed it; None elsewhere.
+    """
+
+    def __init__(self, why: str, uid: int | None = None) -> None:
+        super().__init__(why, uid)
+        self.why = why
+        self.uid = uid
+
+    def __str__(self) -> str:
+        whose = (
+            "" if self.uid is None else f" of sequence {self.uid}, which is removed: others go on"
+        )
+        return (
+            f"MLX has no memory for the next token{whose} ({self.why}): give the pool a smaller "
+            "max_bytes, run fewer or shorter sequences at once, or quantise pages"
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.short_memory import note_call, one_after_another, takes_apart
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.model_hooks import SharedChanges, Undo
@@ -89,6 +90,8 @@ def _call_of(kind: Any) -> Any:
             first = ours[0]
             others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
         tokens: Any = args[0] if args else options.get(of_tokens)
+        if takes_apart():
+            return one_after_another(model, tokens, caches)
         began = next(step_numbers)
         try:
             output = None
@@ -110,6 +113,7 @@ def _call_of(kind: Any) -> Any:
             raise
         if isinstance(first, CountedArraysCache):
             first.note_step(*tokens.shape)
+        note_call(partial(_undo, known, began, others))
         return output
 
     return call

@@ -153,7 +153,7 @@ class PagedCacheFactory:
         layers = self._model.new_cache(self.pool)
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
-        self._model.replace_calls(has_states=has_states)
+        self._model.replace_calls()
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None

@@ -7,10 +7,11 @@ from itertools import count
 from typing import Any
 
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
+from paged_kv.integrations.batch_steps import BATCH_STEPS
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
 from paged_kv.integrations.compiled.recordings import Recordings, compiles
 from paged_kv.integrations.factory_arguments import require_model
@@ -21,7 +22,6 @@ from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.slow_products import warn_in_program
 from paged_kv.integrations.states.counted_states import known_states
-from paged_kv.integrations.states.equal_steps import EQUAL_STEPS
 from paged_kv.integrations.states.growing_layers import GrowingLayer
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.page_pool import PagePool
@@ -105,11 +105,10 @@ class PagedModel:
         made = self._library.layers(self.module, paged, max_kv_size)
         return made if pool.num_layers else known_states(made, sequence.model_version)
 
-    def replace_calls(self, *, has_states: bool) -> None:
-        """Let calls of the model do what MLX's do not; with recurrent states also mlx-lm's steps
-        through the prompts of a batch."""
-        if has_states:
-            self._hooks.add("prompts", partial(EQUAL_STEPS.install, [PromptProcessingBatch]))
+    def replace_calls(self) -> None:
+        """Let calls of the model, and mlx-lm's steps of batches, do what those do not."""
+        batches = [PromptProcessingBatch, GenerationBatch]
+        self._hooks.add("batches", partial(BATCH_STEPS.install, batches))
         self._hooks.add("calls", partial(hook_calls, type(self.module)))
 
     def try_out(self) -> Trial:

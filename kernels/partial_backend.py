@@ -54,6 +54,7 @@ class PartialBackend:
         self.writes_in_place, self.slab_padding = backend.writes_in_place, backend.slab_padding
         self.supports, self.new_slab = backend.supports, backend.new_slab
         self.begin, self.synchronize = backend.begin, backend.synchronize
+        self.forget_pending = backend.forget_pending
         self.write, self.load = backend.write, backend.load
         self.copy, self.gather_tokens = backend.copy, backend.gather_tokens
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paged_kv.allocator.errors import (
         BlockStateError,
         NotPinned,
+        OutOfMemory,
         PagedKVError,
         PoolExhausted,
         RollbackError,
@@ -72,6 +73,7 @@ __all__ = [
     "NGramDraft",
     "NotPinned",
     "OldestFirst",
+    "OutOfMemory",
     "PagePool",
     "PagedCacheFactory",
     "PagedKVCache",
@@ -106,6 +108,7 @@ _HOMES = {
     "NotPinned": "allocator.errors",
     "OldestFirst": "allocator.requantisation",
     "PagedKVError": "allocator.errors",
+    "OutOfMemory": "allocator.errors",
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",
     "UnknownSession": "allocator.errors",

@@ -27,7 +27,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.scheduler import Scheduler
-from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.allocator.events import Events
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
@@ -55,6 +55,8 @@ from paged_kv.integrations.batching.shared_prefill import (
     Start,
     Tokens,
 )
+from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
+from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
@@ -118,7 +120,7 @@ class Preemption:
         self._prompt_tokens: dict[int, int] = {}
         # Sequences that wait and may share more than they hold.
         self._unshared: set[int] = set()
-        self._error: PoolExhausted | None = None
+        self._error: PoolExhausted | OutOfMemory | None = None
         self.salts: dict[int, Hashable] = {}
         self.sessions: dict[int, Hashable] = {}
         self.requests: dict[int, Hashable] = {}
@@ -129,6 +131,7 @@ class Preemption:
         Raises:
             PoolExhausted: the pool does not hold the next step of the earliest sequence alone;
                 nothing was changed.
+            OutOfMemory: MLX does not; the error names that sequence.
         """
         self._learn()
         self._rejoin()
@@ -139,6 +142,8 @@ class Preemption:
         if not self._scheduler.schedule(running, waiting, places, fixed):
             error, self._error = self._error, None
             assert error is not None, "schedule stops only after a failed reservation"
+            if isinstance(error, OutOfMemory):
+                error = OutOfMemory(error.why, running[0] if running else waiting[0])
             raise error
         prompts, generated = self._timed_step(set(waiting))
         self._last_responses.note(generated)
@@ -357,9 +362,23 @@ class Preemption:
 
     def _succeeds(self, work: Work) -> bool:
         """Whether the work succeeds on every rank with the memory that there is."""
-        errors = self._ranks.gather("blocks", _shortage(work))
+        errors = self._ranks.gather("blocks", self._shortage(work))
         self._error = next((error for error in errors if error is not None), None)
         return self._error is None
+
+    def _shortage(self, work: Work) -> PoolExhausted | OutOfMemory | None:
+        """Do some work; returns the error if the pool does not hold what it needs, or if there is
+        no memory for the slabs that the pool may still map."""
+        try:
+            shortage = attempted(work)
+            if isinstance(shortage, Shortage):
+                make_room()
+                shortage = attempted(work)
+        except PoolExhausted as error:
+            # Frames of the traceback hold sequences, and so their blocks.
+            error.__context__ = None
+            return error.with_traceback(None)
+        return OutOfMemory(shortage.why) if isinstance(shortage, Shortage) else None
 
     def _take_back(self) -> bool:
         """Take the pages of ended sequences that nobody has asked for; false if there are none."""
@@ -436,23 +455,13 @@ class Preemption:
         return response
 
 
-def _shortage(work: Work) -> PoolExhausted | None:
-    """Do some work; returns the error if the pool does not hold what it needs."""
-    try:
-        work()
-    except PoolExhausted as error:
-        # Frames of the traceback hold sequences, and so their blocks.
-        error.__context__ = None
-        return error.with_traceback(None)
-    return None
-
-
 def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption | None:
-    """Let a generator's steps preempt sequences, from now on. None if its model has no pages."""
+    """Let a generator's steps preempt sequences, from now on, and survive shortages of memory. None
+    if its model has no pages, so that nothing is preempted."""
     preemption: Preemption | None = getattr(generator, _ATTACHED, None)
     if preemption is None and factory.pool.num_layers:
         preemption = Preemption(generator, factory)
         setattr(generator, _ATTACHED, preemption)
-        # Of this generator only, which keeps it if the factory is uninstalled before it ends.
-        setattr(generator, BatchGenerator._next.__name__, preemption.step)
+    if Shortages.of(generator) is None:
+        Shortages(generator, None if preemption is None else preemption.step)
     return preemption

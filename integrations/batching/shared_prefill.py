@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from paged_kv.allocator.errors import OutOfMemory
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.integrations.batching.cache_rows import compute
+from paged_kv.integrations.batching.short_memory import compute_fitting
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tokens = list[int]
@@ -106,13 +110,22 @@ class SharedPrefill:
         for end in step_ends(cached, len(tokens), self.step_size):
             if not self.reserve(cache, end - cached):
                 break
-            _step(self.model, tokens[cached:end], cache)
-            cached = end
+            try:
+                while cached < end:
+                    step = partial(self._step, tokens[cached:end], cache)
+                    cached += compute_fitting(step, end - cached)
+            except OutOfMemory:
+                break
             if is_on_the_way(end):
                 self.factory.insert_cache(tokens[:end], cache)
         if cached > begin and not is_on_the_way(cached):
             self.factory.insert_cache(tokens[:cached], cache)
         return cached
+
+    def _step(self, tokens: Tokens, cache: list[Any], count: int) -> None:
+        """Compute the first `count` of these next tokens of a prompt cache."""
+        self.model(mx.array([tokens[:count]]), cache=cache)
+        compute(cache)
 
 
 def shared_beyond(cached: int, prompt: Tokens, other: Tokens) -> int:
@@ -185,8 +198,3 @@ def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> 
             first = border
         start = end
     return cut
-
-
-def _step(model: Any, tokens: Tokens, cache: list[Any]) -> None:
-    model(mx.array([tokens]), cache=cache)
-    mx.eval([layer.state for layer in cache])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,14 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.batch_steps import SampledState
 from paged_kv.integrations.batching.rows import first_paged
+from paged_kv.integrations.batching.short_memory import (
+    Shortage,
+    attempted,
+    if_short_again,
+    make_room,
+)
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_processors
 from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
@@ -85,6 +93,18 @@ class _Row:
     def drafting(self) -> Acceptance:
         """The acceptance of what the row drafts now."""
         return self.forced_acceptance if self.is_forced else self.acceptance
+
+
+class _Verified(NamedTuple):
+    """A step with drafts, as yet without an effect on its batch.
+
+    Attributes:
+        inputs: per row the token to emit, and the drafted ones.
+        sampled: what the model samples behind them.
+    """
+
+    inputs: list[list[int]]
+    sampled: list[Sampled]
 
 
 class SpeculativeBatch(MaskedBatch):
@@ -165,7 +185,7 @@ class SpeculativeBatch(MaskedBatch):
     def _with_drafts(self, counts: list[int]) -> list[GenerationBatch.Response] | None:
         """A step that drafts so many tokens for each row. None, and nothing is changed, if there
         are no drafts, or no memory for them."""
-        emitting: Any = self._next_tokens.tolist()
+        emitting: Any = if_short_again(self._next_tokens.tolist)
         requests = {
             row: DraftRow(self._rows[row].state, self.tokens[row], emitting[row], count)
             for row, count in enumerate(counts)
@@ -174,6 +194,30 @@ class SpeculativeBatch(MaskedBatch):
         if requests:
             self._draft.prepare(list(requests.values()))
         began = perf_counter()
+        rollback, before = Rollback(self.model, self.prompt_cache), SampledState(self)
+        verified = attempted(partial(self._verified, emitting, counts, requests))
+        if isinstance(verified, Shortage):
+            rollback.undo()
+            before.put_back(self)
+            make_room()
+            return None
+        if verified is None:
+            return None
+        responses = self._emit(*verified, rollback)
+        longest = max(map(len, verified.inputs))
+        self._lengths.note(len(counts), longest, len(responses), perf_counter() - began)
+        self._plain_rows = 0
+        return responses
+
+    def _verified(
+        self, emitting: list[int], counts: list[int], requests: dict[int, DraftRow]
+    ) -> _Verified | None:
+        """What the model samples behind each row's token to emit and so many drafted ones. None,
+        and nothing is changed, if there are no drafts, or no pages for them.
+
+        Args:
+            requests: of the rows for which the draft proposes tokens.
+        """
         grammars = self.grammars()
         for row, grammar in grammars.items():
             grammar.take(emitting[row], self._num_tokens[row])
@@ -183,10 +227,8 @@ class SpeculativeBatch(MaskedBatch):
             [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]
             for row, token in enumerate(emitting)
         ]
-        rows, longest = len(inputs), max(map(len, inputs))
-        if longest == 1:
+        if max(map(len, inputs)) == 1:
             return None
-        rollback = Rollback(self.model, self.prompt_cache)
         try:
             logits = ragged_step(self.model, self.prompt_cache, inputs)
         except PoolExhausted:
@@ -200,10 +242,7 @@ class SpeculativeBatch(MaskedBatch):
             accepted = sampled[row].tokens[:-1]
             for at, token in enumerate(accepted, self._num_tokens[row] + 1):
                 grammar.take(token, at)
-        responses = self._emit(inputs, sampled, rollback)
-        self._lengths.note(rows, longest, len(responses), perf_counter() - began)
-        self._plain_rows = 0
-        return responses
+        return _Verified(inputs, sampled)
 
     def _without_drafts(self) -> list[GenerationBatch.Response]:
         counts = [row.counts for row in self._rows]

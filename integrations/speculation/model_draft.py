@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -13,12 +13,15 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.shared_prefill import Reuses
+from paged_kv.integrations.batching.short_memory import Shortage, attempted
 from paged_kv.integrations.speculation.drafts import DraftRow
 from paged_kv.integrations.speculation.rollback import ragged_step
 
 # A row that is further behind computes its tokens alone, without padding the other rows.
 _FEW_TOKENS = 32
 _PREFILL_STEP = 2048
+
+T = TypeVar("T")
 
 logger = logging.getLogger("paged_kv")
 
@@ -33,7 +36,7 @@ class ModelDraft:
     """Proposes the greedy tokens of a smaller model with the same vocabulary.
 
     Each row has pages of the draft model too. A prompt that the factory has cached is not computed
-    again. When the factory's pool does not hold a row's tokens, nothing is drafted.
+    again. When there is no memory for a row's tokens, nothing is drafted.
 
     Args:
         model: a model of mlx-lm, without recurrent layers.
@@ -66,25 +69,24 @@ class ModelDraft:
         return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
-        """Compute what the draft model has not read yet; nothing is drafted if its pool is full."""
-        try:
-            for row in rows:
-                self._catch_up(row.state, row.tokens)
-        except PoolExhausted as error:
-            _release(rows, error)
+        """Compute what the draft model has not read yet; nothing is drafted without memory."""
+        _within_memory(lambda: self._catch_up(rows), rows)
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """For each row the next tokens of the draft model; none if its pool is full."""
+        """For each row the next tokens of the draft model; none if there is no memory."""
         if any(row.state.cache is None for row in rows):
             return [[] for _ in rows]
-        try:
-            drafts = self._continue(rows, max(row.most for row in rows))
-        except PoolExhausted as error:
-            _release(rows, error)
+        most = max(row.most for row in rows)
+        drafts = _within_memory(lambda: self._continue(rows, most), rows)
+        if drafts is None:
             return [[] for _ in rows]
         return [draft[: row.most] for row, draft in zip(rows, drafts, strict=True)]
 
-    def _catch_up(self, state: ModelDraftRow, tokens: list[int]) -> None:
+    def _catch_up(self, rows: list[DraftRow]) -> None:
+        for row in rows:
+            self._read(row.state, row.tokens)
+
+    def _read(self, state: ModelDraftRow, tokens: list[int]) -> None:
         """Remove rejected tokens, and compute all but the last few that are missing."""
         if state.cache is None:
             state.cache, state.known = self._factory.fetch_cache(tokens, salt=state.salt)
@@ -146,11 +148,19 @@ class ModelDraftRow:
         self.cache, self.known, self.drafted = None, 0, []
 
 
-def _release(rows: list[DraftRow], error: PoolExhausted) -> None:
-    """Give back the draft model's pages of these rows."""
-    logger.info("nothing is drafted: %s", error)
+def _within_memory(work: Callable[[], T], rows: list[DraftRow]) -> T | None:
+    """The result of some work; None if there is no memory for it. Then the draft model's pages of
+    these rows are given back."""
+    try:
+        result = attempted(work)
+    except PoolExhausted as error:
+        result = Shortage(str(error))
+    if not isinstance(result, Shortage):
+        return result
+    logger.info("nothing is drafted: %s", result.why)
     for row in rows:
         row.state.forget()
+    return None
 
 
 def _batch_of(caches: list[list[PagedKVCache]]) -> list[PagedKVCache]:

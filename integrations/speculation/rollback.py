@@ -71,6 +71,22 @@ class Rollback:
         self._before = {id(cache): list(cache.cache) for cache in _recurrent(prompt_cache)}
         counted = [each for each in leaves(prompt_cache) if isinstance(each, CountedArraysCache)]
         self._held = [(cache, list(cache.held)) for cache in counted]
+        # All layers with pages hold as many tokens.
+        self._lengths = [
+            [sequence.length for sequence in cache.sequences]
+            for cache in paged_caches(prompt_cache)[:1]
+        ]
+
+    def undo(self) -> None:
+        """Let the caches be as before, whatever part of the step was taken."""
+        for cache in paged_caches(self._prompt_cache):
+            held = [sequence.progress(cache.layer).tokens for sequence in cache.sequences]
+            pairs = zip(held, self._lengths[0], strict=True)
+            cache.trim_per_sequence([now - before for now, before in pairs])
+        for states in _recurrent(self._prompt_cache):
+            states.cache = self._before[id(states)]
+        for counted, held_before in self._held:
+            counted.held = list(held_before)
 
     def keep(self, inputs: list[list[int]], counts: list[int]) -> None:
         """Keep the first `counts[row]` tokens of each row's inputs, which the step has taken."""

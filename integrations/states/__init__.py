@@ -5,5 +5,4 @@ growing_layers  finds out at which rates the caches of a model append rows
 layer_rows      takes the place of such a cache: its rows are in pages
 row_arrays      the arrays that it gives to its model
 one_by_one      computes the sequences of a step one after the other
-equal_steps     computes prompts of unequal length without padding
 """

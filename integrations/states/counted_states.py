@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import ArraysCache
 
+from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.cache.row_numbers import integers
 from paged_kv.integrations.batching.unpaged_caches import leaves
 
@@ -96,6 +97,11 @@ class CountedArraysCache(ArraysCache):
         batch: CountedArraysCache = super().merge(caches)  # type: ignore[no-untyped-call]  # mlx-lm's
         batch.held = [held for cache in caches for held in cache.held]
         return batch
+
+
+def are_ours(prompt_cache: list[Any]) -> bool:
+    """Whether these are a factory's caches, so that a call which fails can be undone."""
+    return any(isinstance(each, PagedKVCache | CountedArraysCache) for each in leaves(prompt_cache))
 
 
 def known_states(layers: list[Any], model_version: int) -> list[Any]:

@@ -154,6 +154,9 @@ class NativeBackend:
     def synchronize(self, pages: LayerMemory) -> None:
         """Does nothing: every call is complete when it returns."""
 
+    def forget_pending(self, pages: LayerMemory) -> None:
+        """Does nothing: nothing is pending."""
+
     def attend(
         self,
         pages: LayerMemory,

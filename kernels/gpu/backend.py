@@ -73,6 +73,9 @@ class GpuBackend:
     def synchronize(self, pages: LayerMemory) -> None:
         mx.eval(self.order.latest(pages))
 
+    def forget_pending(self, pages: LayerMemory) -> None:
+        self.order.restart(pages)
+
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:

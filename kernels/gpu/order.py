@@ -58,6 +58,11 @@ class Order:
         if chain.is_shared:
             mx.async_eval(token)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
+    def restart(self, pages: LayerMemory) -> None:
+        """Let the next kernel wait for none."""
+        if pages.kept is not None:
+            pages.kept.latest = mx.zeros(DONE.shape, DONE.dtype)
+
     def latest(self, pages: LayerMemory) -> mx.array:
         """The token for the next kernel.
 

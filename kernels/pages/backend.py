@@ -93,6 +93,11 @@ class Backend(Protocol):
         them."""
         ...
 
+    def forget_pending(self, pages: LayerMemory) -> None:
+        """Let later operations on the pages not wait for those that MLX has not computed: these
+        belong to steps that were undone, and there is no memory for them."""
+        ...
+
     def attend(
         self,
         pages: LayerMemory,

@@ -97,8 +97,7 @@ class LayerPages(LayerMemory):
 
         Do not keep it: a later write may show in it, or may have to copy the whole slab.
         """
-        self.write_back()
-        self.backend.synchronize(self)
+        self.compute()
         return self.view(entry)
 
     def write_later(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
@@ -246,6 +245,31 @@ class LayerPages(LayerMemory):
         return self.backend.attend_latent(
             self, queries, position_queries, metadata, attention, unwritten
         )
+
+    def compute(self) -> None:
+        """Write the unwritten step, and wait for all operations on the pages.
+
+        Raises:
+            ThreadConflict: see `write_back`.
+        """
+        self.write_back()
+        self.backend.synchronize(self)
+
+    def settle(self) -> None:
+        """Compute what is pending. What MLX has no memory for is forgotten: it belongs to steps
+        that were undone, because there was none for them.
+
+        Raises:
+            ThreadConflict: another thread has to compute it.
+        """
+        try:
+            self.lazy_reads.compute(set)
+            self.backend.synchronize(self)
+        except ThreadConflict:
+            raise
+        except (RuntimeError, MemoryError):
+            self.lazy_reads.noted.clear()
+            self.backend.forget_pending(self)
 
     def prepare_moves(self, moves: Mapping[int, int]) -> None:
         """Wait for all that was to be done before page copies (from entry, to entry).

@@ -84,6 +84,9 @@ class PlainBackend:
     def synchronize(self, pages: LayerMemory) -> None:
         """Does nothing: writes are computed at once."""
 
+    def forget_pending(self, pages: LayerMemory) -> None:
+        """Does nothing: nothing is pending."""
+
     def attend(
         self,
         pages: LayerMemory,

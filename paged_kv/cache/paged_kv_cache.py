@@ -322,6 +322,20 @@ class PagedKVCache:
         blocks = {block for sequence in self.sequences for block in sequence.blocks(group)}
         return sum(pages.layout_of(block).page_bytes for block in blocks)
 
+    def compute(self) -> None:
+        """Compute the latest step. Unlike reading `state`, this leaves the step open, so that it
+        can be undone if it fails.
+
+        Raises:
+            RuntimeError: MLX has no memory for it.
+            ThreadConflict: another thread has to compute it.
+        """
+        layer, pages = self.layer, self.pool.group_of(self.layer).pages.get(self.layer)
+        if pages is not None:
+            unwritten = [each.unwritten.get(layer) for each in self.sequences]
+            mx.eval([each.step for each in unwritten if each is not None])
+            pages.compute()
+
     @property
     def state(self) -> dict[str, Any]:
         """The cache as a tree of arrays, numbers and strings, for saving.

@@ -284,6 +284,13 @@ class PagePool:
         return_to_system()
 
     @locked
+    def settle(self) -> None:
+        """Compute what is pending, or forget it: see `LayerPages.settle`."""
+        for group in self.groups:
+            for pages in group.pages.values():
+                pages.settle()
+
+    @locked
     def clear(self) -> int:
         """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many
         slabs."""

@@ -25,6 +25,7 @@ from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
+from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
 from paged_kv.server.engine.jobs import (
@@ -398,14 +399,18 @@ class GenerationThread:
     def _note_failed_step(self, error: Exception) -> None:
         """Fail the running jobs and start an empty batch: the old one's state is unknown."""
         self._require_common(error)
-        self._failed_steps += 1
+        if is_shortage(error):  # what is in use is freed now
+            failure = busy(f"there is no memory for this request: {error}")
+        else:
+            failure = APIError(500, "the server failed to compute this", code="internal")
+            self._failed_steps += 1
         if self._failed_steps >= MOST_FAILED_STEPS:
             raise error
         log.error("a step failed, and its requests with it", exc_info=error)
         # A kept log record would keep the caches that the traceback's frames refer to.
         traceback.clear_frames(error.__traceback__)
         for job in self._running():
-            self._fail(job, APIError(500, "the server failed to compute this", code="internal"))
+            self._fail(job, failure)
         if self._rows is not None:
             self._rows.close()
             self._rows = None
@@ -471,5 +476,7 @@ def _as_api_error(error: Exception) -> APIError:
             return wrong_value(str(error), "max_tokens")
         case PoolExhausted():
             return busy(str(error))
+    if is_shortage(error):
+        return busy(f"there is no memory for this request: {error}")
     log.error("a request could not begin", exc_info=error)
     return APIError(500, "the server failed to begin this: see its log", code="internal")

@@ -4,6 +4,7 @@ be batched, or log probabilities of its prompt. Nothing is drafted for it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
+from paged_kv.integrations.batching.cache_rows import compute
+from paged_kv.integrations.batching.short_memory import compute_fitting
+from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.server.engine.batched_rows import Happened, as_token, hold
 from paged_kv.server.engine.jobs import (
     Empty,
@@ -260,21 +264,31 @@ class SingleRow:
             step_size = min(step_size, scores.step_tokens)
         for border in [*start.ends, len(tokens) - 1]:
             while done < border:
-                end = min(done + step_size, border)
-                self._read_step(start.model, tokens[done:end], start.cache, scores)
-                done = end
+                left = tokens[done : min(done + step_size, border)]
+                step = partial(self._read_step, start, left, scores)
+                # What begins with images counts its steps, and cannot repeat one.
+                if start.model is self._provider.model and are_ours(start.cache):
+                    done += compute_fitting(step, len(left))
+                else:
+                    step(len(left))
+                    done += len(left)
+                self._end_step(start.cache)
                 yield done
 
     def _read_step(
-        self,
-        model: Callable[..., mx.array],
-        tokens: list[int],
-        cache: list[Any],
-        scores: PromptScores | None,
+        self, start: _Start, tokens: list[int], scores: PromptScores | None, count: int
     ) -> None:
+        """Compute the first `count` of these next tokens of a prompt."""
+        with mx.stream(self._stream):
+            logits = start.model(mx.array([tokens[:count]]), cache=start.cache)
+            compute(start.cache)
+            if scores is not None:
+                scores.note(logits)
+
+    def _end_step(self, cache: list[Any]) -> None:
+        """Do what cannot be undone once a step of a prompt is computed."""
         options = self._options
         with mx.stream(self._stream):
-            logits = model(mx.array([tokens]), cache=cache)
             maybe_quantize_kv_cache(
                 cache,
                 quantized_kv_start=options.quantized_kv_start,
@@ -282,9 +296,6 @@ class SingleRow:
                 kv_bits=options.kv_bits,
             )
             mx.eval([layer.state for layer in cache])
-            if scores is not None:
-                scores.note(logits)
-        del logits
         mx.clear_cache()
 
 

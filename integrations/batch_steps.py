@@ -1,0 +1,195 @@
+"""Computes the steps of mlx-lm's batches whose caches are a factory's.
+
+Prompts of models with recurrent layers are not padded. mlx-lm's PromptProcessingBatch pads shorter
+prompts on the right, and some of its models let that padding enter their recurrent states, so a
+sequence's tokens depend on what it is batched with. Here a step is as long as the shortest prompt
+that is left, and its sequence then leaves.
+
+A step that MLX has no memory for is repeated in smaller parts (see `short_memory`). A sequence
+without memory for a single token leaves its BatchGenerator with an error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.models.cache import ArraysCache
+
+from paged_kv.allocator.errors import OutOfMemory
+from paged_kv.integrations.batching.cache_rows import compute as compute_caches
+from paged_kv.integrations.batching.cache_rows import joined, selected
+from paged_kv.integrations.batching.short_memory import (
+    Shortage,
+    attempted,
+    compute_fitting,
+    if_short_again,
+    make_room,
+    sequences_apart,
+)
+from paged_kv.integrations.batching.shortages import current_shortages
+from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.model_hooks import Replacements
+from paged_kv.integrations.states.counted_states import are_ours
+
+# What a GenerationBatch has sampled.
+_CHANGED = ("_current_tokens", "_current_logprobs", "_next_tokens", "_next_logprobs")
+_stock_prompt = PromptProcessingBatch.prompt
+_stock_step = GenerationBatch._step
+
+
+def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
+    """PromptProcessingBatch's method of this name. Batches with mlx-lm's own caches are computed as
+    there."""
+    ends = sorted({len(each) for each in tokens})
+    if len(ends) < 2 or not _has_states(batch.prompt_cache):
+        _compute(batch, tokens)
+        return
+    rows, caches, begin = list(range(len(tokens))), batch.prompt_cache, 0
+    left: list[int] = []
+    left_caches: list[Any] = []
+    for end in ends:
+        part = _part(batch, caches, rows)
+        _compute(part, [tokens[row][begin:end] for row in rows])
+        caches = part.prompt_cache
+        leaving = [at for at, row in enumerate(rows) if len(tokens[row]) == end]
+        staying = [at for at, row in enumerate(rows) if len(tokens[row]) > end]
+        left_caches = joined(left_caches, _selected(caches, leaving))
+        caches = _selected(caches, staying)
+        left += [rows[at] for at in leaving]
+        rows, begin = [rows[at] for at in staying], end
+    batch.prompt_cache = _selected(left_caches, [left.index(row) for row in range(len(tokens))])
+
+
+def _selected(caches: list[Any], rows: list[int]) -> list[Any]:
+    found: list[Any] = if_short_again(partial(selected, caches, rows))
+    return found
+
+
+def _part(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) -> Any:
+    """Some rows of a batch, with these caches."""
+    part = copy.copy(batch)
+    part.uids, part.prompt_cache = [batch.uids[row] for row in rows], caches
+    part.tokens = [batch.tokens[row] for row in rows]
+    return part
+
+
+def _compute(batch: Any, tokens: list[list[int]]) -> None:
+    """Compute the next tokens of prompts as mlx-lm does, in steps that MLX has memory for."""
+    shortages = current_shortages()
+    if shortages is None or not are_ours(batch.prompt_cache):
+        _stock_prompt(batch, tokens)
+        return
+    for held, new in zip(batch.tokens, tokens, strict=True):
+        held += new
+    lengths = [len(each) for each in tokens]
+    done, longest = 0, max(lengths)
+    padding = [longest - length for length in lengths]
+    inputs = [each + [0] * more for each, more in zip(tokens, padding, strict=True)]
+    if any(padding):
+        for cache in batch.prompt_cache:
+            cache.prepare(lengths=lengths, right_padding=padding)
+
+    def compute(count: int) -> None:
+        step = mx.array([each[done : done + count] for each in inputs])
+        batch.model(step, cache=batch.prompt_cache)
+        compute_caches(batch.prompt_cache)
+        mx.clear_cache()
+
+    why = None
+    size = min(batch.prefill_step_size, shortages.longest or longest)
+    while done < longest and why is None:
+        asked = min(size, longest - done)
+        try:
+            count = compute_fitting(compute, asked)
+        except OutOfMemory as error:
+            why = error.why
+        else:
+            done += count
+            if count < asked:
+                size = count
+                shortages.note_step(count)
+    # Rings write a long step only now that it is not undone any more.
+    if_short_again(lambda: mx.eval([cache.state for cache in batch.prompt_cache]))
+    if any(padding):
+        for cache in batch.prompt_cache:
+            cache.finalize()
+    if why is None:
+        return
+    if len(tokens) == 1:
+        shortages.note(batch.uids[0], why)
+        return
+    kept: list[Any] = []
+    for row, each in enumerate(tokens):
+        part = _part(batch, _selected(batch.prompt_cache, [row]), [row])
+        part.tokens = [[]]  # These tokens are noted already.
+        if each[done:]:
+            _compute(part, [each[done:]])
+        kept = joined(kept, part.prompt_cache)
+    batch.prompt_cache = kept
+
+
+def step(batch: GenerationBatch) -> tuple[list[int], list[mx.array]]:
+    """GenerationBatch's method `_step`. Batches with mlx-lm's own caches take its own."""
+    shortages = current_shortages()
+    if shortages is None or not are_ours(batch.prompt_cache):
+        return _stock_step(batch)
+    before = SampledState(batch)
+    taken = attempted(partial(_stock_step, batch))
+    if not isinstance(taken, Shortage):
+        return taken
+    before.put_back(batch)
+    make_room()
+    with sequences_apart() as failed:
+        taken = attempted(partial(_stock_step, batch))
+    if isinstance(taken, Shortage):
+        # Not even for what follows the model's call.
+        before.put_back(batch)
+        failed = dict.fromkeys(range(len(batch.uids)), taken.why)
+        taken = _last_tokens(batch)
+    for row, why in failed.items():
+        shortages.note(batch.uids[row], why)
+    return taken
+
+
+class SampledState:
+    """What a step of a GenerationBatch changes before it is computed, as it was: sampled tokens,
+    samplers that count their calls, and what logits processors see."""
+
+    def __init__(self, batch: Any) -> None:
+        self._own = {name: getattr(batch, name) for name in _CHANGED}
+        objects = {id(each): each for each in batch.samplers or [] if hasattr(each, "__dict__")}
+        if any(batch.logits_processors or []):
+            objects |= {id(each): each for each in batch._token_context}
+        self._others = [(each, vars(each).copy()) for each in objects.values()]
+
+    def put_back(self, batch: Any) -> None:
+        """Let the batch be as it was."""
+        vars(batch).update(self._own)
+        for each, attributes in self._others:
+            vars(each).update(attributes)
+
+
+def _last_tokens(batch: Any) -> tuple[list[int], list[mx.array]]:
+    """The tokens that a batch has sampled, and their log-probabilities, where no row can go on."""
+    inputs, logprobs = batch._next_tokens, batch._next_logprobs
+    batch._current_tokens, batch._current_logprobs = inputs, logprobs
+    batch._next_tokens = mx.zeros_like(inputs)
+    batch._next_logprobs = [mx.zeros(1) for _ in batch.uids]
+    tokens: Any = inputs.tolist()
+    for held, token in zip(batch.tokens, tokens, strict=True):
+        held.append(token)
+    return tokens, logprobs
+
+
+def _has_states(prompt_cache: list[Any]) -> bool:
+    """Whether these are a factory's caches, some of them of recurrent layers."""
+    has_any = any(isinstance(each, ArraysCache) for each in leaves(prompt_cache))
+    return has_any and are_ours(prompt_cache)
+
+
+BATCH_STEPS = Replacements({_stock_prompt: prompt, _stock_step: step})
+"""For `PromptProcessingBatch` and `GenerationBatch`."""
