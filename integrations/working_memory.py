@@ -6,8 +6,9 @@ memory is measured at sizes that are quick, and a sum of these terms is fitted, 
 any size.
 
 Only so many of the first layers run as it takes to meet two layers of every kind: layers run one
-after the other, and each gives back what the one before it took. Of a model whose weights were
-loaded lazily, the others stay on disk.
+after the other, and each gives back what the one before it took. Only layers with windows keep a
+long step's keys and values to its end, so those of the layers left out are added. Of a model whose
+weights were loaded lazily, the others stay on disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any
@@ -24,6 +27,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
+
+from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 # Tokens of the steps that are measured: as many as take no longer than this.
 FEWEST_TOKENS, MOST_TOKENS = 128, 2048
@@ -61,18 +67,26 @@ def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMe
     """Measure prompt steps of a model, on prompt caches that `make_cache` returns."""
 
     def measured(step: int, context: int) -> int:
-        return _measured(model, make_cache(), step, context)
+        return _measured(call, make_cache(), step, context)
 
-    with _first_layers(model, make_cache()):
+    with _first_layers(model, make_cache()) as call:
         # This loads weights, compiles kernels and maps slabs.
         measured(FEWEST_TOKENS, 2 * FEWEST_TOKENS)
-        tokens = FEWEST_TOKENS
+        tokens = _fewest_tokens(make_cache())
         while tokens < MOST_TOKENS and _seconds(measured, tokens) < MOST_SECONDS:
             tokens *= 2
         half = tokens // 2
         sizes = [(half, half), (half, tokens), (tokens, tokens), (tokens, 2 * tokens)]
         # How far MLX runs ahead of a CPU differs from time to time.
         return _fitted(sizes, [max(measured(*size) for _ in range(TIMES)) for size in sizes])
+
+
+def _fewest_tokens(cache: Sequence[Any]) -> int:
+    """Of the longer step measured. Steps that fill a window take other memory than shorter ones, so
+    both that are measured do, unless the window is longer than steps are."""
+    windows = [window for each in cache if (window := _window(each))]
+    to_fill = 2 * min(windows, default=0)
+    return max(FEWEST_TOKENS, to_fill if to_fill <= MOST_TOKENS else 0)
 
 
 def _seconds(measured: Callable[[int, int], int], tokens: int) -> float:
@@ -84,7 +98,9 @@ def _seconds(measured: Callable[[int, int], int], tokens: int) -> float:
 def _measured(model: Any, cache: list[Any], step: int, context: int) -> int:
     """The most bytes that MLX held during the last `step` tokens of a context beyond what it holds
     after one token more: until then states are parts of the step's arrays, which keep all of them.
+    That token is the last of the context, so that it begins no page.
     """
+    step, context = step - 1, context - 1
     while context > step:
         _take(model, cache, min(step, context - step))
         context -= step
@@ -96,7 +112,18 @@ def _measured(model: Any, cache: list[Any], step: int, context: int) -> int:
     peak = mx.get_peak_memory()
     _take(model, cache, 1)
     mx.synchronize()
-    return max(0, peak - mx.get_active_memory())
+    return max(0, peak - mx.get_active_memory()) + _unwritten(cache, step)
+
+
+def _unwritten(cache: Sequence[Any], step: int) -> int:
+    """Bytes of keys and values of a step that the layers left out would write when it ends."""
+    left_out = [each for each in cache if isinstance(each, PagedKVCache) and each.empty()]
+    groups = [each.pool.group_of(each.layer) for each in left_out]
+    return sum(
+        step * group.block_bytes // (PAGE_SIZE * len(group.layers))
+        for group in groups
+        if group.window and step > group.window.write_chunk
+    )
 
 
 def _take(model: Any, cache: list[Any], tokens: int) -> None:
@@ -131,15 +158,17 @@ class _End:
 
 
 @contextmanager
-def _first_layers(model: Any, cache: list[Any]) -> Iterator[None]:
-    """Let steps end behind the first layers of every kind, where the model has a list of layers."""
+def _first_layers(model: Any, cache: list[Any]) -> Iterator[Callable[..., Any]]:
+    """Let steps end behind the first layers of every kind, where the model has a list of layers.
+    Yields what takes a step: the call of a factory takes one back that raises, so that the context
+    would stay empty, and is passed by where steps end early."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or (needed := _needed(layers, cache)) >= len(layers):
-        yield
+        yield model
         return
     kept, layers[needed] = layers[needed], _End(layers[needed])
     try:
-        yield
+        yield partial(unwrap(type(model).__call__), model)
     finally:
         layers[needed] = kept
 
@@ -158,7 +187,15 @@ def _kind(layer: Any, cache: Any) -> Hashable:
     """Equal for layers that take equal memory."""
     flat: Any = tree_flatten(layer.parameters())
     shapes = tuple((name, array.shape, str(array.dtype)) for name, array in flat)
-    return type(layer), shapes, type(cache), getattr(cache, "max_size", None)
+    return type(layer), shapes, type(cache), _window(cache)
+
+
+def _window(cache: Any) -> int | None:
+    """Tokens of a cache's window, if it has one."""
+    if isinstance(cache, PagedKVCache):
+        window = cache.pool.group_of(cache.layer).window
+        return window.size if window else None
+    return getattr(cache, "max_size", None)
 
 
 def _fitted(sizes: Sequence[tuple[int, int]], measured: Sequence[int]) -> WorkingMemory:

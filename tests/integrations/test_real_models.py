@@ -6,6 +6,8 @@ python -m benches.real_models        fetches them; without them these tests are 
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -20,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.real_models.folders import RealModelError, model_folder
 from paged_kv import NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
+from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from tests.support.folders import ROOT
 from tests.support.generation import (
@@ -40,6 +43,8 @@ SMOLLM2, GEMMA3 = "smollm2", "gemma3-270m"
 TOLERANCE = 5e-3
 NEW_TOKENS = 24
 LARGE = "2GB"
+# Of what a plan says, as a part of what meters show.
+PLANNED = 0.05
 CODE, PROSE = "integrations/paged_cache_factory.py", "docs/architecture.md"
 
 
@@ -205,6 +210,43 @@ def test_auto_recodes_under_pressure_and_changes_nothing_before(smollm2: Real) -
         # What is recoded loses some of its bits, and no more.
         first = stock.logprobs[0]
         assert float(first.max() - first[ours.tokens[0]]) < 1.5
+
+
+@pytest.mark.timeout(900)  # on a busy machine
+def test_a_plan_says_what_meters_show(real: Real) -> None:
+    wish = Wish(context=2048, sessions=1, page_format="fp16", step=512)
+    gc.collect()
+    before = mx.get_active_memory()
+    model: Any = load(str(model_folder(real.name)), lazy=True)[0]
+    model.set_dtype(mx.float32)
+    plan = Planner([model], 4 << 30).plan(wish)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    assert plan.weights == pytest.approx(mx.get_active_memory() - before, rel=PLANNED)
+    used, held, step = metered(model, real.prompt(PROSE, wish.context), plan)
+    assert plan.session == pytest.approx(used, rel=PLANNED)
+    assert plan.session == pytest.approx(held, rel=PLANNED)
+    assert plan.prompt_step == pytest.approx(step, rel=PLANNED)
+
+
+def metered(model: Any, prompt: list[int], plan: MemoryPlan) -> tuple[int, int, int]:
+    """The bytes that a session's pages take by the pool's count and by MLX's, and the most that a
+    prompt step takes besides."""
+    factory = PagedCacheFactory(model, max_bytes=plan.room + plan.slack, trace=os.devnull)
+    before, cache = mx.get_active_memory(), factory.make_cache()
+    left, most = prompt, 0
+    while left:
+        size = min(plan.wish.step, len(left) - 1) or 1
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        model(mx.array([left[:size]]), cache=cache)
+        mx.eval([each.state for each in cache])
+        mx.synchronize()
+        most, left = max(most, mx.get_peak_memory()), left[size:]
+    held = mx.get_active_memory() - before
+    used = factory.stats().bytes_mapped
+    factory.close()
+    return used, held, most - before - held
 
 
 @pytest.mark.parametrize("options", [[], ["--draft-model", "ngram", "--num-draft-tokens", "4"]])
