@@ -101,10 +101,12 @@ class _Verified(NamedTuple):
     Attributes:
         inputs: per row the token to emit, and the drafted ones.
         sampled: what the model samples behind them.
+        next_tokens: the last of these of each row, as mlx-lm keeps them.
     """
 
     inputs: list[list[int]]
     sampled: list[Sampled]
+    next_tokens: mx.array
 
 
 class SpeculativeBatch(MaskedBatch):
@@ -203,7 +205,7 @@ class SpeculativeBatch(MaskedBatch):
             return None
         if verified is None:
             return None
-        responses = self._emit(*verified, rollback)
+        responses = self._emit(verified, rollback)
         longest = max(map(len, verified.inputs))
         self._lengths.note(len(counts), longest, len(responses), perf_counter() - began)
         self._plain_rows = 0
@@ -242,7 +244,8 @@ class SpeculativeBatch(MaskedBatch):
             accepted = sampled[row].tokens[:-1]
             for at, token in enumerate(accepted, self._num_tokens[row] + 1):
                 grammar.take(token, at)
-        return _Verified(inputs, sampled)
+        following = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
+        return _Verified(inputs, sampled, following)
 
     def _without_drafts(self) -> list[GenerationBatch.Response]:
         counts = [row.counts for row in self._rows]
@@ -292,12 +295,10 @@ class SpeculativeBatch(MaskedBatch):
             for each, processors, context in rows
         ]
 
-    def _emit(
-        self, inputs: list[list[int]], sampled: list[Sampled], rollback: Rollback
-    ) -> list[GenerationBatch.Response]:
+    def _emit(self, verified: _Verified, rollback: Rollback) -> list[GenerationBatch.Response]:
         """Emit the accepted tokens of each row, until it ends, and remove the others."""
+        inputs, sampled, self._next_tokens = verified
         logprobs = self._next_logprobs
-        self._next_tokens = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
         self._next_logprobs = [each.logprobs[-1] for each in sampled]
         ends = [self._end(row, inputs[row][: len(each.tokens)]) for row, each in enumerate(sampled)]
         rollback.keep(inputs, [count for count, _ in ends])

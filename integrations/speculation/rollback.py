@@ -8,12 +8,15 @@ copies nothing, as a step replaces the arrays of states.
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
 from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
@@ -79,14 +82,20 @@ class Rollback:
 
     def undo(self) -> None:
         """Let the caches be as before, whatever part of the step was taken."""
-        for cache in paged_caches(self._prompt_cache):
-            held = [sequence.progress(cache.layer).tokens for sequence in cache.sequences]
-            pairs = zip(held, self._lengths[0], strict=True)
-            cache.trim_per_sequence([now - before for now, before in pairs])
+        self._trim(range(len(self._lengths[0]) if self._lengths else 0))
         for states in _recurrent(self._prompt_cache):
+            states.finalize()  # a call that was undone left them as it began: with padding to come
             states.cache = self._before[id(states)]
         for counted, held_before in self._held:
             counted.held = list(held_before)
+
+    def _trim(self, rows: Container[int]) -> None:
+        """Remove what these rows have taken since, as far as it is not undone."""
+        for cache in paged_caches(self._prompt_cache):
+            held = [sequence.progress(cache.layer).tokens for sequence in cache.sequences]
+            pairs = enumerate(zip(held, self._lengths[0], strict=True))
+            taken = [now - before if row in rows else 0 for row, (now, before) in pairs]
+            cache.trim_per_sequence(taken)
 
     def keep(self, inputs: list[list[int]], counts: list[int]) -> None:
         """Keep the first `counts[row]` tokens of each row's inputs, which the step has taken."""
@@ -101,7 +110,12 @@ class Rollback:
         for cache in paged_caches(self._prompt_cache):
             cache.trim_per_sequence(rejected)
         if self._before:
-            self._compute_again(rows, [inputs[row][: counts[row]] for row in rows])
+            accepted = [inputs[row][: counts[row]] for row in rows]
+            again = partial(self._compute_again, rows, accepted)
+            if isinstance(attempted(again), Shortage):
+                self._trim(rows)
+                make_room()
+                again()
 
     def _compute_again(self, rows: list[int], tokens: list[list[int]]) -> None:
         """Take a step of these rows alone, from the states before."""

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,22 +19,23 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import SamplingArguments
 
-from paged_kv import NGramDraft, OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
+from paged_kv import OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.batching.shortages import LEAST_LASTING, Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.server.engine.sampling import RandomSampler
+from tests.support.drafts import PlannedDraft
 from tests.support.failing_allocator import ALL, counted_allocations, failing_allocations
 from tests.support.grids import plain_cases
 from tests.support.short_of_memory import WHY, fail_where
 from tests.support.zoo import small_model
 
 PROMPTS = [[(7 * at + row) % 50 + 1 for at in range(n)] for row, n in enumerate((300, 40, 290))]
-NEW_TOKENS = 6
+NEW_TOKENS = 12
 STEP = 128
 # A prompt of several steps and a short one; decoding beside prompts; decoding alone.
-STEPS = (0, 2, 6)
+STEPS = (0, 2, 5)
 # Of a step's allocations so many fail, one in each repetition.
 MOST = 12
 
@@ -43,8 +44,18 @@ XTC = {"xtc_probability": 0.0, "xtc_threshold": 0.0}
 Texts = dict[int, list[int]]
 
 
-def drafting(model: Any, **options: Any) -> BatchGenerator:
-    return SpeculativeBatchGenerator(model, NGramDraft(), lengths=FixedLengths(), **options)
+@cache
+def written(name: str) -> list[list[int]]:
+    """The prompts and what a model writes behind them."""
+    with begun(Case(name)) as (generator, uids):
+        found = texts(generator, uids)
+    return [[*prompt, *found[uid]] for prompt, uid in zip(PROMPTS, uids, strict=True)]
+
+
+def drafting(name: str, model: Any, **options: Any) -> BatchGenerator:
+    """Drafts tokens that are right and wrong, another number for each row."""
+    draft = PlannedDraft(written(name), lengths=(1, 4, 2, 3), wrong_every=5)
+    return SpeculativeBatchGenerator(model, draft, lengths=FixedLengths(), **options)
 
 
 def sampling() -> dict[str, Any]:
@@ -87,9 +98,9 @@ CASES = {
     "one at a time": Case("llama4"),
     "sampled": Case("llama", inserted=sampling),
     "masked": Case("llama", MaskedBatchGenerator),
-    "drafts": Case("llama", drafting),
-    "drafts over rings": Case("gemma3_text", drafting),
-    "drafts of a hybrid": Case("qwen3_next", drafting),
+    "drafts": Case("llama", partial(drafting, "llama")),
+    "drafts over rings": Case("gemma3_text", partial(drafting, "gemma3_text")),
+    "drafts of a hybrid": Case("qwen3_next", partial(drafting, "qwen3_next")),
 }
 
 
@@ -128,7 +139,7 @@ def texts(
 @pytest.mark.parametrize(
     ("name", "at"),
     plain_cases(
-        [("pages", 2), ("hybrid", 2), ("computed later", 0), ("drafts", 6)],
+        [("pages", 2), ("hybrid", 2), ("computed later", 0), ("drafts", 5)],
         [(name, at) for name in CASES for at in STEPS],
     ),
 )
@@ -233,21 +244,22 @@ def test_only_a_sequence_without_memory_for_a_token_ends(
     with begun(CASES[name]) as (generator, uids):
         expected = texts(generator, uids)
     victim, *others = uids
+    emitted = 0
     if is_prompt:
-        # Of the first prompt's second step. The last token of the prompt is not computed with it.
-        poison, before = 99, 0
+        # In the first prompt's second step.
+        poison = min(set(range(100)).difference(*PROMPTS, *expected.values()))
         prompts = [[*PROMPTS[0][:200], poison, *PROMPTS[0][201:]], *PROMPTS[1:]]
     else:
         prompts = PROMPTS
-        before = own_token(expected)
-        poison = expected[victim][before]
+        emitted = own_token(expected) + 1
+        poison = expected[victim][emitted - 1]
     monkeypatch.setattr(f"{__name__}.PROMPTS", prompts)
     fail_where(partial(contains, poison), monkeypatch)
     with begun(CASES[name]) as (generator, uids):
         found, errors = survived(generator, uids)
     assert {uid: found[uid] for uid in others} == {uid: expected[uid] for uid in others}
     # The token that cannot be computed was sampled, and is emitted.
-    assert found[victim] == ([] if is_prompt else expected[victim][: before + 1])
+    assert found[victim] == expected[victim][:emitted]
     assert [error.uid for error in errors] == [victim]
     assert WHY in str(errors[0])
     assert "sequence 0, which is removed: others go on" in str(errors[0])
