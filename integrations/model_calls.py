@@ -18,7 +18,9 @@ from inspect import signature
 from itertools import chain
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import note_call, one_after_another, takes_apart
@@ -34,6 +36,9 @@ from paged_kv.integrations.states.one_by_one import (
 )
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.step import step_numbers
+
+# Steps of few tokens make small arrays, and decode has no time to copy.
+MOST_KEPT = 16
 
 _recordings: weakref.WeakKeyDictionary[PagePool, Recordings] = weakref.WeakKeyDictionary()
 _hooked = SharedChanges()
@@ -113,6 +118,9 @@ def _call_of(kind: Any) -> Any:
             raise
         if isinstance(first, CountedArraysCache):
             first.note_step(*tokens.shape)
+        if tokens.shape[-1] > MOST_KEPT:
+            for held in others:
+                held.part_from_step()
         note_call(partial(_undo, known, began, others))
         return output
 
@@ -129,6 +137,15 @@ class _SavedCache:
             name: value.copy() if type(value) in (list, dict, set) else value
             for name, value in vars(cache).items()
         }
+
+    def part_from_step(self) -> None:
+        """Copy states that are parts of arrays with all tokens of the step, which they would keep:
+        MLX copies only what is a small part."""
+        if isinstance(self._cache, ArraysCache):
+            states = self._cache.cache
+            self._cache.cache = [
+                mx.contiguous(state) if isinstance(state, mx.array) else state for state in states
+            ]
 
     def put_back(self) -> None:
         vars(self._cache).clear()

@@ -26,7 +26,7 @@ KINDS = [
 ]
 # How far MLX runs ahead of a CPU changes what a step of such small models takes, from machine to
 # machine and from time to time. On a quiet one all were within a twentieth.
-NEAR = 0.12
+NEAR = 0.1
 
 
 def taken(model: Any, plan: MemoryPlan) -> int:
