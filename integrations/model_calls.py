@@ -23,7 +23,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.short_memory import note_call, one_after_another, takes_apart
+from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.model_hooks import SharedChanges, Undo
@@ -95,7 +95,7 @@ def _call_of(kind: Any) -> Any:
             first = ours[0]
             others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
         tokens: Any = args[0] if args else options.get(of_tokens)
-        if takes_apart():
+        if this_thread.apart is not None:
             return one_after_another(model, tokens, caches)
         began = next(step_numbers)
         try:
@@ -121,7 +121,8 @@ def _call_of(kind: Any) -> Any:
         if tokens.shape[-1] > MOST_KEPT:
             for held in others:
                 held.part_from_step()
-        note_call(partial(_undo, known, began, others))
+        if this_thread.undo is not None:
+            this_thread.undo[:] = [partial(_undo, known, began, others)]
         return output
 
     return call

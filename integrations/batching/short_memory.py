@@ -50,7 +50,7 @@ class _Thread(threading.local):
     """What this thread computes.
 
     Attributes:
-        undo: undoes the latest call of a model whose results may not be computed yet; empty if
+        undo: undoes the latest call of a model, whose results may not be computed yet; empty if
             there is none, None where nobody asks.
         apart: where sequences of a batch are computed one after the other, the rows for which there
             was no memory, and what the errors said.
@@ -60,13 +60,8 @@ class _Thread(threading.local):
     apart: dict[int, str] | None = None
 
 
-_thread = _Thread()
-
-
-def note_call(undo: Undo) -> None:
-    """Note a model's call, and how to undo it."""
-    if _thread.undo is not None:
-        _thread.undo[:] = [undo]
+this_thread = _Thread()
+"""A model's call reads it, and calls no function for it."""
 
 
 def compute_fitting(compute: Callable[[int], None], size: int) -> int:
@@ -100,17 +95,17 @@ class Shortage(NamedTuple):
 def attempted(work: Callable[[], T]) -> T | Shortage:
     """The result of some work, or a shortage if there is no memory for it. Then the model's latest
     call is undone: what it returned, or what is computed of it, may be what failed."""
-    outer, _thread.undo = _thread.undo, []
+    outer, this_thread.undo = this_thread.undo, []
     try:
         return work()
     except Exception as error:
         if not is_shortage(error) or _has_ranks():
             raise
-        for undo in _thread.undo:
+        for undo in this_thread.undo:
             undo()
         return Shortage(str(error) or type(error).__name__)
     finally:
-        _thread.undo = outer
+        this_thread.undo = outer
 
 
 def _has_ranks() -> bool:
@@ -143,16 +138,11 @@ def make_room() -> None:
 def sequences_apart() -> Iterator[dict[int, str]]:
     """Let models' calls compute the sequences of a batch one after the other. Rows for which there
     is no memory get logits of 0, and are noted in what this yields."""
-    outer, _thread.apart = _thread.apart, {}
+    outer, this_thread.apart = this_thread.apart, {}
     try:
-        yield _thread.apart
+        yield this_thread.apart
     finally:
-        _thread.apart = outer
-
-
-def takes_apart() -> bool:
-    """Whether calls are to compute sequences one after the other."""
-    return _thread.apart is not None
+        this_thread.apart = outer
 
 
 def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
@@ -162,7 +152,7 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
     Raises:
         OutOfMemory: there is no memory for any of them; nothing was changed.
     """
-    failed, _thread.apart = _thread.apart, None
+    failed, this_thread.apart = this_thread.apart, None
     assert failed is not None
     found: list[mx.array | None] = []
     kept: list[Any] = []
