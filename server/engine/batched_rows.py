@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.admission.demand import Demand
-from paged_kv.allocator.errors import OutOfMemory
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.shared_prefill import cut_at, shared_beyond, without_first
@@ -30,7 +29,7 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from paged_kv.server.engine.sampling import Sampling
-from paged_kv.server.http.api_errors import busy
+from paged_kv.server.http.api_errors import no_memory
 
 Happened = Iterator[tuple[Job, Event]]
 
@@ -158,7 +157,8 @@ class BatchedRows:
             yield from self._note_sampled(response)
         if self._shortages is not None:
             while self._shortages.failed:
-                yield from self._note_failed(*self._shortages.failed.popitem())
+                uid, _ = self._shortages.failed.popitem()
+                yield from self._note_failed(uid)
 
     def drop(self, job: Job, number: int | None = None) -> None:
         """Stop a job, or one of its choices; its computed prefix is cached for reuse."""
@@ -259,14 +259,14 @@ class BatchedRows:
             del self._rows[response.uid]
             self._keep(row, response.all_tokens[:], response.prompt_cache)
 
-    def _note_failed(self, uid: int, error: OutOfMemory) -> Happened:
+    def _note_failed(self, uid: int) -> Happened:
         """End the job of a choice that there is no memory for, and that the generator has removed;
         unless it was dropped since."""
         row = self._rows.pop(uid, None)
         if row is not None:
             self._note_computed(uid)
             self.drop(row.job)
-            yield row.job, Failed(busy(f"there is no memory for this request: {error.why}"))
+            yield row.job, Failed(no_memory())
 
     def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
         self._reuse.insert(tokens, cache, row.job.salt, row.job.session)

@@ -42,7 +42,7 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.api_errors import APIError, busy, shortened, wrong_value
+from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened, wrong_value
 
 log = logging.getLogger(__name__)
 
@@ -400,7 +400,7 @@ class GenerationThread:
         """Fail the running jobs and start an empty batch: the old one's state is unknown."""
         self._require_common(error)
         if is_shortage(error):  # what is in use is freed now
-            failure = busy(f"there is no memory for this request: {error}")
+            failure = no_memory()
         else:
             failure = APIError(500, "the server failed to compute this", code="internal")
             self._failed_steps += 1
@@ -476,7 +476,7 @@ def _as_api_error(error: Exception) -> APIError:
             return wrong_value(str(error), "max_tokens")
         case PoolExhausted():
             return busy(str(error))
-    if is_shortage(error):
-        return busy(f"there is no memory for this request: {error}")
     log.error("a request could not begin", exc_info=error)
+    if is_shortage(error):
+        return no_memory()
     return APIError(500, "the server failed to begin this: see its log", code="internal")

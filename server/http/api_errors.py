@@ -69,6 +69,11 @@ def busy(message: str, retry_after_s: int = 1) -> APIError:
     return APIError(503, message, code="busy", headers={"Retry-After": str(retry_after_s)})
 
 
+def no_memory() -> APIError:
+    """503: MLX cannot allocate what the next token of a request needs. The log says why."""
+    return busy("the server has no memory to compute this: ask again later, or for fewer tokens")
+
+
 def from_validation(error: ValidationError) -> APIError:
     """400 that names the first field that does not fit its schema."""
     first = error.errors(include_url=False, include_context=False)[0]

@@ -315,7 +315,7 @@ def test_an_error_in_a_stream_is_an_event_of_it(
     )  # fmt: skip
     next(stream)
     thread: GenerationThread = running.service.thread
-    thread._mailbox.put(lambda thread: thread._note_failed_step(MemoryError("no memory")))
+    thread._mailbox.put(lambda thread: thread._note_failed_step(RuntimeError("broken")))
     with pytest.raises(APIError, match="failed to compute"):
         list(stream)
 

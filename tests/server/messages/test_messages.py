@@ -419,7 +419,7 @@ def test_an_error_in_a_stream_is_an_event(
     script.says("A.")
 
     def broken(*_: Any) -> Any:
-        raise MemoryError("no memory")
+        raise RuntimeError("a secret")
 
     with monkeypatch.context() as patched:
         patched.setattr(BatchedRows, "step", broken)

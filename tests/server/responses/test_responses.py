@@ -310,7 +310,7 @@ def test_an_error_in_a_stream_is_a_failed_response(
     script.says("A.")
 
     def broken(*_: Any) -> Any:
-        raise MemoryError("no memory")
+        raise RuntimeError("a secret")
 
     with monkeypatch.context() as patched:
         patched.setattr(BatchedRows, "step", broken)
