@@ -118,7 +118,8 @@ def _call_of(kind: Any) -> Any:
             raise
         if isinstance(first, CountedArraysCache):
             first.note_step(*tokens.shape)
-        if tokens.shape[-1] > MOST_KEPT:
+        # Models with images may get embeddings and no tokens.
+        if others and tokens is not None and tokens.shape[-1] > MOST_KEPT:
             for held in others:
                 held.part_from_step()
         if this_thread.undo is not None:

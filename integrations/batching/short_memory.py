@@ -74,12 +74,12 @@ def compute_fitting(compute: Callable[[int], None], size: int) -> int:
     Raises:
         OutOfMemory: there is no memory for one token; nothing was changed.
     """
-    first = size
+    first, has_room = size, False
     while isinstance(shortage := attempted(partial(compute, size)), Shortage):
-        make_room()
-        if size == 1:
+        if size == 1 and has_room:
             raise OutOfMemory(shortage.why)
-        size = (size + 1) // 2
+        make_room()
+        size, has_room = (size + 1) // 2, True
     if size < first:
         logger.warning("MLX had no memory for a step of %d tokens: %d are computed", first, size)
     return size
@@ -98,7 +98,7 @@ def attempted(work: Callable[[], T]) -> T | Shortage:
     outer, this_thread.undo = this_thread.undo, []
     try:
         return work()
-    except Exception as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_shortage(error) or _has_ranks():
             raise
         for undo in this_thread.undo:
@@ -150,7 +150,7 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
     computed for one sequence after the other.
 
     Raises:
-        OutOfMemory: there is no memory for any of them; nothing was changed.
+        MemoryError: there is none for any of them; nothing was changed.
     """
     failed, this_thread.apart = this_thread.apart, None
     assert failed is not None
@@ -167,7 +167,7 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
         kept = joined(kept, one)
     some = next((each for each in found if each is not None), None)
     if some is None:
-        raise OutOfMemory(failed[0])
+        raise MemoryError(failed[0])
     put_back(caches, kept)
     return mx.concatenate([mx.zeros_like(some) if each is None else each for each in found])
 
