@@ -21,14 +21,15 @@ from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.allocator.errors import OutOfMemory
 from paged_kv.integrations.batching.cache_rows import compute as compute_caches
-from paged_kv.integrations.batching.cache_rows import joined, selected
+from paged_kv.integrations.batching.cache_rows import joined
 from paged_kv.integrations.batching.short_memory import (
+    FittingSteps,
     Shortage,
     attempted,
-    compute_fitting,
     if_short_again,
     make_room,
     sequences_apart,
+    taken_out,
 )
 from paged_kv.integrations.batching.shortages import current_shortages
 from paged_kv.integrations.batching.unpaged_caches import leaves
@@ -57,16 +58,11 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
         caches = part.prompt_cache
         leaving = [at for at, row in enumerate(rows) if len(tokens[row]) == end]
         staying = [at for at, row in enumerate(rows) if len(tokens[row]) > end]
-        left_caches = joined(left_caches, _selected(caches, leaving))
-        caches = _selected(caches, staying)
+        left_caches = joined(left_caches, taken_out(caches, leaving))
+        caches = taken_out(caches, staying)
         left += [rows[at] for at in leaving]
         rows, begin = [rows[at] for at in staying], end
-    batch.prompt_cache = _selected(left_caches, [left.index(row) for row in range(len(tokens))])
-
-
-def _selected(caches: list[Any], rows: list[int]) -> list[Any]:
-    found: list[Any] = if_short_again(partial(selected, caches, rows))
-    return found
+    batch.prompt_cache = taken_out(left_caches, [left.index(row) for row in range(len(tokens))])
 
 
 def _part(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) -> Any:
@@ -101,17 +97,14 @@ def _compute(batch: Any, tokens: list[list[int]]) -> None:
 
     why = None
     size = min(batch.prefill_step_size, shortages.longest or longest)
-    while done < longest and why is None:
-        asked = min(size, longest - done)
-        try:
-            count = compute_fitting(compute, asked)
-        except OutOfMemory as error:
-            why = error.why
-        else:
-            done += count
-            if count < asked:
-                size = count
-                shortages.note_step(count)
+    steps = FittingSteps(size)
+    try:
+        while done < longest:
+            done += steps.take(compute, longest - done)
+    except OutOfMemory as error:
+        why = error.why
+    if steps.size < size:
+        shortages.note_step(steps.size)
     # Rings write a long step only now that it is not undone any more.
     if_short_again(lambda: mx.eval([cache.state for cache in batch.prompt_cache]))
     if any(padding):
@@ -124,7 +117,7 @@ def _compute(batch: Any, tokens: list[list[int]]) -> None:
         return
     kept: list[Any] = []
     for row, each in enumerate(tokens):
-        part = _part(batch, _selected(batch.prompt_cache, [row]), [row])
+        part = _part(batch, taken_out(batch.prompt_cache, [row]), [row])
         part.tokens = [[]]  # These tokens are noted already.
         if each[done:]:
             _compute(part, [each[done:]])

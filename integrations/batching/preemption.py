@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ from paged_kv.integrations.batching.shared_prefill import (
     Start,
     Tokens,
 )
-from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
+from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -370,10 +371,7 @@ class Preemption:
         """Do some work; returns the error if the pool does not hold what it needs, or if there is
         no memory for the slabs that the pool may still map."""
         try:
-            shortage = attempted(work)
-            if isinstance(shortage, Shortage):
-                make_room()
-                shortage = attempted(work)
+            shortage = attempted(partial(if_short_again, work))
         except PoolExhausted as error:
             # Frames of the traceback hold sequences, and so their blocks.
             error.__context__ = None

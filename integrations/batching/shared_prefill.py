@@ -18,7 +18,7 @@ import mlx.core as mx
 from paged_kv.allocator.errors import OutOfMemory
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.cache_rows import compute
-from paged_kv.integrations.batching.short_memory import compute_fitting
+from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tokens = list[int]
@@ -106,14 +106,14 @@ class SharedPrefill:
     def _compute(self, tokens: Tokens, cache: list[Any], cached: int) -> int:
         """Compute and cache tokens of which a prompt cache holds the first ones, as far as memory
         goes; returns how many it holds then."""
-        begin = cached
+        begin, steps = cached, FittingSteps(self.step_size)
         for end in step_ends(cached, len(tokens), self.step_size):
             if not self.reserve(cache, end - cached):
                 break
             try:
                 while cached < end:
                     step = partial(self._step, tokens[cached:end], cache)
-                    cached += compute_fitting(step, end - cached)
+                    cached += steps.take(step, end - cached)
             except OutOfMemory:
                 break
             if is_on_the_way(end):

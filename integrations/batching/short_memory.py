@@ -85,6 +85,26 @@ def compute_fitting(compute: Callable[[int], None], size: int) -> int:
     return size
 
 
+class FittingSteps:
+    """Steps of a prompt that MLX has memory for. One that was too long makes the next ones shorter.
+
+    Attributes:
+        size: the most tokens of a step.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def take(self, compute: Callable[[int], None], left: int) -> int:
+        """Compute the next step, of at most `left` tokens; returns how many. See
+        `compute_fitting`."""
+        asked = min(self.size, left)
+        count = compute_fitting(compute, asked)
+        if count < asked:
+            self.size = count
+        return count
+
+
 class Shortage(NamedTuple):
     """There was no memory for some work, as the error `why` says. The error itself would hold the
     frames that hold the work's arrays."""
@@ -124,6 +144,11 @@ def if_short_again(work: Callable[[], T]) -> T:
     return result
 
 
+def taken_out(caches: list[Any], rows: list[int]) -> list[Any]:
+    """The prompt cache of some sequences of a batch, which makes small arrays: see `selected`."""
+    return if_short_again(partial(selected, caches, rows))
+
+
 def make_room() -> None:
     """Evict all that is cached and neither pinned nor in use, and let MLX free its buffers."""
     for pool in open_pools.items():
@@ -157,7 +182,7 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
     found: list[mx.array | None] = []
     kept: list[Any] = []
     for row in range(tokens.shape[0]):
-        one = if_short_again(partial(selected, caches, [row]))
+        one = taken_out(caches, [row])
         logits: list[mx.array] = []
         try:
             compute_fitting(partial(_compute_row, model, tokens[row : row + 1], one, logits), 1)

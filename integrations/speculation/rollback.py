@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.cache_rows import selected
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
 from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.cache_library import model_file
@@ -178,7 +179,7 @@ def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list
     found: list[mx.array] = []
     for length in sorted(set(lengths)):
         rows = [row for row, count in enumerate(lengths) if count == length]
-        parts.append([_part_of(cache, rows) for cache in prompt_cache])
+        parts.append(selected(prompt_cache, rows))
         logits = model(mx.array([inputs[row] for row in rows]), cache=parts[-1])
         found.append(mx.pad(logits, [(0, 0), (0, max(lengths) - length), (0, 0)]))
         order += rows
@@ -189,17 +190,6 @@ def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list
             None if each[0] is None else mx.concatenate(list(each))[back] for each in states
         ]
     return mx.concatenate(found)[back]
-
-
-def _part_of(cache: Any, rows: list[int]) -> Any:
-    """A cache of some rows: a view of their pages, and their states."""
-    if isinstance(cache, CacheList):
-        return CacheList(*[_part_of(inner, rows) for inner in cache.caches])
-    if isinstance(cache, PagedKVCache):
-        return type(cache)(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
-    part = copy.copy(cache)
-    part.filter(mx.array(rows))
-    return part
 
 
 def _recurrent(prompt_cache: list[Any]) -> list[ArraysCache]:

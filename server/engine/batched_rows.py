@@ -83,7 +83,9 @@ class BatchedRows:
         (factory, *_) = provider.factories
         self._pool = factory.pool
         self._preemption = attach(self._generator, factory)
-        self._shortages = Shortages.of(self._generator)
+        shortages = Shortages.of(self._generator)
+        assert shortages is not None, "`attach` makes them"
+        self._failed = shortages.failed
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -155,10 +157,9 @@ class BatchedRows:
             yield from self._note_read(response)
         for response in sampled:
             yield from self._note_sampled(response)
-        if self._shortages is not None:
-            while self._shortages.failed:
-                uid, _ = self._shortages.failed.popitem()
-                yield from self._note_failed(uid)
+        while self._failed:
+            uid, _ = self._failed.popitem()
+            yield from self._note_failed(uid)
 
     def drop(self, job: Job, number: int | None = None) -> None:
         """Stop a job, or one of its choices; its computed prefix is cached for reuse."""

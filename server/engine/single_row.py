@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv.integrations.batching.cache_rows import compute
-from paged_kv.integrations.batching.short_memory import compute_fitting
+from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.server.engine.batched_rows import Happened, as_token, hold
 from paged_kv.server.engine.jobs import (
@@ -262,13 +262,15 @@ class SingleRow:
         done, step_size = start.cached, self._options.prefill_step_size
         if scores is not None:
             step_size = min(step_size, scores.step_tokens)
+        steps = FittingSteps(step_size)
+        # What begins with images counts its steps, and cannot repeat one.
+        repeats = start.model is self._provider.model and are_ours(start.cache)
         for border in [*start.ends, len(tokens) - 1]:
             while done < border:
                 left = tokens[done : min(done + step_size, border)]
                 step = partial(self._read_step, start, left, scores)
-                # What begins with images counts its steps, and cannot repeat one.
-                if start.model is self._provider.model and are_ours(start.cache):
-                    done += compute_fitting(step, len(left))
+                if repeats:
+                    done += steps.take(step, len(left))
                 else:
                     step(len(left))
                     done += len(left)
