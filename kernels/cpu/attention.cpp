@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "instruction_sets.h"
+#include "choice.h"
 #include "plan.h"
 #include "tensors.h"
 #include "thread_pool.h"
@@ -156,7 +157,34 @@ bool fits(const PagedKvPages& pages, const PagedKvMetadata& metadata, const Page
                 format_of(*v) >= 0);
 }
 
+int32_t entry_of(const Attention& a, int row, int page) {
+  return a.metadata->block_tables[static_cast<int64_t>(row) * a.metadata->table_stride + page];
+}
+
+// The runs that a block reads, or null if it reads all.
+const int32_t* chosen_runs(const Attention& a, const QueryBlock& block) {
+  if (!a.runs) return nullptr;
+  const int32_t* runs = a.runs + (block.row * a.pages->kv_heads + block.kv_head) * static_cast<int64_t>(a.run_count);
+  return *runs < 0 ? nullptr : runs;
+}
+
+// The same as `key_run`, where a position counts the tokens of chosen runs.
+KeyRun chosen_run(const Attention& a, const QueryBlock& block, const int32_t* runs, int position, int end) {
+  int run = runs[position / RUN_TOKENS], token = run * RUN_TOKENS + position % RUN_TOKENS;
+  int run_end = (position / RUN_TOKENS + 1) * RUN_TOKENS;
+  // Runs of a page that follow each other are one.
+  for (; run_end < end && (run + 1) % RUNS_OF_PAGE && runs[run_end / RUN_TOKENS] == run + 1; run++)
+    run_end += RUN_TOKENS;
+  int32_t entry = entry_of(a, block.row, token / PAGE_SIZE);
+  return {keys_at(*a.pages, entry, block.kv_head, token % PAGE_SIZE),
+          values_at(*a.pages, entry, block.kv_head, token % PAGE_SIZE), std::min(run_end, end) - position, true};
+}
+
 }  // namespace
+
+char* summaries_of(const Attention& a, int row, int page, int kv_head) {
+  return summaries_at(*a.pages, entry_of(a, row, page), kv_head);
+}
 
 KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int end) {
   int in_pages = tokens_in_pages(a, block.row);
@@ -167,8 +195,8 @@ KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int en
             rows_of(*a.new_v, block.row, block.kv_head, token),
             std::min(PAGE_SIZE - position % PAGE_SIZE, end - position), false};
   }
-  int64_t place = static_cast<int64_t>(block.row) * a.metadata->table_stride + position / PAGE_SIZE;
-  int32_t entry = a.metadata->block_tables[place];
+  if (const int32_t* runs = chosen_runs(a, block)) return chosen_run(a, block, runs, position, end);
+  int32_t entry = entry_of(a, block.row, position / PAGE_SIZE);
   int page_end = std::min(in_pages, (position / PAGE_SIZE + 1) * PAGE_SIZE);
   return {keys_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
           values_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
@@ -224,7 +252,13 @@ int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* met
       a.sinks = sinks.data();
     }
     clear_padding(a);
-    Run(a, chosen_kernels())();
+    if (!positions && Choice::is_needed(a, options->read_tokens)) {
+      Choice choice(a, chosen_kernels(), options->read_tokens);
+      page_bytes_read += choice.bytes_read();
+      Run(choice.attention(), chosen_kernels())();
+    } else {
+      Run(a, chosen_kernels())();
+    }
     return PAGED_KV_OK;
   });
 }

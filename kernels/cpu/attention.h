@@ -22,6 +22,7 @@ constexpr float LOWEST = -1e29f;
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
 constexpr int GROUP = 32;  // numbers that share a scale
+constexpr int RUN_TOKENS = 32, RUNS_OF_PAGE = PAGE_SIZE / RUN_TOKENS;  // chosen together, with a summary
 constexpr int CENTRE_PARTS = 4;  // sums of tokens whose sum is a page's centre
 constexpr int LONGEST_HEAD = 576;
 constexpr int MOST_ROWS = 256;  // query rows of a task of several blocks
@@ -64,6 +65,10 @@ struct Attention {
   int window;     // 0: none
   float softcap;  // of base-2 logits; 0: none
   int new_tokens;
+  // Runs that each row and KV head reads, int32 [batch, kv_heads, run_count], or null. The first is below
+  // zero where a row is read whole. Positions and lengths of other rows count what is read of them.
+  const int32_t* runs;
+  int run_count;
   const float* sinks;  // [q_heads] base-2 logits, or null
   float* log_sum_exp;
 };
@@ -110,12 +115,21 @@ struct Kernels {
   int64_t (*attend_many)(const Attention&, const Task&, float* scratch);
   // Merges the parts of a block and writes its outputs.
   void (*finish)(const Attention&, const QueryBlock&, const SplitPartial* parts, int count, float* scratch);
+  // Scores of the runs of pages [first, end) of a row, for each query head of a KV head, to scores
+  // [heads, stride]: base-2 logarithms of the mean weight that their tokens are expected to have.
+  void (*score_runs)(const Attention&, int row, int kv_head, int first, int end, float* scores, int stride);
+  // The sum over query heads of the softmax of `count` scores each, [heads, stride], which are written over.
+  void (*weigh_runs)(float* scores, int heads, int stride, int count, float* weights);
+  // Summaries of a page's keys, float16 [8, 2 * dim].
+  void (*summarise)(const RowRun& keys, int dim, char* summaries);
   // The rows of a page, of `dim` numbers in whole groups, from one format to another.
   void (*recode)(const RowRun& from, const RowRun& to, int dim);
 };
 
 // The run of tokens that begins at a position of a row and ends before `end`.
 KeyRun key_run(const Attention&, const QueryBlock&, int position, int end);
+// The summaries of a head's keys in a page of a row.
+char* summaries_of(const Attention&, int row, int page, int kv_head);
 
 extern const Kernels avx512_kernels, avx512_bf16_kernels, avx2_kernels, neon_kernels, generic_kernels;
 

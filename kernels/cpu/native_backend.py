@@ -98,6 +98,7 @@ class NativeBackend:
     name = "native"
     fallbacks = 0
     writes_in_place = True
+    chooses = True
     slab_padding = ALIGNMENT
 
     def __init__(self, library: NativeLibrary) -> None:
@@ -259,6 +260,7 @@ class NativeBackend:
             causal=attention.causal,
             window=attention.window or 0,
             softcap=attention.softcap or 0,
+            read_tokens=attention.read_tokens or 0,
             log_sum_exp=log_sum_exp,
         )
         # The struct holds addresses only: the tensors must live until the call is over.
@@ -324,6 +326,7 @@ def _layout_struct(layout: PageLayout) -> LayoutStruct:
     return LayoutStruct(
         page_bytes=layout.page_bytes,
         **begins,
+        summaries=layout.summaries_at * WORD.size if layout.summaries else 0,
         k_format=keys.encoding(geometry.k_dtype).cpu,
         v_format=values.encoding(geometry.v_dtype).cpu,
     )

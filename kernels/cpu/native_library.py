@@ -91,6 +91,7 @@ class LayoutStruct(ctypes.Structure):
         ("key_centres", ctypes.c_int64),
         ("values", ctypes.c_int64),
         ("value_scales", ctypes.c_int64),
+        ("summaries", ctypes.c_int64),
         ("k_format", ctypes.c_int32),
         ("v_format", ctypes.c_int32),
     )
@@ -134,6 +135,7 @@ class OptionsStruct(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softcap", ctypes.c_float),
+        ("read_tokens", ctypes.c_int32),
         ("sinks", ctypes.c_void_p),
         ("new_k", ctypes.c_void_p),
         ("new_v", ctypes.c_void_p),

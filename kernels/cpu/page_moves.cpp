@@ -38,6 +38,12 @@ struct HeadOfRow {
     int32_t entry = table[position / PAGE_SIZE];
     return (values ? values_at : keys_at)(pages, entry, head, position % PAGE_SIZE);
   }
+  // Makes the summaries of the full page that begins at a position, if it has some.
+  void summarise(int position) const {
+    int32_t entry = table[position / PAGE_SIZE];
+    if (layout_at(pages, entry).summaries)
+      chosen_kernels().summarise(at(position), dim(), summaries_at(pages, entry, head));
+  }
 };
 
 // How many tokens from a position on lie in one page.
@@ -79,6 +85,7 @@ void write_head(const HeadOfRow& pages, const PagedKvTensor& step, int row, Own 
     }
     position += count;
     token += count;
+    if (!pages.values && position % PAGE_SIZE == 0) pages.summarise(position - PAGE_SIZE);
   }
 }
 
@@ -101,6 +108,12 @@ void move_rows(const RowRun& from, const RowRun& to, int dim) {
   } else {
     chosen_kernels().recode(from, to, dim);
   }
+}
+
+void move_keys(const PagedKvPages& pages, int32_t from, int32_t to, int head) {
+  move_rows(keys_at(pages, from, head, 0), keys_at(pages, to, head, 0), pages.k_dim);
+  if (layout_at(pages, from).summaries)
+    memcpy(summaries_at(pages, to, head), summaries_at(pages, from, head), RUNS_OF_PAGE * summary_bytes(pages.k_dim));
 }
 
 bool have_one_layout(const PagedKvPages& pages, int32_t a, int32_t b) {
@@ -188,7 +201,7 @@ int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources, const int32
       if (i % 2)
         move_rows(values_at(*pages, from, head, 0), values_at(*pages, to, head, 0), pages->v_dim);
       else
-        move_rows(keys_at(*pages, from, head, 0), keys_at(*pages, to, head, 0), pages->k_dim);
+        move_keys(*pages, from, to, head);
     });
     return PAGED_KV_OK;
   });

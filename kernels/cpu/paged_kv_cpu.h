@@ -33,10 +33,12 @@ enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV
 
 // What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
 // if the format has any, then their centres, float16 [kv_heads, k_dim], which keys of 4 bits are held
-// relative to; and values, which have no centres.
+// relative to; and values, which have no centres. Behind them there may be summaries of the keys, float16
+// [kv_heads, 8, 2 * k_dim]: kernels/pages/summaries.py says what they are.
 typedef struct {
   int64_t page_bytes;
   int64_t key_scales, key_centres, values, value_scales;  // where they begin, in bytes; no centres: 0
+  int64_t summaries;                                       // none: 0
   int32_t k_format, v_format;
 } PagedKvLayout;
 
@@ -70,6 +72,8 @@ typedef struct {
   int32_t causal;               // a query does not see later tokens
   int32_t window;               // nor those `window` or more before it, nor later ones; 0: no window
   float softcap;                // scores become softcap * tanh(score / softcap); 0: they stay
+  int32_t read_tokens;          // of each row, how many tokens a step of one token reads, see
+                                // kernels/pages/choice.py; 0: all
   const PagedKvTensor* sinks;   // [q_heads] logits of a key without a value, or null
   const PagedKvTensor* new_k;   // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
   const PagedKvTensor* new_v;   // the context lengths count but that no page holds yet
@@ -89,7 +93,8 @@ PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);
 PAGED_KV_EXPORT void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes);
 
 // Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim], without its padding, as
-// the last tokens of each row. PAGED_KV_BAD_PAGE if a page of theirs holds codes.
+// the last tokens of each row, and summaries of the pages that it fills, if pages have some.
+// PAGED_KV_BAD_PAGE if a page of theirs holds codes.
 PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to

@@ -131,6 +131,13 @@ inline RowRun values_at(const PagedKvPages& pages, int32_t entry, int head, int 
           page + layout.value_scales + row * scale_bytes(layout.v_format, pages.v_dim)};
 }
 
+inline int64_t summary_bytes(int dim) { return 2 * dim * static_cast<int64_t>(sizeof(uint16_t)); }
+
+// The summaries of a head's keys in one page.
+inline char* summaries_at(const PagedKvPages& pages, int32_t entry, int head) {
+  return page_at(pages, entry) + layout_at(pages, entry).summaries + head * RUNS_OF_PAGE * summary_bytes(pages.k_dim);
+}
+
 // A step's tokens [begin, end) that are not padding.
 struct Own {
   int begin, end;

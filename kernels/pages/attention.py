@@ -15,6 +15,8 @@ class Attention:
         window: hides later tokens too, and tokens `window` or more positions back; None for none.
         sinks: [q_heads], logits of one more key without a value; None for none.
         softcap: scores become softcap * tanh(score / softcap), sinks stay; None for no cap.
+        read_tokens: the most tokens that a query reads in steps of one token per sequence, see
+            `paged_kv.kernels.pages.choice`; None for all.
     """
 
     scale: float
@@ -22,6 +24,7 @@ class Attention:
     window: int | None = None
     sinks: mx.array | None = None
     softcap: float | None = None
+    read_tokens: int | None = None
 
     @property
     def hides_later(self) -> bool:

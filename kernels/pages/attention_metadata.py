@@ -104,6 +104,16 @@ class AttentionMetadata:
             for entry in table[(context_len - len(own)) // PAGE_SIZE : -(-context_len // PAGE_SIZE)]
         }
 
+    def filled_entries(self, count: int) -> list[int]:
+        """The table entries of the pages that a step of `count` tokens fills."""
+        return [
+            entry
+            for table, context_len, own in zip(
+                self.block_tables, self.context_lens, self.valid_tokens(count), strict=True
+            )
+            for entry in table[(context_len - len(own)) // PAGE_SIZE : context_len // PAGE_SIZE]
+        ]
+
     def valid_tokens(self, count: int) -> list[range]:
         """Per sequence, which of a step's `count` tokens are valid (not padding)."""
         return [

@@ -41,6 +41,11 @@ class Backend(Protocol):
         """Whether a lazy read that is computed after a write shows the written contents."""
         ...
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it knows `read_tokens` and summaries: see `choice`."""
+        ...
+
     def supports(self, geometry: LayerGeometry) -> bool:
         """Whether the other operations work on such a layer's pages of any format."""
         ...
@@ -62,7 +67,7 @@ class Backend(Protocol):
     ) -> None:
         """Write the valid tokens of a step, keys [B, k_heads, S, k_dim] and values [B, v_heads, S,
         v_dim], as the last tokens of each sequence. Their pages must have 16 bits: `copy` recodes
-        those that are full."""
+        those that are full. If pages have summaries, make those of pages that are full now."""
         ...
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -108,6 +113,9 @@ class Backend(Protocol):
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
+
+        With `read_tokens`, a step of one token reads what `choice` chooses, unless a window or
+        unwritten tokens are given, or no sequence has more tokens.
 
         `unwritten` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
         the last tokens of each sequence, counted in its length.

@@ -12,7 +12,11 @@ def _name(dtype: mx.Dtype) -> str:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """Heads, head sizes and dtypes of a layer's keys and of its values, which may differ."""
+    """Heads, head sizes and dtypes of a layer's keys and of its values, which may differ.
+
+    Attributes:
+        has_summaries: whether pages hold summaries of their keys too.
+    """
 
     k_heads: int
     k_dim: int
@@ -20,6 +24,7 @@ class LayerGeometry:
     v_heads: int
     v_dim: int
     v_dtype: mx.Dtype
+    has_summaries: bool = False
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> "LayerGeometry":
@@ -66,4 +71,5 @@ class LayerGeometry:
     def __str__(self) -> str:
         keys = f"({self.k_heads}, {self.k_dim}) {_name(self.k_dtype)}"
         values = f"({self.v_heads}, {self.v_dim}) {_name(self.v_dtype)}"
-        return keys if keys == values else f"keys {keys} and values {values}"
+        both = keys if keys == values else f"keys {keys} and values {values}"
+        return f"{both} with summaries" if self.has_summaries else both

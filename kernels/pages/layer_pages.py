@@ -48,6 +48,7 @@ class LayerPages(LayerMemory):
         geometry: the shape of the layer's keys and values.
         backend: writes and reads its pages.
         slab_stride: a table entry is slab * slab_stride + page.
+        read_tokens: see `Attention`; the geometry has summaries then.
 
     Attributes:
         backend: see above.
@@ -55,8 +56,15 @@ class LayerPages(LayerMemory):
         attentions: those of `attention`, by its arguments, with the id of the sinks.
     """
 
-    def __init__(self, geometry: LayerGeometry, backend: Backend, slab_stride: int) -> None:
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        backend: Backend,
+        slab_stride: int,
+        read_tokens: int | None = None,
+    ) -> None:
         super().__init__(geometry, slab_stride)
+        self.read_tokens = read_tokens
         self.lazy_reads = LazyReads()
         self.backend = backend
         self._unwritten: _UnwrittenStep | None = None
@@ -210,7 +218,7 @@ class LayerPages(LayerMemory):
         if kept is None:
             if len(self.attentions) >= KEPT_ATTENTIONS:
                 self.attentions.clear()
-            kept = Attention(scale, causal, window, sinks, softcap)
+            kept = Attention(scale, causal, window, sinks, softcap, self.read_tokens)
             self.attentions[key] = kept
         return kept
 

@@ -4,7 +4,8 @@ A page holds 256 tokens of one layer as planes, one behind the other. A plane is
 [heads, 256, slot_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
 slot of one head is `slot_words` words; or [heads, 1, slot_words], where all tokens share a slot.
 Keys have one plane or more, by their number format, then values have theirs. Code that moves slots
-or pages needs to know no more than that.
+or pages needs to know no more than that. Behind them a page may hold summaries of its keys, in the
+same float16 in every format: they are made when a step fills the page.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, VALUE_FORMATS, WORD, NumberFormat
+from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
 
 PAGE_SIZE = 256
 
@@ -159,12 +161,26 @@ class PageLayout:
         return self.page_format.planes(self.geometry)
 
     @cached_property
+    def summaries(self) -> Plane | None:
+        """The plane behind these, [k_heads, 8, 2 * k_dim], if pages hold summaries of keys: see
+        `summaries_of`."""
+        if not self.geometry.has_summaries:
+            return None
+        slot_words, slots = 2 * self.geometry.k_dim, PAGE_SIZE // RUN_TOKENS
+        return Plane(self.geometry.k_heads, slot_words, slots)
+
+    @cached_property
     def unit_words(self) -> int:
-        return gcd(*(plane.slot_words for plane in self.planes))
+        return gcd(*(plane.slot_words for plane in (*self.planes, self.summaries) if plane))
+
+    @cached_property
+    def summaries_at(self) -> int:
+        """The first word of the summaries within a page, or the end of a page without them."""
+        return sum(plane.words for plane in self.planes)
 
     @cached_property
     def page_words(self) -> int:
-        return sum(plane.words for plane in self.planes)
+        return self.summaries_at + (self.summaries.words if self.summaries else 0)
 
     @property
     def page_bytes(self) -> int:
@@ -190,7 +206,7 @@ class PageLayout:
 
     def page(self, encoded: Sequence[mx.array]) -> mx.array:
         """A whole page, uint16 [page_units, unit_words], of the words of each plane
-        [1, heads, slots, slot_words]."""
+        [1, heads, slots, slot_words], and of the summaries, if it has some."""
         whole = mx.concatenate([plane.reshape(-1) for plane in encoded])
         return whole.reshape(-1, self.unit_words)
 
@@ -206,7 +222,12 @@ class PageLayout:
         return self.page_format.decode(self.geometry, encoded)
 
     def recoded(self, page: mx.array, other: "PageLayout") -> mx.array:
-        """A whole page of this layout in another format."""
-        if self.page_format == other.page_format:
-            return page
-        return other.page(other.page_format.encode(*self.numbers(page)))
+        """A whole page of this layout in another one of the same keys and values."""
+        words = page.reshape(-1)
+        encoded = [words[: self.summaries_at]]
+        if self.page_format != other.page_format:
+            encoded = list(other.page_format.encode(*self.numbers(page)))
+        if other.summaries is not None:
+            kept = words[self.summaries_at :]
+            encoded.append(kept if kept.size else summaries_of(self.numbers(page)[0]).view(WORD))
+        return other.page(encoded)

@@ -9,6 +9,7 @@ once, because sequences of all threads share a slab: see `ThreadConflict`.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -16,9 +17,12 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.choice import chooses, chosen_tokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
+from paged_kv.kernels.pages.summaries import summaries_of
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.page_gather import gather, read_row
@@ -34,6 +38,7 @@ class PlainBackend:
     fallbacks = 0
     slab_padding = kept_bytes = 0
     writes_in_place = False
+    chooses = True
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return True
@@ -59,6 +64,9 @@ class PlainBackend:
             mine = np.flatnonzero(slabs == number)
             chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
             _write_slots(slab, keys, values, chosen, page_ids[mine], slots[mine])
+        if pages.geometry.has_summaries:
+            for entry in metadata.filled_entries(keys.shape[2]):
+                _summarise(pages, entry)
         mx.eval([slab.memory for slab in written])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -95,12 +103,34 @@ class PlainBackend:
         attention: Attention,
         unwritten: Unwritten | None = None,
     ) -> mx.array:
+        if unwritten is None and chooses(attention, metadata, queries.shape[2]):
+            return self._attend_chosen(pages, queries, metadata, attention)
         return row_attention.attend(
             lambda row: read_row(pages, metadata, row, unwritten),
             queries,
             metadata,
             pages.geometry.v_dim,
             attention,
+        )
+
+    def _attend_chosen(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+    ) -> mx.array:
+        """Attention to chosen tokens. Sequences that may be read whole are, as without a choice."""
+
+        def read(row: int) -> tuple[mx.array, mx.array]:
+            keys, values = read_row(pages, metadata, row, None)
+            if keys.shape[2] <= (attention.read_tokens or 0):
+                return keys, values
+            summaries = _summaries(pages, metadata.block_tables[row], metadata.context_lens[row])
+            return chosen_tokens(queries[row : row + 1], keys, values, summaries, attention)
+
+        return row_attention.attend(
+            read, queries, metadata, pages.geometry.v_dim, replace(attention, read_tokens=None)
         )
 
     def attend_latent(
@@ -152,6 +182,28 @@ def _write_slots(
         by_token = mx.flatten(words.transpose(0, 2, 1, 3), 0, 1)
         chosen = by_token if tokens is None else by_token[tokens]
         slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
+
+
+def _summarise(pages: LayerMemory, entry: int) -> None:
+    """Write the summaries of a full page of 16 bits."""
+    slab, layout = pages.slabs[entry // pages.slab_stride], pages.layout_of(entry)
+    words = summaries_of(layout.numbers(pages.view(entry))[0]).view(WORD)
+    lines = words.reshape(-1, layout.unit_words)
+    end = (entry % pages.slab_stride + 1) * layout.page_units
+    slab.memory[end - lines.shape[0] : end] = lines
+
+
+def _summaries(pages: LayerMemory, table: tuple[int, ...], context_len: int) -> mx.array:
+    """The summaries of a sequence's pages, float16 [1, k_heads, pages * 8, 2 * k_dim]. Those of a
+    page that is not full say nothing."""
+    planes = []
+    for entry in table[: -(-context_len // PAGE_SIZE)]:
+        layout = pages.layout_of(entry)
+        plane = layout.summaries
+        assert plane is not None
+        words = pages.view(entry).reshape(-1)[layout.summaries_at :]
+        planes.append(words.reshape(1, plane.heads, plane.slots, plane.slot_words))
+    return mx.concatenate(planes, axis=2).view(mx.float16)
 
 
 def _places(
