@@ -127,10 +127,13 @@ def _content(array: mx.array) -> str:
 
 
 def _geometry(pool: PagePool) -> str:
-    return "; ".join(
+    layers = [
         f"{layer}: {pool.geometry(layer)} {pool.windows.get(layer)}"
         for layer in range(pool.num_layers)
-    )
+    ]
+    # Steps that read less compute other keys and values for the layers above.
+    reads = [] if pool.read_tokens is None else [f"reads {pool.read_tokens}"]
+    return "; ".join(layers + reads)
 
 
 def _of_full_pages(page_format: PageFormat) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import abc
 from collections.abc import Hashable
@@ -44,6 +45,8 @@ from paged_kv.tiers.opening import TierPlace, open_tiers, store_addresses
 from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.tiers.tiered_store import TieredStore
 
+logger = logging.getLogger("paged_kv")
+
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.
 for _each in (PagedKVCache, PagedChunkedKVCache):
     setattr(mlx_lm_cache, _each.__name__, _each)
@@ -76,6 +79,9 @@ class PagedCacheFactory:
         store_options: which prefixes are written, and how much in a day.
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
             those of `LeastWorth`. Pass an object with a method `rank`, see `EvictionPolicy`.
+        read_tokens: the most tokens that a step of one token per sequence reads in layers without
+            a window, at least 768: an approximation, see docs/long-contexts.md. None reads all, as
+            Metal's and CUDA's kernels do in any case.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -125,6 +131,7 @@ class PagedCacheFactory:
         store_bytes: float | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_WORTH,
+        read_tokens: int | None = None,
         always_gather: bool = False,
         compile: bool | None = None,
         processor: Any = None,
@@ -143,11 +150,19 @@ class PagedCacheFactory:
         self._closed = False
         self._installed_on_entry: list[bool] = []
         self._page_format = page_format
+        self._read_tokens = read_tokens
         self.ranks = ranks_of(self._model.module)
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
         self.pool.ranks = self.ranks
+        if read_tokens is not None and not self.pool.chooses:
+            reason = (
+                f"no layer of {self.pool.name} keeps keys and values of all tokens"
+                if self.pool.backend.chooses
+                else f"the {self.pool.backend.name} kernels read all tokens"
+            )
+            logger.warning("read_tokens changes nothing: %s", reason)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
         layers = self._model.new_cache(self.pool)
@@ -421,6 +436,7 @@ class PagedCacheFactory:
             page_format=self._page_format,
             trace=self._trace,
             eviction_policy=self._eviction_policy,
+            read_tokens=self._read_tokens,
             **options,
         )
 

@@ -122,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         generation = _generation_class(arguments)(
             arguments.model or embedded_model(),
             page_format=arguments.page_format,
+            read_tokens=arguments.read_tokens,
             max_bytes=arguments.max_kv_bytes,
             max_tokens=arguments.max_tokens,
             temp=temp,

@@ -229,6 +229,7 @@ def _geometry_state(geometry: LayerGeometry | None) -> dict[str, Any] | None:
         "v_heads": geometry.v_heads,
         "v_dim": geometry.v_dim,
         "v_dtype": _NAMES[geometry.v_dtype],
+        "has_summaries": geometry.has_summaries,
     }
 
 
@@ -242,4 +243,5 @@ def _geometry_from(state: dict[str, Any] | None) -> LayerGeometry | None:
         v_heads=int(state["v_heads"]),
         v_dim=int(state["v_dim"]),
         v_dtype=_DTYPES[state["v_dtype"]],
+        has_summaries=bool(state.get("has_summaries")),  # files of earlier versions say nothing
     )

@@ -88,6 +88,18 @@ def page_format(text: str) -> str:
     return text
 
 
+def read_tokens(text: str) -> int:
+    """How many tokens a decode step reads at most."""
+    from paged_kv.pool.arguments import checked_read_tokens
+
+    number = positive(text)
+    try:
+        checked_read_tokens(number)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return number
+
+
 def budget(text: str) -> int | str:
     """Bytes for pages, or "auto"."""
     return text if text == "auto" else parse_size(text)

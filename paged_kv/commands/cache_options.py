@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paged_kv.commands.arguments import budget, page_format, path, positive, store_size, tier
+from paged_kv.commands.arguments import (
+    budget,
+    page_format,
+    path,
+    positive,
+    read_tokens,
+    store_size,
+    tier,
+)
 from paged_kv.commands.model_names import require_model
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
@@ -42,6 +50,14 @@ def add_cache_options(
         help="how pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of these for "
         "keys and values, such as q8/q4; or auto, which requantises the oldest pages to q8 and "
         "then q4 when memory is short (default: fp16)",
+    )
+    parser.add_argument(
+        "--read-tokens",
+        type=read_tokens,
+        metavar="N",
+        help="an approximation: in layers that see the whole context, a decode step reads the "
+        "first and the latest tokens and those that are likely to matter most, N in all, 768 or "
+        "more; what is no longer is read whole. Prompts are computed exactly (default: all tokens)",
     )
     parser.add_argument(
         "--store",

@@ -12,7 +12,8 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
-from paged_kv.checks import described
+from paged_kv.checks import described, whole_number
+from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.kernels.pages.page_format import FP16, FormatName, PageFormat, page_format_named
@@ -65,6 +66,18 @@ def checked_eviction_policy(policy: EvictionPolicy) -> EvictionPolicy:
             f"LeastRecentlyUsed(), got {described(policy)}"
         )
     return policy
+
+
+def checked_read_tokens(read_tokens: int | None) -> int | None:
+    """How many tokens a step reads at most.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less than three pages.
+    """
+    if read_tokens is None:
+        return None
+    return whole_number("read_tokens", read_tokens, least=LEAST_READ_TOKENS)
 
 
 def _is_number(value: object) -> bool:

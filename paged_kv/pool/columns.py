@@ -232,6 +232,14 @@ COLUMNS = [
         "drafts accepted", "spec_decode_num_accepted_tokens", kind=Kind.COUNTER,
     ),
     Column(
+        "tokens_chosen", "tokens that steps read which may not read all of a sequence's",
+        "tokens chosen", "tokens_chosen", kind=Kind.COUNTER,
+    ),
+    Column(
+        "tokens_left_out", "tokens that these steps did not read",
+        "left out", "tokens_left_out", kind=Kind.COUNTER,
+    ),
+    Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",
         "evicted", "evictions", kind=Kind.COUNTER, by="reason",
     ),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import replace
 from itertools import chain, takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -48,6 +49,7 @@ class LayerGroup:
         layers: the group's layers, by number.
         window: the window that they share, or None.
         page_format: the format of full pages, but for those of sequences with one of their own.
+        read_tokens: see `PagePool`; None in groups with a window.
         formats: all formats of the group's pages, by name.
         pages: the pages of each layer that was written.
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
@@ -69,8 +71,10 @@ class LayerGroup:
         budget: ByteBudget,
         smaller_formats: tuple[PageFormat, ...] = (),
         events: Events = NO_EVENTS,
+        read_tokens: int | None = None,
     ) -> None:
         self.layers = layers
+        self.read_tokens = read_tokens
         self.window = window
         self.page_format = page_format
         formats = (FP16, page_format, page_format.first, *smaller_formats)
@@ -123,12 +127,16 @@ class LayerGroup:
             ValueError: the layer has another geometry, or a format cannot hold this one.
             PoolExhausted: the mapped slabs would exceed the budget with this layer.
         """
+        # Attention to keys and values that differ in heads does not choose.
+        chooses = self.read_tokens is not None and geometry.k_heads == geometry.v_heads
+        geometry = replace(geometry, has_summaries=chooses)
         pages = self.pages.get(layer)
         if pages is None:
             known = [each.geometry for each in self.pages.values()]
             geometry = next((each for each in known if each == geometry), geometry)
             backend = backend_for(self._backend, geometry)
-            pages = LayerPages(geometry, backend, MAX_SLAB_PAGES)
+            read_tokens = self.read_tokens if chooses else None
+            pages = LayerPages(geometry, backend, MAX_SLAB_PAGES, read_tokens)
             for page_format in self.formats.values():
                 self._require_holds(page_format, layer, pages)
             self._add_layer(layer, pages)
@@ -408,9 +416,10 @@ def new_groups(
     backend: Backend,
     budget: ByteBudget,
     events: Events,
+    read_tokens: int | None = None,
 ) -> list[LayerGroup]:
     """Make a group of the layers without a window, and one for each window, whose pages have 16
-    bits."""
+    bits. The first may read no more than `read_tokens` tokens in a step."""
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
@@ -418,6 +427,6 @@ def new_groups(
     return [
         LayerGroup(members, window, FP16, backend, budget, (), events)
         if window
-        else LayerGroup(members, window, page_format, backend, budget, smaller, events)
+        else LayerGroup(members, None, page_format, backend, budget, smaller, events, read_tokens)
         for window, members in layers.items()
     ]

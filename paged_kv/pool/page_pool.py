@@ -31,6 +31,7 @@ from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import (
     FormatChoice,
     checked_eviction_policy,
+    checked_read_tokens,
     checked_windows,
     chosen_budget,
     chosen_formats,
@@ -106,9 +107,13 @@ class PagePool:
         trace: a file that records the events of blocks, see `paged_kv.trace.recorder`. None means
             the file that PAGED_KV_TRACE names, if any.
         eviction_policy: which cached prefixes to evict first.
+        read_tokens: how many tokens a step of one token per sequence reads at most in layers
+            without a window, see `paged_kv.kernels.pages.choice`. None means all, which is exact;
+            layers that append rows, and kernels of GPUs, read all in any case.
         name: the pool's name in log messages.
 
     Attributes:
+        read_tokens: see above; None if all tokens are read.
         counts: counts of evictions, requantisations and look-ups.
         attending: layers whose keys and values only attention uses, as far as is known.
         attending_in_decode: the same for steps of one token.
@@ -133,6 +138,7 @@ class PagePool:
         beside: PagePool | None = None,
         trace: str | os.PathLike[str] | None = None,
         eviction_policy: EvictionPolicy = LEAST_WORTH,
+        read_tokens: int | None = None,
         name: str = "pool",
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, least=0)
@@ -152,6 +158,9 @@ class PagePool:
             require_pool("beside", beside)
         self.budget: ByteBudget = chosen_budget(max_bytes, beside.budget if beside else None)
         self.backend = choose_backend()
+        self.read_tokens = checked_read_tokens(read_tokens)
+        if self.rows or not self.backend.chooses:
+            self.read_tokens = None
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self.budget, name, trace))
         self.groups = new_groups(
@@ -162,6 +171,7 @@ class PagePool:
             self.backend,
             self.budget,
             self.counts.events,
+            self.read_tokens,
         )
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
         self.timed_pins = TimedPins(self.index)
@@ -196,6 +206,11 @@ class PagePool:
     def is_open(self) -> bool:
         """Whether any layer has been written, so that block sizes are known."""
         return any(group.is_open for group in self.groups)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether steps of some layers may read less than all tokens."""
+        return any(group.read_tokens is not None for group in self.groups)
 
     @property
     def quantises(self) -> bool:

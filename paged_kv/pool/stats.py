@@ -66,6 +66,8 @@ class PoolStats(BlockTotals):
         drafts: steps of sequences in which tokens were drafted for them.
         draft_tokens: drafted tokens.
         accepted_tokens: drafted tokens that the model accepted.
+        tokens_chosen: tokens that steps read which may not read all of a sequence's.
+        tokens_left_out: tokens that they did not read.
         bytes_steps: keys and values of steps that no page holds yet.
         bytes_states: states of recurrent layers that the prefix cache keeps.
         bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
@@ -89,6 +91,8 @@ class PoolStats(BlockTotals):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    tokens_chosen: int = 0
+    tokens_left_out: int = 0
     bytes_steps: int = 0
     bytes_states: int = 0
     bytes_scratch: int = 0
@@ -205,6 +209,8 @@ class PoolStats(BlockTotals):
             drafts=self.drafts + other.drafts,
             draft_tokens=self.draft_tokens + other.draft_tokens,
             accepted_tokens=self.accepted_tokens + other.accepted_tokens,
+            tokens_chosen=self.tokens_chosen + other.tokens_chosen,
+            tokens_left_out=self.tokens_left_out + other.tokens_left_out,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
             bytes_steps=self.bytes_steps + other.bytes_steps,
             bytes_states=self.bytes_states + other.bytes_states,
@@ -290,6 +296,8 @@ class PoolCounts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    tokens_chosen: int = 0
+    tokens_left_out: int = 0
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.choice import chooses, tokens_read
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -57,6 +58,7 @@ class GroupStep:
         needs_step: whether reads need the step's keys and values besides its pages.
         moves: the group's `moves` when the metadata was made.
         stand_ins: of layers, by the id of their geometry object, which layers share.
+        has_noted_choice: whether the tokens that it chose were counted.
         seen: what the latest mask lets the queries see: layers usually get the same one.
     """
 
@@ -80,6 +82,7 @@ class GroupStep:
         self.parts: list[StepPart] = []
         self.stand_ins: dict[int, StandIns] = {}
         self.seen = _Seen(None, 0, None)
+        self.has_noted_choice = False
         self._count = count
         self._rows = rows
         self.locate()
@@ -117,6 +120,18 @@ class GroupStep:
         given = keys.shape, values.shape, keys.dtype, values.dtype
         found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
         return found
+
+    def note_choice(self, attention: Attention, count: int) -> None:
+        """Count the tokens that a step of `count` queries reads and leaves out, once for all
+        layers."""
+        if self.has_noted_choice or not chooses(attention, self.metadata, count):
+            return
+        self.has_noted_choice = True
+        for length in self.metadata.context_lens:
+            read = tokens_read(length, attention.read_tokens)
+            if read < length:
+                self.pool.counts.tokens_chosen += read
+                self.pool.counts.tokens_left_out += length - read
 
     def undo(self) -> None:
         """Let the sequences be as they were before the step, which has failed in this group, unless
@@ -187,6 +202,8 @@ class PagedRead:
                 key = scale, causal, window, id(sinks), softcap
                 attention = pages.attentions.get(key) or pages.attention(*key[:3], sinks, softcap)
                 if position_queries is None and not step.parts and wider_window is None:
+                    if pages.read_tokens is not None:
+                        step.note_choice(attention, count)
                     return pages.attend(queries, step.metadata, attention, self.unwritten)
                 wider = None
                 if wider_window is not None:

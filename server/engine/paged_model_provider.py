@@ -311,6 +311,7 @@ class PagedModelProvider(ModelProvider):
                 dtype=options.dtype,
                 store=options.store,
                 page_format=options.page_format,
+                read_tokens=options.read_tokens,
                 store_bytes=options.store_bytes,
                 store_options=store_options(options),
             )

@@ -81,6 +81,7 @@ def _lacking(models: list[Module], budget: int, arguments: argparse.Namespace) -
             budget,
             dtype=arguments.dtype,
             page_format=arguments.page_format,
+            read_tokens=arguments.read_tokens,
             trace=os.devnull,
         )
         for factory in factories:

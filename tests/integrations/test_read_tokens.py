@@ -1,0 +1,228 @@
+"""Models whose decode steps read chosen tokens, beside mlx-lm's caches and attention that hides the
+others."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from paged_kv.prefix.node_pages import block_bytes
+from tests.support.arrays import numbers
+from tests.support.choices import chosen
+from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.zoo import small_model
+
+READ = 768
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(1270)]
+TOLERANCE = 1e-4
+MODULE: Any = qwen3
+STOCK_ATTENTION = MODULE.scaled_dot_product_attention
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Its queries tell keys apart, as those of trained models do."""
+    model = small_model("qwen3")
+    for layer in model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.weight = 1.5 * mx.ones_like(norm.weight)
+    return model
+
+
+@contextmanager
+def attention_that_hides(read_tokens: int) -> Iterator[None]:
+    """mlx-lm's attention to the tokens that a step should read, of one sequence."""
+
+    def attend(queries: mx.array, keys: Any, values: Any, cache: Any, **options: Any) -> Any:
+        if queries.shape[2] > 1:
+            return STOCK_ATTENTION(queries, keys, values, cache=cache, **options)
+        group = queries.shape[1] // keys.shape[1]
+        seen = np.zeros((1, queries.shape[1], 1, keys.shape[2]), bool)
+        for head, of_head in enumerate(numbers(keys[0])):
+            own = slice(head * group, head * group + group)
+            asked = numbers(queries[0, own, 0])
+            seen[:, own, :, chosen(asked, of_head, options["scale"], read_tokens)] = True
+        options["mask"] = mx.array(seen)
+        return STOCK_ATTENTION(queries, keys, values, cache=cache, **options)
+
+    MODULE.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        MODULE.scaled_dot_product_attention = STOCK_ATTENTION
+
+
+def decoded(model: Any, prompt: list[int], count: int = 24, **options: Any) -> Run:
+    return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), count)
+
+
+def difference(ours: Run, others: Run) -> float:
+    return float(mx.abs(ours.logprobs - others.logprobs).max())
+
+
+def test_a_step_reads_what_matters_most(model: Any) -> None:
+    """The prompt's last token, and others until one is in the next page."""
+    with attention_that_hides(READ):
+        stock = greedy(model, PROMPT, make_prompt_cache(model), 14)
+    ours = decoded(model, PROMPT, 14, read_tokens=READ)
+    assert_same_run(ours, stock, TOLERANCE)
+    assert difference(ours, decoded(model, PROMPT, 14)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_what_is_read_whole_has_the_same_bits(name: str) -> None:
+    model, count = small_model(name), len(PROMPT) + 24
+    exact = decoded(model, PROMPT)
+    assert difference(decoded(model, PROMPT, read_tokens=count), exact) == 0
+
+
+def test_rows_of_a_batch_choose_as_they_would_alone(model: Any) -> None:
+    prompts = [PROMPT, PROMPT[:500], PROMPT[100:], PROMPT[:790]]
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    with factory:
+        generator = BatchGenerator(model, max_tokens=16, prefill_step_size=512)
+        uids = generator.insert(prompts)
+        runs = runs_of(generator, uids)
+        generator.close()
+    for prompt, run in zip(prompts, runs, strict=True):
+        cache = PagedCacheFactory(model, read_tokens=READ).make_cache()
+        assert_same_run(run, greedy(model, prompt, cache, 16, step=512), TOLERANCE)
+    del generator
+    assert_nothing_is_used(factory)
+
+
+def test_a_shared_prefix_brings_its_summaries(model: Any) -> None:
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    cold = greedy(model, PROMPT, factory.make_cache(), 12)
+    first = factory.make_cache()
+    model(mx.array([PROMPT[:1100]]), cache=first)
+    factory.insert_cache(PROMPT[:1100], first)
+    cache, cached = factory.fetch_cache(PROMPT)
+    assert cached == 1100
+    assert_same_run(greedy(model, PROMPT[cached:], cache, 12), cold, TOLERANCE)
+
+
+def test_pages_that_are_written_again_are_summarised_again(model: Any) -> None:
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    cache = factory.make_cache()
+    greedy(model, [*PROMPT[:300], *reversed(PROMPT)], cache, 2)
+    for layer in cache:
+        layer.trim(layer.offset - 300)
+    again = greedy(model, PROMPT[300:], cache, 12)
+    assert_same_run(again, decoded(model, PROMPT, 12, read_tokens=READ), TOLERANCE)
+
+
+@pytest.mark.parametrize("page_format", ["fp16", "q4"])
+def test_pages_on_disk_bring_their_summaries(model: Any, tmp_path: Path, page_format: str) -> None:
+    options: dict[str, Any] = {
+        "store": tmp_path,
+        "store_bytes": "1GB",
+        "max_bytes": 1 << 28,
+        "page_format": page_format,
+    }
+    first = PagedCacheFactory(model, read_tokens=READ, **options)
+    cache = first.make_cache()
+    model(mx.array([PROMPT[:1100]]), cache=cache)
+    assert first.insert_cache(PROMPT[:1100], cache) == 1100
+    cold = greedy(model, PROMPT[1100:], cache, 12)
+    first.close()
+    for read_tokens, found in ((READ, 1100), (None, 0), (READ + 64, 0)):
+        other = PagedCacheFactory(model, read_tokens=read_tokens, **options)
+        cache, cached = other.fetch_cache(PROMPT)
+        assert cached == found, read_tokens
+        if cached:
+            assert_same_run(greedy(model, PROMPT[cached:], cache, 12), cold, TOLERANCE)
+        other.close()
+
+
+def test_a_stored_page_that_is_not_full_has_no_summaries(model: Any) -> None:
+    """What freed memory held would be written to disk."""
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:256]]), cache=cache)
+    (group,) = factory.pool.groups
+    (block,) = cache[0].sequences[0].blocks(group)
+    layout = group.pages[0].layout_of(block)
+
+    def summaries(end: int) -> npt.NDArray[np.uint16]:
+        content = block_bytes(group, block, slice(end, 256))["layer.0"]
+        return content.reshape(-1)[layout.summaries_at :]
+
+    assert summaries(256).any()
+    assert not summaries(200).any()
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(READ, None), (None, READ), (READ, READ)])
+def test_saved_caches_load_with_and_without_summaries(
+    model: Any, tmp_path: Path, saving: int | None, loading: int | None
+) -> None:
+    cache = PagedCacheFactory(model, read_tokens=saving).make_cache()
+    model(mx.array([PROMPT[:-1]]), cache=cache)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, cache)
+    factory = PagedCacheFactory(model, read_tokens=loading)
+    with factory:
+        loaded = load_prompt_cache(file)
+    run = greedy(model, PROMPT[-1:], loaded, 12)
+    assert_same_run(run, decoded(model, PROMPT, 12, read_tokens=loading), TOLERANCE)
+
+
+def test_what_is_left_out_is_counted(model: Any) -> None:
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    greedy(model, PROMPT[:-6], factory.make_cache(), 3)
+    stats = factory.stats()
+    # mlx-lm computes one step more than it gives. Of the last run of each, so many are there.
+    steps = {1264: 16, 1265: 17, 1266: 18, 1267: 19}
+    assert stats.tokens_chosen == sum(736 + there for there in steps.values())
+    assert stats.tokens_chosen + stats.tokens_left_out == sum(steps)
+    assert "tokens_left_out" in stats.as_dict()
+
+
+def test_what_is_read_whole_is_not_counted(model: Any) -> None:
+    factory = PagedCacheFactory(model, read_tokens=READ)
+    greedy(model, PROMPT[:700], factory.make_cache(), 3)
+    assert factory.stats().tokens_chosen == factory.stats().tokens_left_out == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (767, ValueError, "read_tokens must be an integer from 768 on, got 767"),
+        (0, ValueError, "read_tokens must be an integer from 768 on, got 0"),
+        ("8192", TypeError, "read_tokens must be an integer"),
+        (8192.0, TypeError, "read_tokens must be an integer"),
+        (True, TypeError, "read_tokens must be an integer"),
+    ],
+)
+def test_bad_numbers_are_refused(
+    model: Any, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        PagedCacheFactory(model, read_tokens=value)
+
+
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma"])
+def test_a_model_that_reads_all_anyway_is_told_so(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "paged_kv"):
+        PagedCacheFactory(small_model(name), read_tokens=READ)
+    assert "read_tokens changes nothing: no layer of" in caplog.text
+
+
+def test_windows_are_read_whole() -> None:
+    """With `max_kv_size`, all layers have one."""
+    model = small_model("qwen3")
+    caches = [PagedCacheFactory(model, read_tokens=read).make_cache(1024) for read in (None, READ)]
+    exact, windowed = (greedy(model, PROMPT, cache, 8) for cache in caches)
+    assert difference(exact, windowed) == 0
