@@ -58,6 +58,39 @@ def _answers_kept(cache: str, texts: Iterable[dict[str, Figures]]) -> str:
     return f"{cache}: {kept} of {sum(each['fp16']['right'] for each in read)}"
 
 
+def chosen_quality(figures: Figures) -> str:
+    """What is lost by reading a share of the tokens: perplexity, right answers, weight."""
+    losses = [
+        (
+            f"{row['model']}: {row['choice']}, 1/{row['share']} read",
+            f"{row['loss_percent']:+.1f} ± {row['standard_error_percent']:.1f} %",
+        )
+        for row in figures["loss"]
+    ]
+    found = [
+        (
+            f"{row['model']}: {row['task']}, "
+            + (f"1/{row['share']} read" if row["share"] > 1 else "all read"),
+            f"{row['right']} of {row['answers']}",
+        )
+        for row in figures["recall"]
+    ]
+    mass = [(f"{row['model']}: {row['choice']}", *_mass(row["layers"])) for row in figures["mass"]]
+    return "\n\n".join(
+        [
+            table(("what is read", "loss of perplexity"), losses),
+            table(("what is asked for", "right answers"), found),
+            table(("1/4 read", "mean of layers", "least of a layer"), mass),
+        ]
+    )
+
+
+def _mass(layers: list[float]) -> tuple[str, str]:
+    """The mean share of attention's weight that is read, and the least, with its layer."""
+    least = min(layers)
+    return percent(sum(layers) / len(layers)), f"{percent(least)} (layer {layers.index(least)})"
+
+
 def real_tokens(figures: Figures) -> str:
     """How many prompts differ in 16 bits from mlx-lm alone, and how near the tokens were."""
     rows = [
@@ -462,6 +495,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         held_bytes,
         real_model_quality,
         real_recall,
+        chosen_quality,
         real_tokens,
         step_lengths,
         page_store,

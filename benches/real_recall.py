@@ -38,8 +38,9 @@ from benches.results_file import write_result
 from benches.two_processes import finished
 
 LENGTHS, TEXTS = (1024, 2048, 4096, 7168), 3
-COLOURS = ("red", "green", "blue", "white", "black")
-CITIES = ("oslo", "lima", "cairo", "quito", "delhi")
+COLOURS = ("red", "green", "blue", "white", "black", "brown", "grey", "pink", "gold", "silver")
+CITIES = ("oslo", "lima", "cairo", "quito", "delhi", "paris", "rome", "tokyo", "dakar", "milan")
+HIDDEN = 5
 
 Figures = dict[str, Any]
 
@@ -60,15 +61,17 @@ class Part(NamedTuple):
     likeliest: dict[str, list[list[bool]]]
 
 
-def text_of(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[Question]]:
-    """A text of about `length` tokens, and the questions about it."""
+def text_of(
+    tokenizer: Any, length: int, number: int, hidden: int = HIDDEN
+) -> tuple[list[int], list[Question]]:
+    """A text of about `length` tokens with so many codes and calls, and the questions about it."""
     rng = random.Random(f"{length} {number}")
 
     def encoded(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    hidden, questions = [], []
-    for colour, city in zip(COLOURS, CITIES, strict=True):
+    found, questions = [], []
+    for colour, city in zip(COLOURS[:hidden], CITIES[:hidden], strict=True):
         sentence, code = f"The code of the {colour} door is", f" {rng.randrange(10_000, 100_000)}."
         arguments = {
             "id": f"{rng.getrandbits(32):08x}",
@@ -77,17 +80,17 @@ def text_of(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[Q
         }
         call = json.dumps({"name": f"book_{city}", "arguments": arguments})
         name, _, rest = call.partition(' "arguments"')
-        hidden.append(encoded(f"\n\n{sentence}{code}\n\n{call}\n\n"))
+        found.append(encoded(f"\n\n{sentence}{code}\n\n{call}\n\n"))
         asked = f"\n\nWhat is the code of the {colour} door? {sentence}"
         questions += [
             Question("needle", encoded(asked), encoded(code)),
             Question("call", encoded(f"\n\n{name}"), encoded(f' "arguments"{rest}')),
         ]
     prose = encoded("\n\n".join(topics.values()))
-    piece = (length - sum(map(len, hidden))) // (len(hidden) + 1)
+    piece = (length - sum(map(len, found))) // (len(found) + 1)
     at = rng.randrange(len(prose) - length)
     text = encoded(tokenizer.bos_token or "")
-    for each in [*hidden, []]:
+    for each in [*found, []]:
         text += prose[at : at + piece] + each
         at += piece
     return text, questions

@@ -181,6 +181,38 @@ def shared_pages(figures: Figures) -> str:
     return table((f"{figures['instruction_set']} kernels", *head), rows) + f"\n\n{look}"
 
 
+def chosen_speed(figures: Figures) -> str:
+    """Decode that reads a share of the tokens, beside exact attention."""
+    rows = [
+        (
+            _share_read(row["format"], row),
+            millis(row["exact_seconds"]),
+            millis(row["chosen_seconds"]),
+            millis(row["as_short_seconds"]),
+            f"{row['times']:.1f}",
+        )
+        for row in figures["layer"]
+    ]
+    rows += [
+        (
+            _share_read("stdlib-llama, a whole step", row),
+            millis(row["exact_seconds"]),
+            millis(row["chosen_seconds"]),
+            "",
+            f"{row['times']:.1f}",
+        )
+        for row in figures["model"]
+    ]
+    head = ("a step", "all read", "chosen", "as many tokens, not chosen", "times as fast")
+    whole = ", ".join(f"{row['format']} {row['times']:.2f}" for row in figures["fits"])
+    return f"{table(head, rows)}\n\nWhere all may be read, times as fast: {whole}."
+
+
+def _share_read(what: str, row: Figures) -> str:
+    tokens = row["tokens"]
+    return f"{what}, {tokens >> 10}K tokens, 1/{tokens // row['read_tokens']} read"
+
+
 def latent_attention(figures: Figures) -> str:
     """Decode of latent attention, beside mlx-lm's operations and numpy's products."""
     rows = []
@@ -551,6 +583,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         appended_rows,
         publishing,
         shared_pages,
+        chosen_speed,
         latent_attention,
         distributed,
         quantised_kernels,

@@ -244,6 +244,45 @@ FIGURES: dict[str, dict[str, Any]] = {
             for dtype in ("bfloat16", "float16")
         },
     },
+    "chosen_speed": {
+        "layer": [
+            {
+                "format": "q8",
+                "tokens": 32768,
+                "read_tokens": 2048,
+                "exact_seconds": 0.005,
+                "chosen_seconds": 0.001,
+                "as_short_seconds": 0.0004,
+                "times": 5.04,
+            }
+        ],
+        "fits": [{"format": "q8", "tokens": 32768, "times": 0.99}],
+        "model": [
+            {
+                "tokens": 32768,
+                "read_tokens": 2048,
+                "exact_seconds": 0.014,
+                "chosen_seconds": 0.007,
+                "times": 2.0,
+            }
+        ],
+    },
+    "chosen_quality": {
+        "loss": [
+            {
+                "model": "smollm2",
+                "choice": "summaries",
+                "share": 4,
+                "loss_percent": 1.234,
+                "standard_error_percent": 0.5,
+            }
+        ],
+        "recall": [
+            {"model": "smollm2", "task": "needle", "share": 1, "answers": 10, "right": 9},
+            {"model": "smollm2", "task": "needle", "share": 4, "answers": 10, "right": 8},
+        ],
+        "mass": [{"model": "smollm2", "choice": "summaries", "layers": [0.9, 0.7]}],
+    },
     "latent_attention": {
         "backend": "native",
         "step_heads": 8,
