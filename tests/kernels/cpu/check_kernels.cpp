@@ -18,7 +18,8 @@
 
 namespace {
 
-constexpr int PAGE = 256, GROUP = 32;
+constexpr int PAGE = 256, GROUP = 32, RUN = 32, RUNS = PAGE / RUN;
+constexpr int READ = 448;  // tokens of a step that chooses: 14 runs
 constexpr int SIZES[] = {4, 2, 2};
 constexpr double TOLERANCES[] = {5e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
 // Where queries may be rounded to bytes. 500 batches came to 0.17 and 0.07: logits are large here.
@@ -165,6 +166,7 @@ struct Case {
   int window = pick(0, 2) ? 0 : pick(1, 400);
   float scale = 1 / sqrtf((float)k_dim);
   float softcap = pick(0, 2) ? 0 : (float)pick(1, 8) / 4;
+  bool has_summaries = !latent && pick(0, 1);
   std::vector<int32_t> lengths, padding;
 
   std::vector<std::vector<char>> slabs;
@@ -179,6 +181,17 @@ struct Case {
     for (int b = 0; b < batch; b++) {
       lengths.push_back(pick_of({1, 3, 255, 256, 257, 511, 700}));
       padding.push_back(pick(0, 2) ? 0 : pick(0, steps));
+    }
+    make_pages();
+  }
+
+  struct Choosing {};
+  // A step of one token, which may leave out some: in float32, so that both sides choose alike.
+  explicit Case(Choosing) : latent(false) {
+    steps = 1, window = 0, has_new = fits_into_bytes = false, has_summaries = true, q_format = PAGED_KV_F32;
+    for (int b = 0; b < batch; b++) {
+      lengths.push_back(pick_of({300, READ, READ + 1, 511, 512, 513, 700, 768}));
+      padding.push_back(0);
     }
     make_pages();
   }
@@ -203,6 +216,10 @@ struct Case {
     }
     layout.value_scales = layout.values + rows * row_bytes(layout.v_format, v_dim);
     layout.page_bytes = layout.value_scales + rows * scale_bytes(layout.v_format, v_dim);
+    if (has_summaries) {
+      layout.summaries = layout.page_bytes;
+      layout.page_bytes += heads * RUNS * summary_bytes();
+    }
     return layout;
   }
 
@@ -268,6 +285,50 @@ struct Case {
       numbers.push_back(centre + decode_number(slot.format, slot.numbers, slot.scales, d));
     }
     return slot.format >= PAGED_KV_Q8 ? rotated(numbers) : numbers;
+  }
+
+  int64_t summary_bytes() const { return 2 * k_dim * SIZES[PAGED_KV_F16]; }
+
+  // The mean, or the variance, of a number of the keys of a run, as a page holds it.
+  double summary(int b, int head, int run, bool variance, int d) const {
+    int32_t entry = tables[b * 3 + run / RUNS];
+    const PagedKvLayout& layout = layouts[entry / pages.slab_stride];
+    const char* page = bases[entry / pages.slab_stride] + entry % pages.slab_stride * layout.page_bytes;
+    const char* of_run = page + layout.summaries + (head * RUNS + run % RUNS) * summary_bytes();
+    return decode(PAGED_KV_F16, of_run + (variance * k_dim + d) * SIZES[PAGED_KV_F16]);
+  }
+
+  // The tokens that the query heads of a KV head read in a step of one token, ascending.
+  std::vector<int> chosen(int b, int head, const std::vector<std::vector<double>>& queries) const {
+    int length = lengths[b], last = (length - 1) / RUN, full = (length - 1) / PAGE * RUNS;
+    std::vector<double> weights(full);
+    for (const auto& query : queries) {
+      std::vector<double> scores(full);
+      double top = -INFINITY, total = 0;
+      for (int run = 0; run < full; run++) {
+        double spread = 0, most = log(RUN);
+        for (int d = 0; d < k_dim; d++) {
+          double x = query[d] * scale;
+          scores[run] += x * summary(b, head, run, false, d);
+          spread += x * x / 2 * summary(b, head, run, true, d);
+        }
+        scores[run] += spread > most ? 2 * sqrt(most * spread) - most : spread;
+        top = std::max(top, scores[run]);
+      }
+      for (double score : scores) total += exp(score - top);
+      for (int run = 0; run < full; run++) weights[run] += exp(scores[run] - top) / total;
+    }
+    int latest = std::min(full, last - 3), free = READ / RUN - 1 - (last - latest + 1);
+    std::vector<int> runs, tokens;
+    for (int run = 1; run < latest; run++) runs.push_back(run);
+    std::sort(runs.begin(), runs.end(), [&](int x, int y) { return weights[x] > weights[y]; });
+    runs.resize(free);
+    runs.push_back(0);
+    for (int run = latest; run <= last; run++) runs.push_back(run);
+    std::sort(runs.begin(), runs.end());
+    for (int run : runs)
+      for (int t = run * RUN; t < std::min(length, (run + 1) * RUN); t++) tokens.push_back(t);
+    return tokens;
   }
 
   // Fills a token's slots with NaN.
@@ -398,6 +459,22 @@ void check_pages(const Case& c, const Contents& in) {
     }
 }
 
+void check_summaries(const Case& c, const Contents& in) {
+  for (int b = 0; b < c.batch; b++)
+    for (int run = 0; run < c.lengths[b] / PAGE * RUNS; run++)
+      for (int d = 0; d < c.k_dim; d++) {
+        double mean = 0, squares = 0;
+        int head = c.heads - 1, first = in.place(c, b, run * RUN);
+        for (int t = 0; t < RUN; t++) {
+          double x = in.keys.at(b, head, first + t, d);
+          mean += x / RUN, squares += x * x / RUN;
+        }
+        double variance = squares - mean * mean;
+        expect(fabs(c.summary(b, head, run, false, d) - mean) < 2e-3 * (1 + fabs(mean)), "mean: " + c.name());
+        expect(fabs(c.summary(b, head, run, true, d) - variance) < 2e-3 * (1 + variance), "variance: " + c.name());
+      }
+}
+
 // Full pages put back into pages of floats: what they hold is rounded to the dtype.
 void check_copies(const Case& c) {
   Case back = c;
@@ -417,6 +494,7 @@ void check_case(bool latent) {
   Contents in(c);
   c.write(in.keys.tensor, in.values.tensor);
   check_pages(c, in);
+  if (c.has_summaries) check_summaries(c, in);
   check_copies(c);
 
   Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.k_dim, pick(0, 1));
@@ -428,7 +506,7 @@ void check_case(bool latent) {
   for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
   int64_t sinks_shape[] = {(int64_t)sinks.size()};
   PagedKvTensor sinks_tensor{sinks.data(), 1, 0, 1, 2, 32, 1, sinks_shape, nullptr, 0};
-  PagedKvOptions options{c.scale, c.causal, c.window, c.softcap, c.sinks ? &sinks_tensor : nullptr,
+  PagedKvOptions options{c.scale, c.causal, c.window, c.softcap, 0, c.sinks ? &sinks_tensor : nullptr,
                          nullptr, nullptr, log_sum_exp.data()};
 
   // The unwritten keys and values stand for the last tokens, of which the pages' slots are spoilt.
@@ -463,6 +541,39 @@ void check_case(bool latent) {
   }
 }
 
+// A step that reads chosen tokens, as attention to a row of these alone.
+void check_choice() {
+  Case c{Case::Choosing()};
+  Contents in(c);
+  c.write(in.keys.tensor, in.values.tensor);
+  Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, 1, c.k_dim, pick(0, 1));
+  Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, 1, c.v_dim, false, 0);
+  std::vector<float> log_sum_exp((size_t)c.batch * c.heads * c.gqa_group_size);
+  c.sinks = false;
+  PagedKvOptions options{c.scale, c.causal, 0, c.softcap, READ, nullptr, nullptr, nullptr, log_sum_exp.data()};
+  expect(!paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options), "choose: " + c.name());
+  for (int b = 0; b < c.batch; b++)
+    for (int kv_head = 0; kv_head < c.heads; kv_head++) {
+      int first = kv_head * c.gqa_group_size, end = first + c.gqa_group_size;
+      Seen seen(c, in, b, kv_head, c.lengths[b]);
+      Case read = c;
+      if (c.lengths[b] > READ) {
+        std::vector<std::vector<double>> queries;
+        for (int head = first; head < end; head++) {
+          queries.emplace_back();
+          for (int d = 0; d < c.k_dim; d++) queries.back().push_back(q.at(b, head, 0, d));
+        }
+        Seen all = seen;
+        seen.keys.clear(), seen.values.clear();
+        for (int t : c.chosen(b, kv_head, queries))
+          seen.keys.push_back(all.keys[t]), seen.values.push_back(all.values[t]);
+        read.lengths[b] = (int)seen.keys.size();
+      }
+      for (int head = first; head < end; head++)
+        check_query(read, seen, q, q, out, nullptr, log_sum_exp.data(), b, head, 0);
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -476,6 +587,7 @@ int main(int count, char** arguments) {
       random_bits.seed(i);
       paged_kv_use_threads(1 + i % 3);
       check_case(i % 3 == 0);
+      check_choice();
     }
     printf("%s: %d batches\n", name.c_str(), cases);
   }
