@@ -202,7 +202,7 @@ def losses_of(name: str, kind: str) -> Figures:
     of_q4 = Context(model, read_by(q4, model, tokens[:BEFORE]), tokens)
     # Steps of several tokens read all.
     nats["q4 exact"], nats["q4 decoded"] = nats_of(of_q4, QUERIES), nats_of(of_q4, 1)
-    return {"nats": nats, "mass": mass}
+    return {"text": kind, "nats": nats, "mass": mass}
 
 
 def recalled(name: str, number: int) -> dict[str, dict[str, list[bool]]]:
@@ -294,7 +294,7 @@ def figures_of(losses: dict[str, list[Figures]], recall: dict[str, list[Figures]
         "blas": BLAS,
         "before": BEFORE,
         "measured": MEASURED,
-        "texts": KINDS,
+        "texts": sorted({part["text"] for parts in losses.values() for part in parts}),
         "loss": loss,
         "decode_differs": {name: _differs(parts) for name, parts in losses.items()},
         "mass": mass,

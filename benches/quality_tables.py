@@ -76,13 +76,15 @@ def chosen_quality(figures: Figures) -> str:
         for row in figures["recall"]
     ]
     mass = [(f"{row['model']}: {row['choice']}", *_mass(row["layers"])) for row in figures["mass"]]
-    return "\n\n".join(
-        [
-            table(("what is read", "loss of perplexity"), losses),
-            table(("what is asked for", "right answers"), found),
-            table(("1/4 read", "mean of layers", "least of a layer"), mass),
-        ]
-    )
+    texts = ", ".join(figures["texts"])
+    parts = [
+        table(("what is read", "loss of perplexity"), losses),
+        f"{figures['measured']} tokens behind {count(figures['before'])}, of texts: {texts}.",
+        table(("attention's weight, 1/4 read", "mean of layers", "least of a layer"), mass),
+    ]
+    if found:
+        parts.append(table(("what is asked for", "right answers"), found))
+    return "\n\n".join(parts)
 
 
 def _mass(layers: list[float]) -> tuple[str, str]:

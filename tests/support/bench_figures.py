@@ -268,6 +268,9 @@ FIGURES: dict[str, dict[str, Any]] = {
         ],
     },
     "chosen_quality": {
+        "texts": ["code"],
+        "before": 7168,
+        "measured": 256,
         "loss": [
             {
                 "model": "smollm2",
