@@ -64,7 +64,7 @@ def _clear_slots(content: Words, layout: PageLayout, unused: slice) -> None:
         slots = flat[offset : offset + plane.words]
         if plane.slots == PAGE_SIZE:
             slots.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, unused] = 0
-    if unused.start < PAGE_SIZE:
+    if layout.summaries is not None and unused.start < PAGE_SIZE:
         flat[layout.summaries_at :] = 0  # a page that is not full has none yet
 
 
