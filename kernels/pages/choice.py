@@ -37,7 +37,8 @@ def chooses(attention: Attention, metadata: AttentionMetadata, queries: int) -> 
 
 
 def tokens_read(length: int, read_tokens: int | None) -> int:
-    """How many tokens are read of a sequence: all, or whole runs and its last one."""
+    """How many tokens are read of a sequence: all, or whole runs and its last one, which may be
+    partly empty."""
     if read_tokens is None or length <= read_tokens:
         return length
     return read_tokens // RUN_TOKENS * RUN_TOKENS - (-length) % RUN_TOKENS
@@ -84,13 +85,6 @@ def chosen_runs(scores: mx.array, lengths: mx.array, read_tokens: int) -> mx.arr
     count = min(read_tokens // RUN_TOKENS, ranked.shape[2])
     best = mx.argpartition(-ranked, count - 1, axis=-1)[..., :count]
     return mx.sort(best, axis=-1).astype(mx.int32)
-
-
-def read_lengths(lengths: mx.array, read_tokens: int) -> mx.array:
-    """How many tokens the chosen runs of each sequence have, int32 [B]. The last of them is the
-    sequence's last run, which may be partly empty."""
-    most = read_tokens // RUN_TOKENS * RUN_TOKENS
-    return mx.minimum(lengths, most - RUN_TOKENS + (lengths - 1) % RUN_TOKENS + 1)
 
 
 def chosen_tokens(
