@@ -184,7 +184,8 @@ def losses_of(name: str, kind: str) -> Figures:
     assert len(tokens) == BEFORE + MEASURED + 1, f"{kind} is too short"
     nats: dict[str, list[float]] = {}
     mass: dict[str, list[float]] = {}
-    factory = PagedCacheFactory(model, read_tokens=BEFORE // MASS_SHARE, max_bytes="4GB")
+    read_tokens = BEFORE // MASS_SHARE
+    factory = PagedCacheFactory(model, read_tokens=read_tokens, max_bytes="4GB")
     own = read_by(factory, model, tokens[:BEFORE])
     nats["decoded"] = nats_of(Context(model, own, tokens), 1)
     stock = Context(model, stock_caches(model, own), tokens)
@@ -197,7 +198,6 @@ def losses_of(name: str, kind: str) -> Figures:
             if share == MASS_SHARE:
                 layers = sum(type(each) is KVCache for each in stock.cache)
                 mass[choice] = [mean(choosing.mass[at::layers]) for at in range(layers)]
-    read_tokens = BEFORE // MASS_SHARE
     q4 = PagedCacheFactory(model, read_tokens=read_tokens, page_format="q4", max_bytes="4GB")
     of_q4 = Context(model, read_by(q4, model, tokens[:BEFORE]), tokens)
     # Steps of several tokens read all.

@@ -154,8 +154,8 @@ def test_what_may_be_read_whole_has_the_same_bits(backend: str) -> None:
     assert mx.array_equal(exact, may_choose)
 
 
-def test_a_choice_of_all_runs_has_the_same_bits(backend: str) -> None:
-    """Runs that follow each other are read as without a choice."""
+def test_a_choice_of_nearly_all_runs_gives_nearly_the_same(backend: str) -> None:
+    """So little is left out that the output is another one, but not by much."""
     rows = Rows(backend, geometry_of(mx.float16), [1500])
     queries = rows.queries(4)
     exact = rows.written_and_attended(queries, Attention(0.1))
