@@ -138,5 +138,5 @@ def recorder_of(backend: Backend) -> StepRecorder | None:
     """The recorder of a backend's steps; None if MLX cannot record them, because they are not
     operations of its graph, or because plain operations stand in for some kernels."""
     if isinstance(backend, GpuBackend):
-        return GpuRecorder(backend, backend.order)
+        return GpuRecorder(backend)
     return PlainRecorder() if isinstance(backend, PlainBackend) else None

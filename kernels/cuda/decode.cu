@@ -18,6 +18,9 @@
 #ifdef STEP
                    keys, keys_strides, values, values_strides,
 #endif
+#ifdef CHOSEN
+                   runs,
+#endif
 #ifdef WHOLE
 #ifdef SINKS
                    sinks, sinks_strides,

@@ -3,11 +3,12 @@
 Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
+from paged_kv.kernels.gpu.choice import Choice
 from paged_kv.kernels.gpu.decode import Decode
 from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
 from paged_kv.kernels.gpu.latent import Latent
@@ -17,6 +18,7 @@ from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.choice import chooses
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
@@ -54,6 +56,7 @@ class GpuBackend:
         self.order = Order()
         self.fallbacks = 0
         kernels = GpuKernels(dialect, maker)
+        self._choice = Choice(kernels, self.order)
         self._decode = Decode(kernels, self.order)
         self._prefill = Prefill(kernels, self.order)
         self._latent = Latent(kernels, self.order)
@@ -89,6 +92,14 @@ class GpuBackend:
             self._plain.write(pages, keys, values, metadata)
             return
         self._slots.write(pages, slabs, tables, keys, values)
+        if pages.geometry.has_summaries:
+            self.summarise(pages, metadata.filled_entries(keys.shape[2]))
+
+    def summarise(self, pages: LayerMemory, entries: Sequence[int]) -> None:
+        """Make the summaries of full pages of 16 bits, in at most 16 slabs."""
+        if entries:
+            slabs, numbered = _numbered(entries, pages.slab_stride)
+            self._slots.summarise(pages, bound_slabs(pages, slabs), numbered)
 
     def begin(self, *arrays: mx.array) -> None:
         """Does nothing: no write waits, because MLX computes it with the rest of the step."""
@@ -108,18 +119,14 @@ class GpuBackend:
                 self._slots.copy(pages, bound, pairs)
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
-        stride = pages.slab_stride
-        slabs = sorted({entry // stride for pair in copies.items() for entry in pair})
+        slabs, numbered = _numbered([*copies, *copies.values()], pages.slab_stride)
         if len(slabs) > MAX_SLABS:
             self._fall_back(pages)
             self._plain.copy(pages, copies)
             return
-        pairs = [
-            tuple(slabs.index(entry // stride) * stride + entry % stride for entry in pair)
-            for pair in copies.items()
-        ]
+        pairs = list(zip(numbered[: len(copies)], numbered[len(copies) :], strict=True))
         if pairs:
-            self._slots.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
+            self._slots.copy(pages, bound_slabs(pages, slabs), pairs)
 
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
@@ -173,7 +180,8 @@ class GpuBackend:
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         if queries.shape[2] == 1 and unwritten is None:
-            output = self._decode(pages, slabs, tables, queries, attention, None)
+            runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
+            output = self._decode(pages, slabs, tables, queries, attention, None, runs)
         else:
             unwritten = self._in_dtype(pages, unwritten)
             output = self._prefill(pages, slabs, tables, queries, attention, unwritten)
@@ -231,8 +239,27 @@ class GpuBackend:
             pages.require_writable(metadata, 1)
         dtype, own = queries.dtype, geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        output = self._decode(pages, slabs, tables, queries, attention, step)
+        runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
+        output = self._decode(pages, slabs, tables, queries, attention, step, runs)
+        if geometry.has_summaries:
+            self.summarise(pages, metadata.filled_entries(1))
         return output if dtype == own else output.astype(dtype)
+
+    def _chosen_runs(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+    ) -> mx.array | None:
+        """What a step of one token reads; None if all. Heads that no kernel takes are gathered, and
+        read whole."""
+        # Not a call in each layer of a pool that reads all.
+        if attention.read_tokens is None or not chooses(attention, metadata, 1):
+            return None
+        return self._choice(pages, slabs, tables, queries, attention)
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention
@@ -286,6 +313,13 @@ class GpuBackend:
             "call compact()"
         )
         self.synchronize(pages)
+
+
+def _numbered(entries: Sequence[int], stride: int) -> tuple[tuple[int, ...], list[int]]:
+    """The slabs of these entries, ascending, and the entries if these slabs are numbered from 0."""
+    slabs = sorted({entry // stride for entry in entries})
+    places = {slab: at * stride for at, slab in enumerate(slabs)}
+    return tuple(slabs), [places[entry // stride] + entry % stride for entry in entries]
 
 
 def _has_kernels(k_dim: int, v_dim: int, heads: int) -> bool:

@@ -123,6 +123,10 @@ CONSTANT uint COPY_SUMS = 1;
 template <uint DIM>
 void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values, SHARED float* sums) {
   DEVICE const int* pair = pages.row(place.z / 2);
+#ifdef HAS_SUMMARIES
+  // The same in all formats.
+  if (!values) copy_summary(pages, uint(pair[0]), uint(pair[1]), place);
+#endif
   Slots from = pages.slots(uint(pair[0]), place.y, DIM, values);
   Slots to = pages.slots(uint(pair[1]), place.y, DIM, values);
   uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;

@@ -13,6 +13,9 @@
 // context is one part, that is the output (WHOLE). Otherwise the maximum, sum of weights and weighted
 // values of each part go to memory (PARTIAL, the split-KV partials), and the merge kernel joins them.
 //
+// With CHOSEN it reads some runs of tokens of each sequence, which each KV head has chosen. Tiles then count the
+// tokens of these runs.
+//
 // Rotated and plain values can only be added at the end. If a layer has both, one threadgroup reads
 // the pages of one kind, and another those of the other.
 //
@@ -147,6 +150,21 @@ Seen seen_tokens(DEVICE const int* row, uint window) {
   uint last = length ? length - 1 : 0;
   return {first_seen(row, last, window), length, uint(row[ROW_FIELDS + last / PAGE_SIZE]), last % PAGE_SIZE};
 }
+
+#ifdef CHOSEN
+// Tokens that are chosen together: kernels/pages/choice.py. A tile lies in one run.
+CONSTANT uint RUN_TOKENS = 64;
+
+// How many tokens are read of a sequence that has more than may be read. Its last run may be partly empty.
+uint chosen_tokens(uint length, uint most) {
+  return most / RUN_TOKENS * RUN_TOKENS - (RUN_TOKENS - 1) + (length - 1) % RUN_TOKENS;
+}
+
+// The position of one of the tokens of the chosen runs.
+uint chosen_position(DEVICE const int* runs, uint at) {
+  return uint(runs[at / RUN_TOKENS]) * RUN_TOKENS + at % RUN_TOKENS;
+}
+#endif
 
 // The running softmax of a simdgroup's tiles; the sum of weights is over the lane's tokens.
 struct Part {
@@ -302,6 +320,9 @@ void decode(DEVICE const T* queries, Strides strides,
                    DEVICE const T* step_keys, Strides k_strides, DEVICE const T* step_values,
                    Strides v_strides,
 #endif
+#ifdef CHOSEN
+                   DEVICE const int* runs,
+#endif
 #ifdef WHOLE
 #ifdef SINKS
                    DEVICE const Sinks* sinks, Strides s_strides,
@@ -321,6 +342,13 @@ void decode(DEVICE const T* queries, Strides strides,
   threads_meet();
   DEVICE const int* row = pages.row(number);
   Seen seen = seen_tokens(row, pages.parameter(WINDOW));
+#ifdef CHOSEN
+  // From here on `seen` and tiles count the tokens that are read.
+  uint most = pages.parameter(TOKENS);
+  bool chooses = seen.end > most;
+  if (chooses) seen.end = chosen_tokens(seen.end, most);
+  runs += (number * heads + head) * ulong(most / RUN_TOKENS);
+#endif
   bool rotated = pages.parameter(FIRST_BASIS) + place.z % bases;
   SHARED float* own = all_own + place.simdgroup * OWN;
   Part sums;
@@ -343,11 +371,22 @@ void decode(DEVICE const T* queries, Strides strides,
 #endif
   uint tiles = pages.parameter(SPLIT_TILES), first = seen.begin / TILE + place.y * tiles;
   for (uint tile = first + part; tile < first + tiles && tile * TILE < seen.end; tile += PARTS) {
+#ifdef CHOSEN
+    uint position = chooses ? chosen_position(runs, tile * TILE) : tile * TILE;
+    uint entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
+    // As many tokens as follow in the tile are seen from there.
+    Seen here = {0, position + seen.end - tile * TILE, seen.entry, seen.slot};
+#else
     uint position = tile * TILE, entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
+#endif
     Slots values = pages.slots(entry, head, V_DIM, true);
     if (values.is_rotated() != rotated) continue;
     Slots keys = pages.slots(entry, head, K_DIM, false);
+#ifdef CHOSEN
+    sums.read_tile(keys, values, here, entry == seen.entry, position, lane,
+#else
     sums.read_tile(keys, values, seen, entry == seen.entry, position, lane,
+#endif
                    in_basis(staged, keys.is_rotated()), own);
   }
   SHARED float* measures_here = all_measures + block * ROWS * 2;

@@ -1,7 +1,8 @@
 """Plans and runs attention of one token per sequence: one launch, or two for long contexts.
 
 Sequences that share pages take three. The kernel that reads a sequence's own pages also writes the
-step, if it gets one. All inputs but a layer's own arrays are the same in all layers of a kind, and
+step, if it gets one. A step that reads chosen tokens (kernels/gpu/choice.py) is planned as one of
+so short a context. All inputs but a layer's own arrays are the same in all layers of a kind, and
 are made once per step.
 """
 
@@ -31,25 +32,33 @@ class Decode(StepPlanner):
         queries: mx.array,
         attention: Attention,
         step: Unwritten | None,
+        runs: mx.array | None = None,
     ) -> mx.array:
-        """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
+        """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype.
+
+        Args:
+            step: is written too.
+            runs: the runs to read of sequences that have more than `read_tokens` tokens; None to
+                read all.
+        """
         # Not yet `DecodeArguments`, nor `inputs_of` without sinks: each is a call in every layer.
-        key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
+        read = 0 if runs is None else attention.read_tokens
+        key = slabs.kind, queries.shape[1], scores_of(attention), step is not None, read
         plan: LaunchPlan | None = tables.plans.get(key)
         if plan is None:
             plan = self._plan_for(tables, key, queries.shape)
         sinks = [] if attention.sinks is None else inputs_of(attention)
+        own = [*(step or ())] if runs is None else [*(step or ()), runs]
         if plan.merge is None:
-            inputs = [queries, *(step or ()), *sinks, *slabs.inputs, tables.array, plan.params]
+            inputs = [queries, *own, *sinks, *slabs.inputs, tables.array, plan.params]
             return self._order.run(pages, plan.attend, inputs)[0]
-        written = [*(step or ())]
-        return plan.run_and_merge(self._order, pages, slabs, tables, [queries], written, sinks)
+        return plan.run_and_merge(self._order, pages, slabs, tables, [queries], own, sinks)
 
     def _plan_of(
         self, arguments: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
     ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
-        longest = reach
+        longest = min(reach, arguments.read_tokens or reach)
         if arguments.scores.window:
             longest = min(longest, arguments.scores.window) + TILE
         kind, geometry = arguments.kind, arguments.kind.geometry
@@ -81,6 +90,7 @@ class Decode(StepPlanner):
             split_tiles=shape.tiles,
             first_basis=kind.bases[0],
             bases=bases,
+            tokens=arguments.read_tokens,
         )
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
@@ -89,6 +99,8 @@ class Decode(StepPlanner):
         flags += ["WHOLE", *sinks] if is_whole else ["PARTIAL"]
         if arguments.writes:
             flags.append("STEP")
+        if arguments.read_tokens:
+            flags.append("CHOSEN")
         output = Output((batch, arguments.heads, 1, geometry.v_dim), geometry.k_dtype)
         attend = launch_of(
             self._kernels.kernel("decode", geometry.k_dtype, dims | sizes, flags),

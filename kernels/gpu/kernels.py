@@ -22,7 +22,13 @@ OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "param
 # all variants. An operation on pages has the output `done` too.
 INPUTS: dict[str, dict[str, str]] = {
     "write": {"keys": "", "values": ""},
-    "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
+    "decode": {
+        "queries": "",
+        "keys": "STEP",
+        "values": "STEP",
+        "runs": "CHOSEN",
+        "sinks": "SINKS",
+    },
     "latent": {"queries": "", "position_queries": "", "groups": "IN_GROUPS"},
     "merge": {
         "partials": "",
@@ -41,6 +47,8 @@ INPUTS: dict[str, dict[str, str]] = {
         "groups": "IN_GROUPS",
     },
     "copy": {},
+    "summarise": {},
+    "score": {"queries": ""},
     "gather": {"new_keys": "HAS_NEW_TOKENS", "new_values": "HAS_NEW_TOKENS"},
 }
 OUTPUTS: dict[str, dict[str, str]] = {
@@ -50,6 +58,8 @@ OUTPUTS: dict[str, dict[str, str]] = {
     "merge": {"output": ""},
     "prefill": {"output": "WHOLE", "partials": "PARTIAL", "measures": "PARTIAL"},
     "copy": {},
+    "summarise": {},
+    "score": {"scores": ""},
     "gather": {"keys": "", "values": ""},
 }
 

@@ -43,7 +43,7 @@ class Latent(StepPlanner):
         self, arguments: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
     ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
-        kind, heads, scores, _ = arguments
+        kind, heads, scores, *_ = arguments
         longest = reach
         if scores.window:
             longest = min(longest, scores.window) + LATENT_SIMDGROUPS

@@ -40,7 +40,7 @@ enum Parameter {
   FIRST_BASIS,   // of values in pages: 0 plain, 1 rotated
   BASES_OF_VALUES,
   NEW_TOKENS,   // unwritten tokens of a step
-  TOKENS,        // gathered tokens
+  TOKENS,        // gathered tokens; those that are scored, or that are read at most
   Q_HEADS,
   SOFTCAP,       // of base-2 logits: the bits of a float
   PARAMETERS

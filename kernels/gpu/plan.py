@@ -44,7 +44,7 @@ class LaunchPlan(NamedTuple):
 
         Args:
             queries: one array, or two of latent attention.
-            step: new keys and values, if the kernel takes some.
+            step: new keys and values, and chosen runs, if the kernel takes some.
             sinks: the sinks, if there are some.
         """
         assert self.merge is not None
@@ -91,12 +91,14 @@ class DecodeArguments(NamedTuple):
 
     Attributes:
         writes: whether the kernel also writes the step.
+        read_tokens: how many tokens of a sequence it reads at most, chosen ones; 0 for all.
     """
 
     kind: PageKind
     heads: int
     scores: Scores
     writes: bool = False
+    read_tokens: int = 0
 
 
 class StepPlanner(Planner):
@@ -111,7 +113,9 @@ class StepPlanner(Planner):
             key: the fields of `DecodeArguments`.
         """
         arguments = DecodeArguments(*key)
-        groups = self._groups_of(tables, arguments.kind, queries)
+        # Sequences that share pages choose differently.
+        shares = not arguments.read_tokens
+        groups = self._groups_of(tables, arguments.kind, queries) if shares else None
         reach = tables.reach if groups is None else tables.own_reach
         plan = tables.plans[key] = self._plan(arguments, reach, *tables.array.shape, groups)
         return plan

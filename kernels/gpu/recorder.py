@@ -11,8 +11,8 @@ from threading import get_ident
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import bound_slabs
-from paged_kv.kernels.gpu.order import Chain, Order
-from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.gpu.order import Chain
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.tables import Tables
 
@@ -22,9 +22,9 @@ class GpuRecorder:
 
     pays = True
 
-    def __init__(self, backend: Backend, order: Order) -> None:
+    def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
-        self._order = order
+        self._order = backend.order
 
     def key(self, pages: LayerPages, tables: Tables) -> Hashable:
         bound = pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
@@ -36,7 +36,8 @@ class GpuRecorder:
 
     def stand_in(self, pages: LayerPages, tables: Tables, arrays: list[mx.array]) -> LayerPages:
         *handles, token = arrays
-        stand_in = LayerPages(pages.geometry, self._backend, pages.slab_stride)
+        read_tokens = pages.read_tokens
+        stand_in = LayerPages(pages.geometry, self._backend, pages.slab_stride, read_tokens)
         stand_in.slabs = pages.slabs
         stand_in.memo[tables.slabs] = bound_slabs(pages, tables.slabs).standing_for(handles)
         stand_in.kept = Chain(token, get_ident())
@@ -48,6 +49,10 @@ class GpuRecorder:
     def changed(self, stand_in: LayerPages, tables: Tables) -> list[mx.array]:
         return [self._order.latest(stand_in)]
 
-    def keep(self, pages: LayerPages, tables: Tables, changed: list[mx.array]) -> None:
+    def keep(
+        self, pages: LayerPages, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
         (token,) = changed
         self._order.follow(pages, token)
+        if pages.geometry.has_summaries:
+            self._backend.summarise(pages, filled)

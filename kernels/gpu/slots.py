@@ -1,4 +1,5 @@
-"""Runs the kernels that move tokens in and out of pages: write, gather and copy."""
+"""Runs the kernels that move tokens in and out of pages: write, gather and copy; and the one that
+summarises pages which are full."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,8 +15,10 @@ from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.summaries import SUMMARY_TOKENS
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
 
+SUMMARIES = PAGE_SIZE // SUMMARY_TOKENS  # of a head of a page
 assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
 
@@ -63,6 +66,13 @@ class SlotKernels:
         launch, params = self._launch("copy", slabs.kind, len(pairs), PAGE_SIZE, TABLE_WIDTH)
         self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
 
+    def summarise(self, pages: LayerMemory, slabs: BoundSlabs, entries: Sequence[int]) -> None:
+        """Summarise full pages of 16 bits, with entries that number the bound slabs."""
+        table = np.zeros((len(entries), TABLE_WIDTH), np.int32)
+        table[:, 0] = entries
+        launch, params = self._launch("summarise", slabs.kind, len(entries), SUMMARIES, TABLE_WIDTH)
+        self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
+
     def _launch_of(
         self,
         operation: str,
@@ -72,20 +82,23 @@ class SlotKernels:
         width: int,
         new_tokens: int = 0,
     ) -> tuple[Launch, mx.array]:
-        """The launch for `batch` rows of the tables with `tokens` tokens each."""
+        """The launch for `batch` rows of the tables with `tokens` tokens, or summaries, each."""
         geometry = kind.geometry
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         # A page that is written holds floats, whatever the others hold.
-        flags = [] if operation == "write" else [*kind.flags]
+        flags = [] if operation in ("write", "summarise") else [*kind.flags]
+        if operation == "copy" and geometry.has_summaries:
+            flags.append("HAS_SUMMARIES")
         if new_tokens:
             flags.append("HAS_NEW_TOKENS")
         outputs = [
             Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
             for dim in dims.values()
         ]
+        sides = 1 if operation == "summarise" else 2
         launch = launch_of(
             self._kernels.kernel(operation, geometry.k_dtype, dims, flags),
-            (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, 2 * batch),
+            (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
             LANES * SLOT_SIMDGROUPS,
             [*outputs, DONE] if operation == "gather" else [DONE],
         )

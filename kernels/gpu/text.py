@@ -22,8 +22,9 @@ SUFFIXES = {"metal": "metal", "cuda": "cu"}
 
 # All headers; none uses a later one. Each is in the dialect's folder or in kernels/gpu. Only CUDA
 # has `mma`. The constants of a variant follow the first header.
-HEADERS = ["dialect", "pages", "slots", "reading", "write", "copy", "gather", "decode", "merge"]
-HEADERS += ["latent", "mma", "matrices", "prefill_plan", "prefill", "wide", "latent_groups"]
+HEADERS = ["dialect", "pages", "slots", "reading", "write", "summaries", "copy", "gather"]
+HEADERS += ["decode", "merge", "latent", "mma", "matrices", "prefill_plan", "prefill", "wide"]
+HEADERS += ["latent_groups"]
 
 # Operations that take no pages.
 WITHOUT_PAGES = {"merge"}

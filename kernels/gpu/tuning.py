@@ -106,6 +106,18 @@ def decode_shape(
     return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
 
 
+# Simdgroups of a threadgroup that scores summaries, which share its queries. Each takes a page, 4
+# KiB of summaries of 128 numbers in a KV head: 32 KiB for 8, beside 1 KiB of 4 queries.
+SCORE_SIMDGROUPS = 8
+
+
+def scored_rows(gqa_group_size: int, k_dim: int) -> int:
+    """Query heads of one KV head that a threadgroup scores summaries for. It keeps them and half of
+    their squares."""
+    most = min(MOST_ROWS, QUERY_BYTES // (2 * k_dim * 4))
+    return ceil(gqa_group_size / ceil(gqa_group_size / most))
+
+
 # Query rows of a simdgroup of prefill: the rows of one 8x8 matrix on Metal, and of one 16x16 matrix
 # on CUDA. So the 4 simdgroups of a threadgroup have 32 or 64.
 SIMDGROUP_ROWS = {"metal": 8, "cuda": 16}

@@ -16,6 +16,11 @@ Unwritten = tuple[mx.array, mx.array]
 sequence, counted in its length, that no page holds yet."""
 
 
+def filled_key(count: int) -> str:
+    """The key of `AttentionMetadata.filled_entries` in its `memo`."""
+    return f"filled by {count}"
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Where the tokens of each sequence (row) of a batch are.
@@ -105,14 +110,19 @@ class AttentionMetadata:
         }
 
     def filled_entries(self, count: int) -> list[int]:
-        """The table entries of the pages that a step of `count` tokens fills."""
-        return [
-            entry
-            for table, context_len, own in zip(
-                self.block_tables, self.context_lens, self.valid_tokens(count), strict=True
-            )
-            for entry in table[(context_len - len(own)) // PAGE_SIZE : context_len // PAGE_SIZE]
-        ]
+        """The table entries of the pages that a step of `count` tokens fills. Kept in the `memo`:
+        all layers ask."""
+        key = filled_key(count)
+        if key not in self.memo:
+            self.memo[key] = [
+                entry
+                for table, context_len, own in zip(
+                    self.block_tables, self.context_lens, self.valid_tokens(count), strict=True
+                )
+                for entry in table[(context_len - len(own)) // PAGE_SIZE : context_len // PAGE_SIZE]
+            ]
+        filled: list[int] = self.memo[key]
+        return filled
 
     def valid_tokens(self, count: int) -> list[range]:
         """Per sequence, which of a step's `count` tokens are valid (not padding)."""

@@ -32,8 +32,23 @@ def chooses(attention: Attention, metadata: AttentionMetadata, queries: int) -> 
         attention.read_tokens is not None
         and queries == 1
         and attention.window is None
-        and max(metadata.context_lens, default=0) > attention.read_tokens
+        and exceeds(metadata, attention.read_tokens)
     )
+
+
+def exceeds(metadata: AttentionMetadata, read_tokens: int) -> bool:
+    """Whether a sequence has more than so many tokens. Kept in the batch's `memo`: all layers ask,
+    and recorded steps, whose lengths are in arrays, are told so there."""
+    key = exceeds_key(read_tokens)
+    if key not in metadata.memo:
+        metadata.memo[key] = max(metadata.context_lens, default=0) > read_tokens
+    found: bool = metadata.memo[key]
+    return found
+
+
+def exceeds_key(read_tokens: int) -> str:
+    """The key of `exceeds` in a batch's `memo`."""
+    return f"exceeds {read_tokens}"
 
 
 def tokens_read(length: int, read_tokens: int | None) -> int:

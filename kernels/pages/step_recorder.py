@@ -46,6 +46,9 @@ class StepRecorder(Protocol):
         """The arrays of a stand-in that its operations have replaced."""
         ...
 
-    def keep(self, pages: LayerPages, tables: Tables, changed: list[mx.array]) -> None:
-        """Let a layer have these arrays, after a recorded step."""
+    def keep(
+        self, pages: LayerPages, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
+        """Let a layer have these arrays, after a recorded step that has filled the pages of these
+        table entries: summarise them, if pages have summaries. A recording does not know them."""
         ...

@@ -66,7 +66,7 @@ class PlainBackend:
             _write_slots(slab, keys, values, chosen, page_ids[mine], slots[mine])
         if pages.geometry.has_summaries:
             for entry in metadata.filled_entries(keys.shape[2]):
-                _summarise(pages, entry)
+                summarise(pages, entry)
         mx.eval([slab.memory for slab in written])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -184,7 +184,7 @@ def _write_slots(
         slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
 
 
-def _summarise(pages: LayerMemory, entry: int) -> None:
+def summarise(pages: LayerMemory, entry: int) -> None:
     """Write the summaries of a full page of 16 bits."""
     slab, layout = pages.slabs[entry // pages.slab_stride], pages.layout_of(entry)
     words = summaries_of(layout.numbers(pages.view(entry))[0]).view(WORD)

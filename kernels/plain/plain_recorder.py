@@ -10,12 +10,14 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.choice import RUN_TOKENS, chooses, chosen_runs, summary_scores
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
+from paged_kv.kernels.pages.summaries import SUMMARY_TOKENS
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
 from paged_kv.kernels.plain import row_attention
-from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.plain.plain_backend import PlainBackend, summarise
 
 
 class PlainRecorder:
@@ -31,7 +33,9 @@ class PlainRecorder:
         return [pages.slabs[number].memory for number in tables.slabs]
 
     def stand_in(self, pages: LayerPages, tables: Tables, arrays: list[mx.array]) -> LayerPages:
-        stand_in = LayerPages(pages.geometry, _RecordedOperations(), pages.slab_stride)
+        stand_in = LayerPages(
+            pages.geometry, _RecordedOperations(), pages.slab_stride, pages.read_tokens
+        )
         for number, memory in zip(tables.slabs, arrays, strict=True):
             stand_in.slabs[number] = Slab(memory, pages.slabs[number].layout)
         return stand_in
@@ -42,11 +46,16 @@ class PlainRecorder:
     def changed(self, stand_in: LayerPages, tables: Tables) -> list[mx.array]:
         return self.arrays(stand_in, tables)
 
-    def keep(self, pages: LayerPages, tables: Tables, changed: list[mx.array]) -> None:
+    def keep(
+        self, pages: LayerPages, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
         """Computes them, as every write of plain operations does."""
         for number, memory in zip(tables.slabs, changed, strict=True):
             pages.slabs[number].memory = memory
-        mx.eval(changed)
+        if pages.geometry.has_summaries:
+            for entry in filled:
+                summarise(pages, entry)
+        mx.eval([pages.slabs[number].memory for number in tables.slabs])
 
 
 class _RecordedOperations(PlainBackend):
@@ -75,6 +84,8 @@ class _RecordedOperations(PlainBackend):
         unwritten: Unwritten | None = None,
     ) -> mx.array:
         keys, values, is_seen = _read(pages, metadata, attention)
+        if chooses(attention, metadata, queries.shape[2]):
+            is_seen = is_seen & _is_chosen(pages, queries, metadata, attention)
         if attention.softcap is not None:
             return row_attention.softcapped(queries, keys, values, attention, is_seen)
         return mx.fast.scaled_dot_product_attention(
@@ -140,20 +151,45 @@ def _read(
     is_seen = is_token
     if attention.window is not None:
         is_seen = is_token & (at >= length - attention.window)
-    keys, values = _in_slabs(pages, tables, entries)
+    keys, values = _in_slabs(pages, tables, entries, _in_slab, PAGE_SIZE)
     is_token, is_seen = is_token[:, None, :, None], is_seen[:, None, None]
     return mx.where(is_token, keys, 0), mx.where(is_token, values, 0), is_seen
 
 
-def _in_slabs(pages: LayerMemory, tables: Tables, entries: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values of whole pages, of whichever slab each is in."""
-    found: tuple[mx.array, mx.array] | None = None
+def _is_chosen(
+    pages: LayerMemory, queries: mx.array, metadata: AttentionMetadata, attention: Attention
+) -> mx.array:
+    """Which tokens of the pages that `_read` reads a query head chooses, [B, q_heads, 1, T]."""
+    assert attention.read_tokens is not None
+    tables = tables_of(metadata, pages.slab_stride)
+    length, entries = tables.array[:, 0], tables.array[:, ROW_FIELDS:]
+    entries = entries[:, : tables.reach // PAGE_SIZE]
+    of_page = PAGE_SIZE // SUMMARY_TOKENS
+    (summaries,) = _in_slabs(pages, tables, entries, _summaries_in_slab, of_page)
+    scores = summary_scores(queries, summaries, attention.scale)
+    runs = chosen_runs(scores, length, attention.read_tokens)
+    none = mx.zeros((*runs.shape[:2], tables.reach // RUN_TOKENS), mx.bool_)
+    is_chosen = mx.put_along_axis(none, runs, mx.array(True), axis=-1)
+    is_chosen = is_chosen | (length <= attention.read_tokens)[:, None, None]
+    of_tokens = mx.repeat(is_chosen, RUN_TOKENS, axis=-1)[:, :, None]
+    return mx.repeat(of_tokens, queries.shape[1] // runs.shape[1], axis=1)
+
+
+Read = Callable[[Slab, mx.array], tuple[mx.array, ...]]
+
+
+def _in_slabs(
+    pages: LayerMemory, tables: Tables, entries: mx.array, read: Read, of_page: int
+) -> tuple[mx.array, ...]:
+    """What `read` finds in whole pages, [B, heads, pages * of_page, dim], of whichever slab each is
+    in."""
+    found: tuple[mx.array, ...] | None = None
     slab_of_entry, page = entries // pages.slab_stride, entries % pages.slab_stride
     for at, number in enumerate(tables.slabs):
         is_here = slab_of_entry == at
-        here = _in_slab(pages.slabs[number], mx.where(is_here, page, 0))
-        choose = _chooser(mx.repeat(is_here, PAGE_SIZE, axis=1)[:, None, :, None])
-        found = here if found is None else (choose(here[0], found[0]), choose(here[1], found[1]))
+        here = read(pages.slabs[number], mx.where(is_here, page, 0))
+        choose = _chooser(mx.repeat(is_here, of_page, axis=1)[:, None, :, None])
+        found = here if found is None else tuple(map(choose, here, found))
     assert found is not None, "a sequence has pages"
     return found
 
@@ -164,15 +200,29 @@ def _chooser(condition: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
 
 def _in_slab(slab: Slab, page: mx.array) -> tuple[mx.array, mx.array]:
     """Keys and values [B, heads, pages * 256, dim] of a slab's pages, int32 [B, pages]."""
-    layout, planes = slab.layout, []
-    pages = slab.memory.shape[0] // layout.page_units
-    for plane, offset in zip(layout.planes, layout.offsets, strict=True):
-        view = mx.as_strided(
-            slab.memory,
-            (pages, plane.heads, plane.head_words),
-            (layout.page_words, plane.head_words, 1),
-            offset,
-        )
-        chosen = view[page].swapaxes(1, 2)
-        planes.append(chosen.reshape(page.shape[0], plane.heads, -1, plane.slot_words))
+    layout = slab.layout
+    planes = [
+        _plane_in_slab(slab, page, plane, offset)
+        for plane, offset in zip(layout.planes, layout.offsets, strict=True)
+    ]
     return layout.page_format.decode(layout.geometry, planes)
+
+
+def _summaries_in_slab(slab: Slab, page: mx.array) -> tuple[mx.array]:
+    """The same for summaries, float16 [B, heads, pages * 8, 2 * dim]."""
+    plane = slab.layout.summaries
+    assert plane is not None
+    return (_plane_in_slab(slab, page, plane, slab.layout.summaries_at).view(mx.float16),)
+
+
+def _plane_in_slab(slab: Slab, page: mx.array, plane: Plane, offset: int) -> mx.array:
+    """The words of a plane of a slab's pages, [B, heads, pages * slots, slot_words]."""
+    layout = slab.layout
+    view = mx.as_strided(
+        slab.memory,
+        (slab.memory.shape[0] // layout.page_units, plane.heads, plane.head_words),
+        (layout.page_words, plane.head_words, 1),
+        offset,
+    )
+    chosen = view[page].swapaxes(1, 2)
+    return chosen.reshape(page.shape[0], plane.heads, -1, plane.slot_words)

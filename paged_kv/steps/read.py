@@ -121,14 +121,13 @@ class GroupStep:
         found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
         return found
 
-    def note_choice(self, attention: Attention, count: int) -> None:
-        """Count the tokens that a step of `count` queries reads and leaves out, once for all
-        layers."""
-        if self.has_noted_choice or not chooses(attention, self.metadata, count):
+    def note_choice(self, read_tokens: int) -> None:
+        """Count the tokens that a step which chooses reads and leaves out, once for all layers."""
+        if self.has_noted_choice:
             return
         self.has_noted_choice = True
         for length in self.metadata.context_lens:
-            read = tokens_read(length, attention.read_tokens)
+            read = tokens_read(length, read_tokens)
             if read < length:
                 self.pool.counts.tokens_chosen += read
                 self.pool.counts.tokens_left_out += length - read
@@ -202,8 +201,8 @@ class PagedRead:
                 key = scale, causal, window, id(sinks), softcap
                 attention = pages.attentions.get(key) or pages.attention(*key[:3], sinks, softcap)
                 if position_queries is None and not step.parts and wider_window is None:
-                    if pages.read_tokens is not None:
-                        step.note_choice(attention, count)
+                    if pages.read_tokens is not None and chooses(attention, step.metadata, count):
+                        step.note_choice(pages.read_tokens)
                     return pages.attend(queries, step.metadata, attention, self.unwritten)
                 wider = None
                 if wider_window is not None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.backends import recorder_of
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, filled_key
+from paged_kv.kernels.pages.choice import exceeds, exceeds_key
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -72,21 +73,27 @@ class RecordableStep:
     Attributes:
         step: the step.
         layers: the layers that take it.
+        group_steps: the part of each group.
         tables: the block tables of each group.
         key: all that a recording of it depends on, besides the layers.
     """
 
     def __init__(
-        self, step: Step, layers: list[RecordableLayer], tables: dict[LayerGroup, Tables]
+        self,
+        step: Step,
+        layers: list[RecordableLayer],
+        group_steps: dict[LayerGroup, GroupStep],
+        tables: dict[LayerGroup, Tables],
     ) -> None:
         self.step = step
         self.layers = layers
+        self.group_steps = group_steps
         self.tables = tables
         first = {group: (pages, recorder) for _, group, pages, recorder in reversed(layers)}
         self.key: Hashable = (
             step.shape,
             *[
-                (each.key, first[group][1].key(first[group][0], each))
+                (each.key, self.leaves_out(group), first[group][1].key(first[group][0], each))
                 for group, each in tables.items()
             ],
         )
@@ -105,16 +112,24 @@ class RecordableStep:
             if row.before < 1 or not row.padding.is_none or row.padding.right:
                 return None
         tables: dict[LayerGroup, Tables] = {}
+        of_groups: dict[LayerGroup, GroupStep] = {}
         group_steps = step.group_steps()
         for number, group, pages, _ in layers:
             metadata = group_steps[number].metadata
             if group not in tables:
                 pages.require_writable(metadata, 1)
+                of_groups[group] = group_steps[number]
                 tables[group] = tables_of(metadata, pages.slab_stride)
                 if group_steps[number].needs_step or len(tables[group].slabs) > MAX_SLABS:
                     return None
             pages.begin_write(metadata, 1)
-        return cls(step, layers, tables)
+        return cls(step, layers, of_groups, tables)
+
+    def leaves_out(self, group: LayerGroup) -> bool:
+        """Whether some sequence has more tokens than the layers of a group read."""
+        if group.read_tokens is None:
+            return False
+        return exceeds(self.group_steps[group].metadata, group.read_tokens)
 
     def arrays(self) -> list[mx.array]:
         """What changes from step to step: positions int32 [B], the tables of each group, and the
@@ -138,8 +153,12 @@ class RecordableStep:
         for _, group, pages, recorder in self.layers:
             pages.note_thread()
             end = at + recorder.changes(self.tables[group])
-            recorder.keep(pages, self.tables[group], changed[at:end])
+            filled = self.group_steps[group].metadata.filled_entries(1)
+            recorder.keep(pages, self.tables[group], changed[at:end], filled)
             at = end
+        for group, group_step in self.group_steps.items():
+            if group.read_tokens is not None and self.leaves_out(group):
+                group_step.note_choice(group.read_tokens)
         self.step.take(written)
 
 
@@ -165,7 +184,10 @@ class RecordedStep:
         self._rows = step.rows if before is None else [_moved(row, before) for row in step.rows]
         self._groups = {
             group: _recorded(
-                step, group, _in_window(self._rows, group.window), tables.standing_for(given)
+                recordable,
+                group,
+                _in_window(self._rows, group.window),
+                tables.standing_for(given),
             )
             for group, tables in recordable.tables.items()
         }
@@ -279,9 +301,16 @@ class _AnyBlocks:
         return (0,) * (-(-end // PAGE_SIZE) - start // PAGE_SIZE)
 
 
-def _recorded(step: Step, group: LayerGroup, rows: list[StepRow], tables: Tables) -> GroupStep:
+def _recorded(
+    recordable: RecordableStep, group: LayerGroup, rows: list[StepRow], tables: Tables
+) -> GroupStep:
     """A group's part of a step whose tables are those."""
-    group_step = GroupStep(step.pool, group, rows, Transaction(), read_first=False, count=1)
+    pool = recordable.step.pool
+    group_step = GroupStep(pool, group, rows, Transaction(), read_first=False, count=1)
     metadata: AttentionMetadata = group_step.metadata
-    metadata.memo.update({TABLES: tables, WRITABLE: True})
+    # Pages that it fills are summarised after it, and what it leaves out is counted then.
+    metadata.memo.update({TABLES: tables, WRITABLE: True, filled_key(1): []})
+    if group.read_tokens is not None:
+        metadata.memo[exceeds_key(group.read_tokens)] = recordable.leaves_out(group)
+    group_step.has_noted_choice = True
     return group_step
