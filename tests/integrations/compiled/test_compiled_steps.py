@@ -103,6 +103,25 @@ def test_pages_that_fill_and_windows_that_wrap(name: str, page_format: str) -> N
     assert recordings.repeated >= 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page_format", ["fp16", "q8"])
+def test_steps_that_choose_what_they_read(page_format: str) -> None:
+    """From the fifth on, and over the end of a page. Recordings made before do not serve them."""
+    model = small_model("qwen3")
+    prompt = [(7 * i * i + 3 * i + 1) % 97 for i in range(1020)]
+
+    def run(factory: PagedCacheFactory) -> Any:
+        tokens = greedy(model, prompt, factory.make_cache(), 14)
+        stats = factory.stats()
+        return tokens, stats.tokens_chosen, stats.tokens_left_out
+
+    expected, got, recordings = both(model, run, read_tokens=1024, page_format=page_format)
+    assert got == expected
+    assert expected[2] > 0
+    assert (recordings.count, recordings.reason) == (2, None)
+    assert recordings.repeated >= 10
+
+
 def test_steps_of_padding_are_not_recorded() -> None:
     model = small_model("llama")
 

@@ -232,6 +232,7 @@ def _run(
     page_format: str = "fp16",
     forks: int = 1,
     model_of: Callable[[], Any] = _llama,
+    read_tokens: int | None = None,
 ) -> tuple[list[list[int]], list[str], list[str]]:
     """The tokens, the launches and those without order of a run over the end of a page, by a
     sequence or by so many that share two pages."""
@@ -242,10 +243,14 @@ def _run(
         patch.setattr(recordings, "require_no_numbers", lambda *_: None)
         patch.setattr(Comparisons, "is_due", lambda self, is_first: False)
         factory = PagedCacheFactory(
-            model, compile=compile, page_format=page_format, max_bytes=64 << 20
+            model,
+            compile=compile,
+            page_format=page_format,
+            max_bytes=64 << 20,
+            read_tokens=read_tokens,
         )
         caches: list[Any] = factory.make_cache()
-        pages = 3 if forks > 1 else 1
+        pages = 4 if read_tokens else 3 if forks > 1 else 1
         prompt = mx.array([[(7 * i) % 64 for i in range(256 * pages - 3)]])
         token = mx.argmax(model(prompt, cache=caches)[:, -1:], axis=-1)
         if forks > 1:
@@ -286,6 +291,24 @@ def test_groups_that_read_shared_pages_are_recorded(
     assert sum("in_groups" in name for name in names) == 8 * 2
     assert faults == []
     assert _run("metal", compile=False, forks=3, model_of=model_of)[:2] == (found, names)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dialect", "read_tokens"), [("metal", 768), ("cuda", 768), ("metal", 1026)]
+)
+def test_choices_are_recorded(dialect: str, read_tokens: int) -> None:
+    """The page that a step fills is summarised behind all of its layers, and chosen of then. Of
+    1,026 tokens, steps choose from the sixth on."""
+    expected, launches, _ = _run(dialect, compile=False, read_tokens=read_tokens)
+    found, names, faults = _run(dialect, compile=True, read_tokens=read_tokens)
+    assert found == expected
+    assert sorted(names) == sorted(launches)
+    assert faults == []
+    scored = [name for name in names if "_score_" in name]
+    assert len(scored) == (8 if read_tokens == 768 else 3) * 2
+    assert sum("_summarise_" in name for name in names) == 2 * 2
 
 
 def test_handles_have_the_addresses_of_slabs() -> None:

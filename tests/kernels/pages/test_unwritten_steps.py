@@ -239,8 +239,9 @@ def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None
     mx.eval(pages.page(1))
     group, recorder, step = (Mock(name=name) for name in ("group", "recorder", "step"))
     recorder.changes.return_value = 0
+    group.read_tokens = None
     layer = RecordableLayer(0, group, pages, recorder)
-    recorded = RecordableStep(step, [layer], {group: Mock()})
+    recorded = RecordableStep(step, [layer], {group: Mock()}, {group: Mock()})
     other = Thread(target=lambda: recorded.keep([], [0]))
     other.start()
     other.join()

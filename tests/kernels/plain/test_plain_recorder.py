@@ -77,7 +77,35 @@ def test_writing_and_attending(formats: list[FormatName], options: dict[str, Any
     assert mx.allclose(got, expected, atol=1e-5)
     changed = recorder.changed(stand_in, tables)
     assert len(changed) == recorder.changes(tables)
-    recorder.keep(other, tables, changed)
+    recorder.keep(other, tables, changed, [])
+    for number, slab in one.slabs.items():
+        assert mx.array_equal(slab.memory, other.slabs[number].memory)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_choosing(formats: list[FormatName], options: dict[str, Any]) -> None:
+    """Some rows have no more tokens than are read, one fills a page, and not all have summaries."""
+    geometry = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32, has_summaries=True)
+    one, other = (_filled(formats, geometry) for _ in range(2))
+    for pages in (one, other):
+        for row in range(len(LENGTHS)):
+            tokens = normal((1, 2, 255, 32), mx.float32, row)
+            pages.write(tokens, -tokens, AttentionMetadata(((row,),), (255,), (0,)))
+    step = normal((4, 2, 1, 32), mx.float32, 5), normal((4, 2, 1, 32), mx.float32, 6)
+    queries = normal((4, 6, 1, 32), mx.float32, 7)
+    lengths = (700, 1, 512, 320)
+    metadata = _metadata(len(formats), lengths)
+    attention = Attention(0.3, read_tokens=450, **options)
+    one.write(*step, metadata)
+    expected = one.attend(queries, metadata, attention)
+    recorder, tables = PlainRecorder(), tables_of(metadata, STRIDE)
+    stand_in = recorder.stand_in(other, tables, recorder.arrays(other, tables))
+    stand_in.write_later(*step, metadata)
+    got = stand_in.attend(queries, metadata, attention)
+    assert mx.allclose(got, expected, atol=1e-5)
+    assert not mx.allclose(got, one.attend(queries, metadata, Attention(0.3, **options)), atol=1e-3)
+    recorder.keep(other, tables, recorder.changed(stand_in, tables), metadata.filled_entries(1))
     for number, slab in one.slabs.items():
         assert mx.array_equal(slab.memory, other.slabs[number].memory)
 
