@@ -11,12 +11,14 @@ import mlx.core as mx
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.choice import chooses
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 DECODE, WINDOW_DECODE, STEP_DECODE = "decode", "decode in a window", "write and decode"
 PREFILL, GATHER, LATENT_DECODE = "prefill", "gather", "latent decode"
-READS = (DECODE, WINDOW_DECODE, STEP_DECODE, PREFILL, GATHER, LATENT_DECODE)
+CHOSEN_DECODE = "decode chosen tokens"
+READS = (DECODE, WINDOW_DECODE, STEP_DECODE, CHOSEN_DECODE, PREFILL, GATHER, LATENT_DECODE)
 
 
 def kernel_name(operation: str, number_format: str, dtype: mx.Dtype) -> str:
@@ -85,6 +87,8 @@ class PartialBackend:
     ) -> mx.array:
         is_decode = queries.shape[2] == 1 and unwritten is None
         operation = (WINDOW_DECODE if attention.window else DECODE) if is_decode else PREFILL
+        if is_decode and chooses(attention, metadata, 1):
+            operation = CHOSEN_DECODE
         backend = self._serving(pages, operation)
         output = backend.attend(pages, queries, metadata, attention, unwritten)
         self._compute_plain(backend, output)
@@ -99,6 +103,8 @@ class PartialBackend:
         attention: Attention,
     ) -> mx.array:
         operations = [STEP_DECODE, *([WINDOW_DECODE] if attention.window else [])]
+        if chooses(attention, metadata, queries.shape[2]):
+            operations.append(CHOSEN_DECODE)
         if queries.shape[2] > 1:
             operations = [PREFILL]
         if not any(self._leaves_out(pages, each) for each in operations):

@@ -5,7 +5,7 @@ All bits of the pages are set at first, so that an unwritten slot, or a read of 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -17,11 +17,14 @@ from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS, RUN_TOKENS
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.summaries import summaries_of
 from paged_kv.kernels.partial_backend import (
+    CHOSEN_DECODE,
     DECODE,
     GATHER,
     LATENT_DECODE,
@@ -42,6 +45,9 @@ RECODED = ((STRIDE, 0), (2,))
 # So many sequences share both pages of the first one that a GPU reads them in groups. One more
 # shares the first page, and then has its own.
 SHARING = 9
+# A context of seven pages, of which a step reads chosen tokens.
+CHOSEN_PAGES = 7
+CHOSEN_LENGTH = (CHOSEN_PAGES - 1) * PAGE_SIZE + 40
 # Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
 # The native backend may round queries to bytes for keys of 4 bits: an error of 5.3e-3 here.
@@ -75,7 +81,10 @@ def checks(backend: Backend) -> Iterator[Check]:
                 backend, page_format, LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
             )
             latent = _Test(backend, page_format, LayerGeometry(1, DIM, dtype, 1, POSITIONS, dtype))
+            choice = _ChoiceTest(test)
             near = TOLERANCES[dtype]
+            if page_format == "fp16":
+                yield Check(kernel_name("summarise", page_format, dtype), choice.summarise, near)
             rounds = backend.name == "native" and page_format == "q4"
             decoded = max(near, ROUNDED_QUERIES) if rounds else near
             yield from (
@@ -87,6 +96,7 @@ def checks(backend: Backend) -> Iterator[Check]:
                     (DECODE, partial(test.decode, None), decoded),
                     (WINDOW_DECODE, partial(test.decode, WINDOW), decoded),
                     (STEP_DECODE, test.write_and_decode, decoded),
+                    (CHOSEN_DECODE, choice.decode, decoded),
                     (PREFILL, test.prefill, decoded),
                     (GATHER, test.gather, near),
                     (LATENT_DECODE, latent.decode_latents, near),
@@ -252,7 +262,62 @@ class _Test:
         return plain
 
     def _normal(self, shape: tuple[int, ...], seed: int) -> mx.array:
-        return mx.random.normal(shape, key=mx.random.key(seed)).astype(self.geometry.k_dtype)
+        return _normal(shape, self.geometry.k_dtype, seed)
+
+
+class _ChoiceTest:
+    """A sequence in pages with summaries, of the backend and the format of another test."""
+
+    def __init__(self, test: _Test) -> None:
+        self.backend, self.page_format = test.backend, test.page_format
+        self.geometry = replace(test.geometry, has_summaries=True)
+        # Keys of a run are alike, so that runs weigh differently.
+        runs = _normal((1, KV_HEADS, CHOSEN_LENGTH // RUN_TOKENS + 1, DIM), mx.float32, seed=1)
+        shape, dtype = (1, KV_HEADS, CHOSEN_LENGTH, DIM), self.geometry.k_dtype
+        own = 0.3 * _normal(shape, mx.float32, seed=2)
+        self.keys = (mx.repeat(runs, RUN_TOKENS, axis=2)[:, :, :CHOSEN_LENGTH] + own).astype(dtype)
+        self.values = _normal(shape, dtype, seed=3)
+
+    def summarise(self) -> float:
+        """The largest difference of a full page's summaries from those of plain operations."""
+        pages, (first, *_) = self._written()
+        words = pages.page(first).reshape(-1)[pages.layout_of(first).summaries_at :]
+        expected = _numbers(summaries_of(self.keys[0, :, :PAGE_SIZE]))
+        found = _numbers(words.view(mx.float16)).reshape(expected.shape)
+        return float(np.abs(found - expected).max())
+
+    def decode(self) -> float:
+        """The largest difference of a step that chooses tokens, and is written too, from plain
+        operations in float32 on the same pages."""
+        pages, table = self._written()
+        metadata = AttentionMetadata((table,), (CHOSEN_LENGTH,), (0,))
+        queries = _normal((1, KV_HEADS * RATIO, 1, DIM), self.geometry.k_dtype, seed=4)
+        attention = Attention(DIM**-0.5, read_tokens=LEAST_READ_TOKENS)
+        pages.write_later(self.keys[:, :, -1:], self.values[:, :, -1:], metadata)
+        found = pages.attend(queries, metadata, attention)
+        pages.compute()
+        plain = LayerPages(self.geometry, PlainBackend(), STRIDE)
+        plain.slabs = pages.slabs
+        expected = plain.attend(queries.astype(mx.float32), metadata, attention)
+        return float(np.abs(_numbers(found) - _numbers(expected)).max())
+
+    def _written(self) -> tuple[LayerPages, tuple[int, ...]]:
+        """Pages of all tokens but the last, and their table: full pages in the format."""
+        pages = LayerPages(self.geometry, backend_for(self.backend, self.geometry), STRIDE)
+        pages.map_slab(0, CHOSEN_PAGES, FP16)
+        table, before = tuple(range(CHOSEN_PAGES)), slice(CHOSEN_LENGTH - 1)
+        metadata = AttentionMetadata((table,), (CHOSEN_LENGTH - 1,), (0,))
+        pages.write(self.keys[:, :, before], self.values[:, :, before], metadata)
+        if self.page_format == "fp16":
+            return pages, table
+        pages.map_slab(1, CHOSEN_PAGES, page_format_named(self.page_format))
+        *full, last = table
+        pages.copy({entry: STRIDE + entry for entry in full})
+        return pages, (*[STRIDE + entry for entry in full], last)
+
+
+def _normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def _numbers(array: mx.array) -> Numbers:

@@ -14,11 +14,13 @@ from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
+    CHOSEN_DECODE,
     DECODE,
     GATHER,
     LATENT_DECODE,
@@ -46,6 +48,10 @@ class Size(NamedTuple):
     @property
     def window(self) -> int:
         return self.context // 2
+
+    @property
+    def read_tokens(self) -> int:
+        return max(LEAST_READ_TOKENS, self.context // 4)
 
     @property
     def blocks(self) -> int:
@@ -125,6 +131,7 @@ class _Reads:
         self.pages, self.latents = (
             self._written(backend, page_format, heads) for heads in (KV_HEADS, 1)
         )
+        self.summarised = self._written(backend, page_format, KV_HEADS, has_summaries=True)
 
     def works(self) -> dict[str, Callable[[], None]]:
         """Calls that read, by operation."""
@@ -133,6 +140,7 @@ class _Reads:
             DECODE: lambda: self._attend(one),
             WINDOW_DECODE: lambda: self._attend(one, self.size.window),
             STEP_DECODE: lambda: self._write_and_attend(one),
+            CHOSEN_DECODE: lambda: self._choose(one),
             PREFILL: lambda: self._attend(many),
             GATHER: lambda: mx.eval(*self.pages.gather(self.metadata)),
             LATENT_DECODE: lambda: mx.eval(
@@ -154,9 +162,12 @@ class _Reads:
         )
         return AttentionMetadata(tables, (size.context,) * size.rows, (0,) * size.rows)
 
-    def _written(self, backend: Backend, page_format: str, heads: int) -> LayerPages:
+    def _written(
+        self, backend: Backend, page_format: str, heads: int, *, has_summaries: bool = False
+    ) -> LayerPages:
         """Pages of 16 bits in one slab, and the same pages recoded in the next one."""
-        geometry = LayerGeometry(heads, DIM, self.dtype, heads, DIM, self.dtype)
+        sizes = heads, DIM, self.dtype
+        geometry = LayerGeometry(*sizes, *sizes, has_summaries)
         pages = LayerPages(geometry, backend_for(backend, geometry), self._count)
         pages.map_slab(0, self._count, FP16)
         keys, values = (self._normal(heads, self.size.context) for _ in range(2))
@@ -168,6 +179,10 @@ class _Reads:
 
     def _attend(self, queries: mx.array, window: int | None = None) -> None:
         mx.eval(self.pages.attend(queries, self.metadata, Attention(DIM**-0.5, window=window)))
+
+    def _choose(self, queries: mx.array) -> None:
+        attention = Attention(DIM**-0.5, read_tokens=self.size.read_tokens)
+        mx.eval(self.summarised.attend(queries, self.metadata, attention))
 
     def _write_and_attend(self, queries: mx.array) -> None:
         keys, values = self._normal(KV_HEADS, 1), self._normal(KV_HEADS, 1)

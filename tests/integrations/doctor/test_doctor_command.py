@@ -253,7 +253,7 @@ def _wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedStep, "changed", lambda step: [])
     monkeypatch.setattr(PlainRecorder, "changes", lambda self, tables: 0)
-    monkeypatch.setattr(PlainRecorder, "keep", lambda self, pages, tables, changed: None)
+    monkeypatch.setattr(PlainRecorder, "keep", lambda self, *_: None)
 
 
 def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,13 +363,24 @@ def reads_of(backend: Backend) -> list[mx.array]:
     ]
     step = normal((1, 2, 1, 64), mx.float16, 5)
     pages.write_later(step, step, metadata)
-    results += [pages.attend(each, metadata, Attention(0.125)) for each in (one, many)]
+    results += [pages.attend(one, metadata, Attention(0.125)), chosen_read(backend, one)]
+    results += [pages.attend(many, metadata, Attention(0.125))]
     latent = LayerPages(LayerGeometry(1, 64, mx.float16, 1, 32, mx.float16), backend, 8)
     latent.map_slab(0, 8, FP16)
     latents, position_keys = (normal((1, 1, 300, dim), mx.float16, 6) for dim in (64, 32))
     latent.write(latents, position_keys, metadata)
     results += [pages.gather(metadata)[0]]
     return [*results, latent.attend_latent(one, one[..., :32], metadata, Attention(0.125))]
+
+
+def chosen_read(backend: Backend, queries: mx.array) -> mx.array:
+    """What a step reads of 900 tokens if it chooses 768."""
+    geometry = LayerGeometry(2, 64, mx.float16, 2, 64, mx.float16, has_summaries=True)
+    pages = LayerPages(geometry, backend, 8)
+    pages.map_slab(0, 8, FP16)
+    metadata, tokens = AttentionMetadata(((0, 1, 2, 3),), (900,), (0,)), (1, 2, 900, 64)
+    pages.write(normal(tokens, mx.float16, 7), normal(tokens, mx.float16, 8), metadata)
+    return pages.attend(queries, metadata, Attention(0.125, read_tokens=768))
 
 
 @pytest.mark.parametrize("operation", READS)

@@ -114,7 +114,8 @@ class Sides:
 
     def _quantise(self) -> None:
         target = iter(range(self.slabs * STRIDE, (self.slabs + 1) * STRIDE))
-        copies, tables = {}, []
+        copies: dict[int, int] = {}
+        tables: list[Table] = []
         for table, length in zip(
             self.metadata.block_tables, self.metadata.context_lens, strict=True
         ):

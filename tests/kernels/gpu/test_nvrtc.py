@@ -1,11 +1,14 @@
 """NVIDIA's own compiler accepts the CUDA text, where its wheels are installed."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
 from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.support.gpu_on_cpu.emulated import Device
@@ -65,6 +68,31 @@ def test_kernels_of_heads_compile(
     batch.pages.copy({0: 1})
     operations = {name.split("_")[4] for name in device.texts}
     assert operations >= {"write", "decode", "prefill", "gather", "copy"}
+    assert_compiles(device)
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [96, 256, 512])
+@each_format
+def test_kernels_that_choose_compile(dim: int, formats: list[FormatName]) -> None:
+    dtype = mx.bfloat16
+    device = Device(modes=())
+    geometry = replace(same(dim, dtype, heads=1), has_summaries=True)
+    batch = written(backend_on(device, "cuda"), geometry, formats, [1300], more=True)
+    step, asked = (mx.zeros((1, 1, 1, dim), dtype),) * 2, mx.zeros((1, 8, 1, dim), dtype)
+    for read_tokens in (768, 1024):
+        attention = Attention(1.0, sinks=mx.zeros((8,)), read_tokens=read_tokens)
+        batch.pages.attend(asked, batch.metadata, attention)
+        batch.pages.write_later(*step, batch.metadata)
+        batch.pages.attend(asked, batch.metadata, attention)
+    ends_a_page = AttentionMetadata(batch.metadata.block_tables, (1280,), (0,))
+    if formats == ["fp16"]:
+        batch.pages.write(*step, ends_a_page)
+    batch.pages.copy({0: 1})
+    operations = {name.split("_")[4] for name in device.texts}
+    assert operations >= {"score", "decode", "copy"}
+    assert ("summarise" in operations) == (formats == ["fp16"])
     assert_compiles(device)
 
 
