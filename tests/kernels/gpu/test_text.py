@@ -18,7 +18,7 @@ ALL_FORMATS = ["HAS_FLOATS", "HAS_Q8", "HAS_Q4", "HAS_CODES"]
 
 
 def _text(dialect: str, operation: str, flags: list[str], dim: int = 128) -> str:
-    constants = {"K_DIM": dim, "V_DIM": dim, "ROWS": 8, "BLOCKS": 1, "PARTS": 8}
+    constants = {"K_DIM": dim, "V_DIM": dim, "ROWS": 8, "BLOCKS": 1, "PARTS": 8, "SIMDGROUPS": 8}
     kernels = GpuKernels(dialect, lambda **given: given)
     given: dict[str, Any] = kernels.kernel(operation, mx.bfloat16, constants, flags)
     return str(given["header"]) + str(given["source"])
@@ -28,6 +28,7 @@ def _decode_flags() -> Iterator[list[str]]:
     for formats, step in product((*FORMATS, ALL_FORMATS), ([], ["STEP"])):
         for kind in (["WHOLE"], ["WHOLE", "SINKS"], ["PARTIAL"]):
             yield [*formats, *step, *kind]
+            yield [*formats, *step, *kind, "CHOSEN"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -38,7 +39,8 @@ def test_no_variant_of_decode_is_long(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
-    "operation", ["write", "decode", "latent", "merge", "prefill", "copy", "gather"]
+    "operation",
+    ["write", "decode", "latent", "merge", "prefill", "copy", "gather", "summarise", "score"],
 )
 def test_a_text_has_nothing_that_no_compiler_needs(dialect: str, operation: str) -> None:
     lines = _text(dialect, operation, [*ALL_FORMATS, "WHOLE"]).splitlines()
