@@ -80,8 +80,7 @@ class PagedCacheFactory:
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
             those of `LeastWorth`. Pass an object with a method `rank`, see `EvictionPolicy`.
         read_tokens: the most tokens that a step of one token per sequence reads in layers without
-            a window, at least 768: an approximation, see docs/long-contexts.md. None reads all, as
-            Metal's and CUDA's kernels do in any case.
+            a window, at least 768: an approximation, see docs/long-contexts.md. None reads all.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -157,12 +156,10 @@ class PagedCacheFactory:
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
         self.pool.ranks = self.ranks
         if read_tokens is not None and not self.pool.chooses:
-            reason = (
-                f"no layer of {self.pool.name} keeps keys and values of all tokens"
-                if self.pool.backend.chooses
-                else f"the {self.pool.backend.name} kernels read all tokens"
+            logger.warning(
+                "read_tokens changes nothing: no layer of %s keeps keys and values of all tokens",
+                self.pool.name,
             )
-            logger.warning("read_tokens changes nothing: %s", reason)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
         layers = self._model.new_cache(self.pool)

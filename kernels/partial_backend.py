@@ -54,7 +54,6 @@ class PartialBackend:
         self._own_fallbacks = 0
         self.name = backend.name
         self.writes_in_place, self.slab_padding = backend.writes_in_place, backend.slab_padding
-        self.chooses = backend.chooses
         self.supports, self.new_slab = backend.supports, backend.new_slab
         self.begin, self.synchronize = backend.begin, backend.synchronize
         self.forget_pending = backend.forget_pending

@@ -17,12 +17,12 @@ from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS, RUN_TOKENS
+from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
-from paged_kv.kernels.pages.summaries import summaries_of
+from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
 from paged_kv.kernels.partial_backend import (
     CHOSEN_DECODE,
     DECODE,

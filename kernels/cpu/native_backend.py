@@ -98,7 +98,6 @@ class NativeBackend:
     name = "native"
     fallbacks = 0
     writes_in_place = True
-    chooses = True
     slab_padding = ALIGNMENT
 
     def __init__(self, library: NativeLibrary) -> None:

@@ -48,7 +48,6 @@ class GpuBackend:
     """
 
     writes_in_place = True
-    chooses = False
     slab_padding = kept_bytes = 0
 
     def __init__(self, dialect: str, maker: Maker) -> None:

@@ -16,7 +16,7 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.choice import chosen_runs
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.summaries import SUMMARY_TOKENS
+from paged_kv.kernels.pages.summaries import RUN_TOKENS
 from paged_kv.kernels.pages.tables import Tables
 
 
@@ -37,7 +37,7 @@ class Choice:
         attention: Attention,
     ) -> mx.array:
         """The runs that queries [B, q_heads, 1, k_dim] in the pages' dtype read: int32 [B,
-        kv_heads, read_tokens / 64], contiguous. Those of sequences that are read whole say nothing.
+        kv_heads, read_tokens / 32], contiguous. Those of sequences that are read whole say nothing.
         """
         assert attention.read_tokens is not None
         shape, heads, scale = tables.array.shape, queries.shape[1], float(attention.scale)
@@ -55,7 +55,7 @@ class Choice:
         group = heads // geometry.k_heads
         rows = scored_rows(group, geometry.k_dim)
         constants = {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS}
-        scores = batch, geometry.k_heads, group, reach // SUMMARY_TOKENS
+        scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
         launch = launch_of(
             self._kernels.kernel("score", geometry.k_dtype, constants, []),
             (

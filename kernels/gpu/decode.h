@@ -152,9 +152,6 @@ Seen seen_tokens(DEVICE const int* row, uint window) {
 }
 
 #ifdef CHOSEN
-// Tokens that are chosen together: kernels/pages/choice.py. A tile lies in one run.
-CONSTANT uint RUN_TOKENS = 64;
-
 // How many tokens are read of a sequence that has more than may be read. Its last run may be partly empty.
 uint chosen_tokens(uint length, uint most) {
   return most / RUN_TOKENS * RUN_TOKENS - (RUN_TOKENS - 1) + (length - 1) % RUN_TOKENS;

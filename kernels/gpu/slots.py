@@ -12,13 +12,12 @@ from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launc
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
 from paged_kv.kernels.pages.attention_metadata import Unwritten
+from paged_kv.kernels.pages.choice import RUNS_OF_PAGE
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.summaries import SUMMARY_TOKENS
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
 
-SUMMARIES = PAGE_SIZE // SUMMARY_TOKENS  # of a head of a page
 assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
 
@@ -70,7 +69,9 @@ class SlotKernels:
         """Summarise full pages of 16 bits, with entries that number the bound slabs."""
         table = np.zeros((len(entries), TABLE_WIDTH), np.int32)
         table[:, 0] = entries
-        launch, params = self._launch("summarise", slabs.kind, len(entries), SUMMARIES, TABLE_WIDTH)
+        launch, params = self._launch(
+            "summarise", slabs.kind, len(entries), RUNS_OF_PAGE, TABLE_WIDTH
+        )
         self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
 
     def _launch_of(

@@ -1,15 +1,16 @@
 // Summaries of the keys of full pages, and their scores: kernels/pages/summaries.py and choice.py for kernels.
 
-CONSTANT uint SUMMARY_TOKENS = 32;
-CONSTANT uint SUMMARIES = PAGE_SIZE / SUMMARY_TOKENS;  // of a head of a page
+CONSTANT uint RUN_TOKENS = 32;  // with one summary, and chosen together
+CONSTANT uint RUNS_OF_PAGE = PAGE_SIZE / RUN_TOKENS;
+CONSTANT float LOG_OF_RUN = 3.4657359f;
 CONSTANT uint SUMMARY = 2 * K_DIM;                     // numbers of one: means, then variances
 CONSTANT float LARGEST_SUMMARY = 65504.0f;             // float16's largest number
 
-// The summaries of a head's keys in a page, [SUMMARIES, SUMMARY] in float16. They are what a page ends with.
+// The summaries of a head's keys in a page, [RUNS_OF_PAGE, SUMMARY] in float16. They are what a page ends with.
 DEVICE const ushort* summaries_of(const THREAD Pages& pages, uint entry, uint head) {
   uint stride = pages.parameter(SLAB_STRIDE), slab = entry / stride;
   ulong words = ulong(pages.layouts[slab * LAYOUT_FIELDS]), after = entry - slab * stride + 1;
-  return pages.slabs.memory[slab] + after * words - (pages.parameter(KV_HEADS) - head) * (SUMMARIES * SUMMARY);
+  return pages.slabs.memory[slab] + after * words - (pages.parameter(KV_HEADS) - head) * (RUNS_OF_PAGE * SUMMARY);
 }
 
 ushort summary_bits(float x) {
@@ -24,15 +25,15 @@ void summarise(const THREAD Pages& pages, const THREAD Place& place) {
   Slots keys = pages.slots(entry, place.y, K_DIM, false);
   float x[numbers_of_lane(K_DIM)], mean[numbers_of_lane(K_DIM)], variance[numbers_of_lane(K_DIM)];
   for (uint i = 0; i < numbers_of_lane(K_DIM); i++) mean[i] = variance[i] = 0.0f;
-  for (uint token = 0; token < SUMMARY_TOKENS; token++) {
-    read_slot<K_DIM>(keys, number * SUMMARY_TOKENS + token, place.lane, x);
-    for (uint i = 0; i < numbers_of_lane(K_DIM); i++) mean[i] += x[i] * (1.0f / SUMMARY_TOKENS);
+  for (uint token = 0; token < RUN_TOKENS; token++) {
+    read_slot<K_DIM>(keys, number * RUN_TOKENS + token, place.lane, x);
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++) mean[i] += x[i] * (1.0f / RUN_TOKENS);
   }
-  for (uint token = 0; token < SUMMARY_TOKENS; token++) {
-    read_slot<K_DIM>(keys, number * SUMMARY_TOKENS + token, place.lane, x);
+  for (uint token = 0; token < RUN_TOKENS; token++) {
+    read_slot<K_DIM>(keys, number * RUN_TOKENS + token, place.lane, x);
     for (uint i = 0; i < numbers_of_lane(K_DIM); i++) {
       float difference = x[i] - mean[i];
-      variance[i] = multiply_add(difference, difference * (1.0f / SUMMARY_TOKENS), variance[i]);
+      variance[i] = multiply_add(difference, difference * (1.0f / RUN_TOKENS), variance[i]);
     }
   }
   DEVICE ushort* summary = (DEVICE ushort*)summaries_of(pages, entry, place.y) + number * SUMMARY;
@@ -47,7 +48,7 @@ void summarise(const THREAD Pages& pages, const THREAD Place& place) {
 // A token's share of the copy of a page: one of the summaries of a head.
 void copy_summary(const THREAD Pages& pages, uint from, uint to, const THREAD Place& place) {
   uint number = place.x * SLOT_SIMDGROUPS + place.simdgroup;
-  if (number >= SUMMARIES) return;
+  if (number >= RUNS_OF_PAGE) return;
   DEVICE const ushort* source = summaries_of(pages, from, place.y) + number * SUMMARY;
   DEVICE ushort* target = (DEVICE ushort*)summaries_of(pages, to, place.y) + number * SUMMARY;
   for (uint i = place.lane; i < SUMMARY; i += LANES) target[i] = source[i];
@@ -65,10 +66,12 @@ void stage_powers(DEVICE const T* queries, Strides strides, float scale, uint co
   }
 }
 
-// Products of each query with a summary, of which each of four lanes has a part; all of them get the sums.
-void score_summary(DEVICE const ushort* summary, uint lane, SHARED const float* staged, THREAD float* sums) {
+// Products of each query with the means of a summary, or with half of the variances, of which each of four
+// lanes has a part; all of them get the sums.
+void multiply_summary(DEVICE const ushort* summary, uint first, uint lane, SHARED const float* staged,
+                      THREAD float* sums) {
   for (uint r = 0; r < ROWS; r++) sums[r] = 0.0f;
-  for (uint at = lane % 4 * 8; at < SUMMARY; at += 32) {
+  for (uint at = first + lane % 4 * 8; at < first + K_DIM; at += 32) {
     uint words[4];
     load<16>(summary + at, words);
     float x[8];
@@ -88,8 +91,13 @@ void score_summary(DEVICE const ushort* summary, uint lane, SHARED const float* 
   }
 }
 
-// The logarithm of the mean weight that each query is expected to give to the tokens of each summary, up to
-// a constant: scores [B, kv_heads, gqa_group_size, TOKENS / 32]. A simdgroup takes a page, for ROWS query
+// What the spread of keys adds to a score: kernels/pages/choice.py says why it is bounded.
+float bounded_spread(float spread) {
+  return spread > LOG_OF_RUN ? 2.0f * root(LOG_OF_RUN * spread) - LOG_OF_RUN : spread;
+}
+
+// The logarithm of the mean weight that each query is expected to give to the tokens of each run, up to a
+// constant: scores [B, kv_heads, gqa_group_size, TOKENS / 32]. A simdgroup takes a page, for ROWS query
 // heads. Of pages that are not full, or hold the last token, it says 0, and does not read them.
 template <typename Strides>
 void score(DEVICE const T* queries, Strides strides, const THREAD Pages& pages, const THREAD Place& place,
@@ -102,16 +110,20 @@ void score(DEVICE const T* queries, Strides strides, const THREAD Pages& pages, 
   stage_powers(asked, strides, scale, gqa_group_size - first_row, place.index, staged);
   threads_meet();
   DEVICE const int* row = pages.row(place.z);
-  uint page = place.x * SIMDGROUPS + place.simdgroup, count = pages.parameter(TOKENS) / SUMMARY_TOKENS;
-  if (page * SUMMARIES >= count) return;
+  uint page = place.x * SIMDGROUPS + place.simdgroup, count = pages.parameter(TOKENS) / RUN_TOKENS;
+  if (page * RUNS_OF_PAGE >= count) return;
   float sums[ROWS];
   for (uint r = 0; r < ROWS; r++) sums[r] = 0.0f;
   if (!row[ROW_PADDING] && int((page + 1) * PAGE_SIZE) < row[ROW_LENGTH]) {
     DEVICE const ushort* summaries = summaries_of(pages, uint(row[ROW_FIELDS + page]), head);
-    score_summary(summaries + place.lane / 4 * SUMMARY, place.lane, staged, sums);
+    DEVICE const ushort* summary = summaries + place.lane / 4 * SUMMARY;
+    float spreads[ROWS];
+    multiply_summary(summary, 0, place.lane, staged, sums);
+    multiply_summary(summary, K_DIM, place.lane, staged, spreads);
+    for (uint r = 0; r < ROWS; r++) sums[r] += bounded_spread(spreads[r]);
   }
   ulong first = (place.z * ulong(heads) + head) * gqa_group_size + first_row;
   for (uint r = 0; r < ROWS; r++)
     if (first_row + r < gqa_group_size && place.lane % 4 == r % 4)
-      scores[(first + r) * count + page * SUMMARIES + place.lane / 4] = sums[r];
+      scores[(first + r) * count + page * RUNS_OF_PAGE + place.lane / 4] = sums[r];
 }

@@ -41,11 +41,6 @@ class Backend(Protocol):
         """Whether a lazy read that is computed after a write shows the written contents."""
         ...
 
-    @property
-    def chooses(self) -> bool:
-        """Whether it knows `read_tokens` and summaries: see `choice`."""
-        ...
-
     def supports(self, geometry: LayerGeometry) -> bool:
         """Whether the other operations work on such a layer's pages of any format."""
         ...

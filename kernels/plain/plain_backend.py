@@ -38,7 +38,6 @@ class PlainBackend:
     fallbacks = 0
     slab_padding = kept_bytes = 0
     writes_in_place = False
-    chooses = True
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return True

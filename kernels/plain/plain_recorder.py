@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.choice import RUN_TOKENS, chooses, chosen_runs, summary_scores
+from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs, run_scores
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
-from paged_kv.kernels.pages.summaries import SUMMARY_TOKENS
+from paged_kv.kernels.pages.summaries import RUN_TOKENS
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend, summarise
@@ -164,9 +164,8 @@ def _is_chosen(
     tables = tables_of(metadata, pages.slab_stride)
     length, entries = tables.array[:, 0], tables.array[:, ROW_FIELDS:]
     entries = entries[:, : tables.reach // PAGE_SIZE]
-    of_page = PAGE_SIZE // SUMMARY_TOKENS
-    (summaries,) = _in_slabs(pages, tables, entries, _summaries_in_slab, of_page)
-    scores = summary_scores(queries, summaries, attention.scale)
+    (summaries,) = _in_slabs(pages, tables, entries, _summaries_in_slab, RUNS_OF_PAGE)
+    scores = run_scores(queries, summaries, attention.scale)
     runs = chosen_runs(scores, length, attention.read_tokens)
     none = mx.zeros((*runs.shape[:2], tables.reach // RUN_TOKENS), mx.bool_)
     is_chosen = mx.put_along_axis(none, runs, mx.array(True), axis=-1)

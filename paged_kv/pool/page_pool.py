@@ -109,7 +109,7 @@ class PagePool:
         eviction_policy: which cached prefixes to evict first.
         read_tokens: how many tokens a step of one token per sequence reads at most in layers
             without a window, see `paged_kv.kernels.pages.choice`. None means all, which is exact;
-            layers that append rows, and kernels of GPUs, read all in any case.
+            layers that append rows read all in any case.
         name: the pool's name in log messages.
 
     Attributes:
@@ -159,7 +159,7 @@ class PagePool:
         self.budget: ByteBudget = chosen_budget(max_bytes, beside.budget if beside else None)
         self.backend = choose_backend()
         self.read_tokens = checked_read_tokens(read_tokens)
-        if self.rows or not self.backend.chooses:
+        if self.rows:
             self.read_tokens = None
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self.budget, name, trace))

@@ -59,8 +59,6 @@ def recordable_layers(pool: PagePool) -> list[RecordableLayer]:
             recorder = recorder_of(pages.backend)
             if recorder is None:
                 raise NotRecordable(f"MLX cannot record the {pages.backend.name} backend")
-            if pages.read_tokens is not None:
-                raise NotRecordable(f"layer {number} chooses the tokens that it reads")
             if number not in pool.attending_in_decode:
                 raise NotRecordable(f"layer {number} gathers its keys and values")
             layers.append(RecordableLayer(number, group, pages, recorder))
