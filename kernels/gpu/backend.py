@@ -179,7 +179,9 @@ class GpuBackend:
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         if queries.shape[2] == 1 and unwritten is None:
-            runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
+            runs = None
+            if attention.read_tokens is not None:  # Not a call in each layer that reads all.
+                runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
             output = self._decode(pages, slabs, tables, queries, attention, None, runs)
         else:
             unwritten = self._in_dtype(pages, unwritten)
@@ -238,7 +240,9 @@ class GpuBackend:
             pages.require_writable(metadata, 1)
         dtype, own = queries.dtype, geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
+        runs = None
+        if attention.read_tokens is not None:
+            runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
         output = self._decode(pages, slabs, tables, queries, attention, step, runs)
         if geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(1))
@@ -255,8 +259,7 @@ class GpuBackend:
     ) -> mx.array | None:
         """What a step of one token reads; None if all. Heads that no kernel takes are gathered, and
         read whole."""
-        # Not a call in each layer of a pool that reads all.
-        if attention.read_tokens is None or not chooses(attention, metadata, 1):
+        if not chooses(attention, metadata, 1):
             return None
         return self._choice(pages, slabs, tables, queries, attention)
 
