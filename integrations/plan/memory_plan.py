@@ -38,12 +38,15 @@ class Wish:
         sessions: how many are held at once.
         page_format: of full pages.
         step: tokens of a prompt step.
+        read_tokens: the most that a decode step reads, for which pages hold summaries besides;
+            None if it reads all.
     """
 
     context: int
     sessions: int
     page_format: str
     step: int
+    read_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Planner:
         # One model after the other takes a step.
         prompt_step = max(each.bytes_for(step, wish.context) for each in self._steps)
         left = self._memory - self._reserve - self._weights - prompt_step
-        sizes, states = self._sizes(max(left, 1), wish.page_format)
+        sizes, states = self._sizes(max(left, 1), wish)
         groups = [group for size in sizes for group in size.groups]
         pages, windows = (
             sum(each.bytes_for(wish.context) for each in groups if each.is_ring == is_ring)
@@ -167,26 +170,31 @@ class Planner:
             fewer = replace(wish, sessions=plan.most_sessions)
             yield f"--sessions {plan.most_sessions}", self.plan(fewer)
 
-    def _sizes(self, budget: int, page_format: str) -> tuple[list[PoolSize], int]:
+    def _sizes(self, budget: int, wish: Wish) -> tuple[list[PoolSize], int]:
         """The sizes of the models' pools, and the bytes of a session's states."""
         try:
-            factories = self._factories(budget, page_format)
+            factories = self._factories(budget, wish)
         except PoolExhausted:  # no room for a page: what a session takes is known all the same
-            factories = self._factories(self._memory, page_format)
+            factories = self._factories(self._memory, wish)
         states = sum(map(_state_bytes, self._models, factories))
         sizes = [pool_size(factory.pool) for factory in factories]
         for factory in factories:
             factory.close()
         return sizes, states
 
-    def _factories(self, budget: int, page_format: str) -> list[PagedCacheFactory]:
+    def _factories(self, budget: int, wish: Wish) -> list[PagedCacheFactory]:
         """A factory for each model, whose pool knows its layers.
 
         Raises:
             PoolExhausted: the budget does not hold a page of every layer.
         """
-        options: dict[str, Any] = {"trace": os.devnull, "page_format": page_format}
-        factories = divided_factories(self._models, budget, **options)
+        factories = divided_factories(
+            self._models,
+            budget,
+            page_format=wish.page_format,
+            read_tokens=wish.read_tokens,
+            trace=os.devnull,
+        )
         for factory in factories:
             factory.can_admit(0)
         return factories

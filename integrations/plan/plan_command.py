@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paged_kv.commands.arguments import name, page_format, positive
-from paged_kv.commands.cache_options import add_dtype_option, examples
+from paged_kv.commands.cache_options import add_dtype_option, add_read_tokens_option, examples
 from paged_kv.commands.model_names import named_model, not_loaded, require_model
 from paged_kv.embedded import EMBEDDED
 from paged_kv.sizes import counted, format_size, parse_size
@@ -63,6 +63,7 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         metavar="FORMAT",
         help="how full pages hold numbers: fp16, q8, q4, or two of these as q8/q4 (default: fp16)",
     )
+    add_read_tokens_option(parser)
     parser.add_argument(
         "--prefill-step-size",
         type=positive,
@@ -96,6 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.sessions,
             arguments.page_format,
             arguments.prefill_step_size,
+            arguments.read_tokens,
         )
     )
     if arguments.json:

@@ -51,14 +51,7 @@ def add_cache_options(
         "keys and values, such as q8/q4; or auto, which requantises the oldest pages to q8 and "
         "then q4 when memory is short (default: fp16)",
     )
-    parser.add_argument(
-        "--read-tokens",
-        type=read_tokens,
-        metavar="N",
-        help="an approximation: in layers that see the whole context, a decode step reads the "
-        "first and the latest tokens and those that are likely to matter most, N in all, 768 or "
-        "more; what is no longer is read whole. Prompts are computed exactly (default: all tokens)",
-    )
+    add_read_tokens_option(parser)
     parser.add_argument(
         "--store",
         type=tier,
@@ -128,6 +121,18 @@ def store_options(arguments: argparse.Namespace) -> StoreOptions:
 def has_servers(store: Sequence[str | Path] | None) -> bool:
     """Whether some tiers of --store are servers."""
     return any(isinstance(place, str) for place in store or ())
+
+
+def add_read_tokens_option(parser: argparse._ActionsContainer) -> None:
+    """How many tokens a decode step reads."""
+    parser.add_argument(
+        "--read-tokens",
+        type=read_tokens,
+        metavar="N",
+        help="an approximation: in layers that see the whole context, a decode step reads the "
+        "first and the latest tokens and those that are likely to matter most, N in all, 768 or "
+        "more; what is no longer is read whole. Prompts are computed exactly (default: all tokens)",
+    )
 
 
 def add_dtype_option(parser: argparse._ActionsContainer) -> None:

@@ -31,7 +31,12 @@ NEAR = 0.1
 
 def taken(model: Any, plan: MemoryPlan) -> int:
     """The most bytes of MLX's meter, weights aside, while the sessions of a plan are made."""
-    factory = PagedCacheFactory(model, max_bytes=plan.room + plan.slack, trace=os.devnull)
+    factory = PagedCacheFactory(
+        model,
+        max_bytes=plan.room + plan.slack,
+        read_tokens=plan.wish.read_tokens,
+        trace=os.devnull,
+    )
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -57,6 +62,17 @@ def test_a_run_takes_what_the_plan_says(name: str) -> None:
     mx.eval(model.parameters())
     plan = Planner([model], 1 << 30).plan(WISH)
     assert plan.fits
+    assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
+
+
+def test_summaries_of_keys_are_counted() -> None:
+    model: Any = small_model("llama")
+    mx.eval(model.parameters())
+    planner = Planner([model], 1 << 30)
+    plan = planner.plan(replace(WISH, read_tokens=1024))
+    without = planner.plan(WISH)
+    # A mean and a variance of 16 bits for every 32 keys and values of 32 bits.
+    assert plan.pages == without.pages * (1 + 1 / 64)
     assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
