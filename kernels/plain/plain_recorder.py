@@ -55,7 +55,7 @@ class PlainRecorder:
         if pages.geometry.has_summaries:
             for entry in filled:
                 summarise(pages, entry)
-        mx.eval([pages.slabs[number].memory for number in tables.slabs])
+        mx.eval(self.arrays(pages, tables))
 
 
 class _RecordedOperations(PlainBackend):
