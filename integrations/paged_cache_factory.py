@@ -81,6 +81,11 @@ class PagedCacheFactory:
             those of `LeastWorth`. Pass an object with a method `rank`, see `EvictionPolicy`.
         read_tokens: the most tokens that a step of one token per sequence reads in layers without
             a window, at least 768: an approximation, see docs/long-contexts.md. None reads all.
+        offload: a folder for pages that `max_bytes` does not hold, with `read_tokens`: the oldest
+            pages of layers without a window go there, and come back to layers for which they
+            matter, see docs/long-contexts.md. None keeps all in memory.
+        wait_for_pages: let steps wait for offloaded pages that they want, instead of leaving out
+            those that have not come.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -108,7 +113,8 @@ class PagedCacheFactory:
     Raises:
         TypeError: an argument is of the wrong type; the message says which.
         ValueError: an argument is out of its range; the message says which.
-        OSError: the trace cannot be written, or is a file that is not empty.
+        OSError: the trace cannot be written, or is a file that is not empty; or the folder for
+            offloaded pages cannot be written (`OffloadError`).
         StoreError: the folder cannot be used; the message says why.
 
     Example:
@@ -131,6 +137,8 @@ class PagedCacheFactory:
         store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_WORTH,
         read_tokens: int | None = None,
+        offload: str | os.PathLike[str] | None = None,
+        wait_for_pages: bool = False,
         always_gather: bool = False,
         compile: bool | None = None,
         processor: Any = None,
@@ -150,7 +158,13 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self._page_format = page_format
         self._read_tokens = read_tokens
+        self._offload = offload, wait_for_pages
         self.ranks = ranks_of(self._model.module)
+        if offload is not None and self.ranks.size > 1:
+            raise ValueError(
+                f"offload is for a model in one process, and {self.ranks.size} share this one: "
+                "leave it out"
+            )
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
@@ -158,6 +172,11 @@ class PagedCacheFactory:
         if read_tokens is not None and not self.pool.chooses:
             logger.warning(
                 "read_tokens changes nothing: no layer of %s keeps keys and values of all tokens",
+                self.pool.name,
+            )
+        if offload is not None and self.pool.offloading is None:
+            logger.warning(
+                "offload changes nothing: no layer of %s keeps keys and values of all tokens",
                 self.pool.name,
             )
         self._pools: dict[int | None, PagePool] = {None: self.pool}
@@ -434,6 +453,8 @@ class PagedCacheFactory:
             trace=self._trace,
             eviction_policy=self._eviction_policy,
             read_tokens=self._read_tokens,
+            offload=self._offload[0],
+            wait_for_pages=self._offload[1],
             **options,
         )
 

@@ -148,7 +148,7 @@ def gather(
         for row in range(len(metadata.context_lens))
     ]
     keys, values = zip(*per_row, strict=True)
-    return _stack(length, keys, metadata.right_padding), _stack(
+    return stacked(length, keys, metadata.right_padding), stacked(
         length, values, metadata.right_padding
     )
 
@@ -290,7 +290,7 @@ def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]
     return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
+def stacked(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
     """Stack sequences [1, heads, tokens, dim], each followed by its right padding, to
     [B, heads, length, dim]."""
     if len(rows) == 1 and not right_padding[0]:

@@ -36,7 +36,7 @@ def attend(
             own_queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
         )
 
-    return _by_row(queries, metadata, v_dim, attend_row)
+    return by_row(queries, metadata, v_dim, attend_row)
 
 
 def attend_latent(
@@ -57,7 +57,7 @@ def attend_latent(
         own_positions = position_queries[row : row + 1, :, own]
         return latent_attention(own_queries, own_positions, latents, position_keys, attention, seen)
 
-    return _by_row(queries, metadata, queries.shape[3], attend_row)
+    return by_row(queries, metadata, queries.shape[3], attend_row)
 
 
 def latent_attention(
@@ -108,7 +108,7 @@ def softcapped(
     return output.astype(queries.dtype)
 
 
-def _by_row(
+def by_row(
     queries: mx.array,
     metadata: AttentionMetadata,
     dim: int,

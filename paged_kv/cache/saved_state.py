@@ -50,7 +50,7 @@ def page_views(pool: PagePool, layer: int, sequence: Sequence) -> list[mx.array]
 def page_formats(pool: PagePool, layer: int, sequence: Sequence) -> list[str]:
     """The formats of the pages of `page_views`."""
     group = pool.group_of(layer)
-    return [group.allocator.format_of(block).name for block in _held(pool, layer, sequence)]
+    return [group.content_format(block) for block in _held(pool, layer, sequence)]
 
 
 def load_pages(

@@ -240,6 +240,18 @@ COLUMNS = [
         "left out", "tokens_left_out", kind=Kind.COUNTER,
     ),
     Column(
+        "pages_fetched", "pages of a layer that were read from the folder of offloaded pages",
+        "pages fetched", "offload_pages_fetched", kind=Kind.COUNTER,
+    ),
+    Column(
+        "pages_late", "pages of a layer that a step left out because they had not come",
+        "pages late", "offload_pages_late", kind=Kind.COUNTER,
+    ),
+    Column(
+        "bytes_offloaded", "contents of pages in the folder of offloaded pages",
+        "offloaded", "offload_bytes",
+    ),
+    Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",
         "evicted", "evictions", kind=Kind.COUNTER, by="reason",
     ),

@@ -25,6 +25,8 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page_format_named
+from paged_kv.offload.offloaded_layer import OFFLOADED, OffloadedLayer
+from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
 
@@ -50,6 +52,7 @@ class LayerGroup:
         window: the window that they share, or None.
         page_format: the format of full pages, but for those of sequences with one of their own.
         read_tokens: see `PagePool`; None in groups with a window.
+        offloading: takes pages out of memory; None in groups whose pages stay there.
         formats: all formats of the group's pages, by name.
         pages: the pages of each layer that was written.
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
@@ -72,8 +75,10 @@ class LayerGroup:
         smaller_formats: tuple[PageFormat, ...] = (),
         events: Events = NO_EVENTS,
         read_tokens: int | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self.layers = layers
+        self.offloading = offloading
         self.read_tokens = read_tokens
         self.window = window
         self.page_format = page_format
@@ -136,13 +141,24 @@ class LayerGroup:
             geometry = next((each for each in known if each == geometry), geometry)
             backend = backend_for(self._backend, geometry)
             read_tokens = self.read_tokens if chooses else None
-            pages = LayerPages(geometry, backend, MAX_SLAB_PAGES, read_tokens)
+            pages = self._new_pages(layer, geometry, backend, read_tokens)
             for page_format in self.formats.values():
                 self._require_holds(page_format, layer, pages)
             self._add_layer(layer, pages)
         elif pages.geometry != geometry:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
         return pages
+
+    def forget_fetches(self) -> None:
+        """Forget what layers have fetched: their frames are taken away."""
+        for pages in self.pages.values():
+            if isinstance(pages, OffloadedLayer):
+                pages.forget_fetches()
+
+    def content_format(self, block: int) -> str:
+        """The format of a block's contents, wherever they are."""
+        name = self.allocator.format_of(block).name
+        return self.page_format.name if name == OFFLOADED.name else name
 
     @property
     def block_bytes(self) -> int:
@@ -351,6 +367,19 @@ class LayerGroup:
         self._note_page_sizes()
         self.is_open = True
 
+    def _new_pages(
+        self, layer: int, geometry: LayerGeometry, backend: Backend, read_tokens: int | None
+    ) -> LayerPages:
+        if self.offloading is None:
+            return LayerPages(geometry, backend, MAX_SLAB_PAGES, read_tokens)
+        if read_tokens is None:
+            raise ValueError(
+                f"layer {layer} has {geometry.k_heads} heads of keys and {geometry.v_heads} of "
+                "values, and reads all tokens: its pages cannot be offloaded. Leave `offload` out"
+            )
+        outside = self.offloading.outside
+        return OffloadedLayer(geometry, backend, MAX_SLAB_PAGES, read_tokens, outside)
+
     def _require_holds(self, page_format: PageFormat, layer: int, pages: LayerPages) -> None:
         try:
             page_format.planes(pages.geometry)
@@ -417,16 +446,22 @@ def new_groups(
     budget: ByteBudget,
     events: Events,
     read_tokens: int | None = None,
+    offloading: Offloading | None = None,
 ) -> list[LayerGroup]:
     """Make a group of the layers without a window, and one for each window, whose pages have 16
-    bits. The first may read no more than `read_tokens` tokens in a step."""
+    bits. The first may read no more than `read_tokens` tokens in a step, and have pages out of
+    memory."""
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
-    smaller = tuple(map(page_format_named, policy.page_formats)) if policy else ()
+    smaller = (OFFLOADED,) if offloading else ()
+    if policy is not None and offloading is None:
+        smaller = tuple(map(page_format_named, policy.page_formats))
     return [
         LayerGroup(members, window, FP16, backend, budget, (), events)
         if window
-        else LayerGroup(members, None, page_format, backend, budget, smaller, events, read_tokens)
+        else LayerGroup(
+            members, None, page_format, backend, budget, smaller, events, read_tokens, offloading
+        )
         for window, members in layers.items()
     ]

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
@@ -27,6 +28,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.listeners import new_pool_listeners
+from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import (
     FormatChoice,
@@ -110,6 +112,10 @@ class PagePool:
         read_tokens: how many tokens a step of one token per sequence reads at most in layers
             without a window, see `paged_kv.kernels.pages.choice`. None means all, which is exact;
             layers that append rows read all in any case.
+        offload: a folder for pages of layers without a window that memory does not hold: the oldest
+            go there when the budget gets short, see `paged_kv.offload`. Needs `read_tokens`.
+        wait_for_pages: whether a step waits for offloaded pages that it wants, instead of leaving
+            them out where they have not come.
         name: the pool's name in log messages.
 
     Attributes:
@@ -139,6 +145,8 @@ class PagePool:
         trace: str | os.PathLike[str] | None = None,
         eviction_policy: EvictionPolicy = LEAST_WORTH,
         read_tokens: int | None = None,
+        offload: str | os.PathLike[str] | None = None,
+        wait_for_pages: bool = False,
         name: str = "pool",
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, least=0)
@@ -161,6 +169,9 @@ class PagePool:
         self.read_tokens = checked_read_tokens(read_tokens)
         if self.rows:
             self.read_tokens = None
+        self.offloading = self._new_offloading(offload, page_format, wait_for_pages)
+        if self.offloading is not None:
+            self.requantisation_policy = self.offloading.policy
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self.budget, name, trace))
         self.groups = new_groups(
@@ -172,6 +183,7 @@ class PagePool:
             self.budget,
             self.counts.events,
             self.read_tokens,
+            self.offloading,
         )
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
         self.timed_pins = TimedPins(self.index)
@@ -201,6 +213,24 @@ class PagePool:
             f"PagePool {self.serial} ({self.name}, {counted(self.num_layers, 'layer')}, "
             f"{self.page_format.name} pages)"
         )
+
+    def _new_offloading(
+        self, folder: str | os.PathLike[str] | None, page_format: FormatChoice, waits: bool
+    ) -> Offloading | None:
+        if folder is None or len(self.windows) == self.num_layers:
+            return None
+        if self.read_tokens is None:
+            raise ValueError(
+                f"offload needs read_tokens, and layers of {self.name} that append no rows: decode "
+                "then reads what matters most, and the rest may be out of memory. Give "
+                "read_tokens, such as 8192, or leave offload out"
+            )
+        if self.requantisation_policy is not None:
+            raise ValueError(
+                "offload needs one page_format, such as 'fp16' or 'q4', since pages that are short "
+                f"of memory go to the folder: got {described(page_format)}"
+            )
+        return Offloading.to(Path(folder), self.page_format, self.read_tokens, waits=waits)
 
     @property
     def is_open(self) -> bool:
@@ -343,6 +373,7 @@ class PagePool:
             bytes_states=sum(each.nbytes for each in list(self.snapshots)),
             bytes_scratch=self.backend.kept_bytes
             + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
+            **({} if self.offloading is None else self.offloading.stats()),
             **self.counts.frozen(),
         )
 

@@ -68,6 +68,9 @@ class PoolStats(BlockTotals):
         accepted_tokens: drafted tokens that the model accepted.
         tokens_chosen: tokens that steps read which may not read all of a sequence's.
         tokens_left_out: tokens that they did not read.
+        pages_fetched: pages of a layer that were read from the folder of offloaded pages.
+        pages_late: pages of a layer that a step wanted, and left out because they had not come.
+        bytes_offloaded: contents of pages that are in that folder.
         bytes_steps: keys and values of steps that no page holds yet.
         bytes_states: states of recurrent layers that the prefix cache keeps.
         bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
@@ -93,6 +96,9 @@ class PoolStats(BlockTotals):
     accepted_tokens: int = 0
     tokens_chosen: int = 0
     tokens_left_out: int = 0
+    pages_fetched: int = 0
+    pages_late: int = 0
+    bytes_offloaded: int = 0
     bytes_steps: int = 0
     bytes_states: int = 0
     bytes_scratch: int = 0
@@ -211,6 +217,9 @@ class PoolStats(BlockTotals):
             accepted_tokens=self.accepted_tokens + other.accepted_tokens,
             tokens_chosen=self.tokens_chosen + other.tokens_chosen,
             tokens_left_out=self.tokens_left_out + other.tokens_left_out,
+            pages_fetched=self.pages_fetched + other.pages_fetched,
+            pages_late=self.pages_late + other.pages_late,
+            bytes_offloaded=self.bytes_offloaded + other.bytes_offloaded,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
             bytes_steps=self.bytes_steps + other.bytes_steps,
             bytes_states=self.bytes_states + other.bytes_states,

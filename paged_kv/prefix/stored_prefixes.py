@@ -409,7 +409,7 @@ def _end(stored: Stored) -> tuple[int, tuple[int, ...]]:
 
 
 def _page_entry(place: EntryPlace, group: LayerGroup, page: NodePage) -> Entry:
-    page_format = group.allocator.format_of(page.block).name
+    page_format = group.content_format(page.block)
     notes = {"page_format": page_format, "written": page.written}
     return Entry(place, block_bytes(group, page.block, page.unused), json.dumps(notes))
 

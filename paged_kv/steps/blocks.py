@@ -20,7 +20,9 @@ from functools import partial
 from typing import NamedTuple
 
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.writes import Write
+from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reclaimer import Reclaimer
@@ -52,6 +54,8 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
             some tables may have reserved blocks, which the caller gives back.
     """
     with pool.lock:
+        if pool.offloading is not None:
+            _make_frames(pool, pool.offloading, rows)
         growing: list[tuple[BlockTable, int, int]] = []
         others: list[SequenceWrite] = []
         for sequence, start, end, *_ in rows:
@@ -99,6 +103,34 @@ def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratc
             table = group.allocator.new_scratch(write.scratch_format)
             scratch.setdefault(group, {})[sequence.uid] = table
     return scratch
+
+
+def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) -> None:
+    """Have frames for the pages that a step of one token fetches, or as many as there is room for.
+
+    Raises:
+        PoolExhausted: the budget does not hold one.
+    """
+    (group,) = [group for group in pool.groups if group.offloading is offloading]
+    if not group.is_open or max(end - before for _, before, end, *_ in rows) != 1:
+        return
+    tables = [sequence.table(group) for sequence, _, end, *_ in rows if end > offloading.read_tokens]
+    missing = offloading.missing_frames(group.allocator, tables)
+    if missing < 0:
+        group.forget_fetches()
+        offloading.drop_frames(group.allocator)
+    elif missing:
+        while True:
+            try:
+                make_room(pool.reclaimer, group, offloading.page_format.name, missing)
+                break
+            except PoolExhausted:
+                if missing == 1:
+                    if offloading.has_frames:
+                        return
+                    raise
+                missing //= 2
+        offloading.add_frames(group.allocator, missing)
 
 
 def _by_group(step_writes: list[SequenceWrite]) -> Writes:

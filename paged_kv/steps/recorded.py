@@ -59,6 +59,8 @@ def recordable_layers(pool: PagePool) -> list[RecordableLayer]:
             recorder = recorder_of(pages.backend)
             if recorder is None:
                 raise NotRecordable(f"MLX cannot record the {pages.backend.name} backend")
+            if group.offloading is not None:
+                raise NotRecordable(f"pages of layer {number} may be out of memory")
             if number not in pool.attending_in_decode:
                 raise NotRecordable(f"layer {number} gathers its keys and values")
             layers.append(RecordableLayer(number, group, pages, recorder))

@@ -1,0 +1,477 @@
+"""The pages of one layer, of which some are not in memory.
+
+A page that is out of memory keeps a summary of its keys there (`kernels/pages/summaries.py`), and
+its contents in a `PageFile`. To the allocator that is one more page format, to which a
+`RequantisationPolicy` takes the pages of all layers together.
+
+Each layer fetches pages of its own into frames: blocks that no sequence has. Layers attend to
+different pages, so in one step nearly every page matters to some layer, but to one layer few do.
+
+Decode does not know positions. So the pages of a sequence that a layer has in memory, those in
+frames included, are a shorter sequence to which kernels attend as to any other, and of which they
+choose runs. Every `RANKED_STEPS` steps a layer ranks all pages by their summaries, and fetches the
+first of them on other threads: what one step weighs most is what the next ones do. Steps that may
+not leave tokens out read all contents from the file, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.choice import chooses, run_scores
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, PageLayout
+from paged_kv.kernels.plain.page_gather import stacked
+from paged_kv.kernels.plain.row_attention import by_row
+from paged_kv.offload.page_file import PageFile, Place, Words
+from paged_kv.offload.streamed_attention import attend_streamed, tokens_at_once
+
+# A layer ranks its pages at every so many steps.
+RANKED_STEPS = 4
+# The key of a batch's pages that are out of memory in its `memo`.
+OUTSIDE = "out of memory"
+
+
+class _Nowhere:
+    """The number format of numbers that are not in memory."""
+
+    name = "offloaded"
+    is_centred = False
+
+    @property
+    def first(self) -> NumberFormat:
+        return self
+
+    def encoding(self, dtype: mx.Dtype) -> Encoding:
+        return FLOATS[dtype]
+
+    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
+        return ()
+
+    def decode(self, encoded: Iterable[mx.array], dtype: mx.Dtype) -> mx.array:
+        raise NotImplementedError("the numbers of an offloaded page are in a PageFile")
+
+
+OFFLOADED = PageFormat(_Nowhere(), _Nowhere())
+
+
+@dataclass
+class FetchCounts:
+    """What layers fetched.
+
+    Attributes:
+        pages_fetched: pages of a layer that were read from the file.
+        pages_late: pages of a layer that a step wanted, and left out because they had not come.
+    """
+
+    pages_fetched: int = 0
+    pages_late: int = 0
+
+
+@dataclass
+class Outside:
+    """What the layers of a group share.
+
+    Attributes:
+        file: the contents of pages.
+        page_format: their format.
+        waits: whether a step waits for pages that it wants.
+        counts: of all layers.
+        frames: the blocks of fetched pages; each layer has its own pages there.
+    """
+
+    file: PageFile
+    page_format: PageFormat
+    waits: bool
+    counts: FetchCounts
+    frames: list[BlockTable]
+
+
+class _Page(NamedTuple):
+    """A page that is out of memory, and the summaries of its keys, float16 [heads, 8, 2 * dim]."""
+
+    place: Place
+    summaries: npt.NDArray[np.float16]
+
+
+class _Shorter(NamedTuple):
+    """Tables of what is in memory, those that they were made of, and how many pages each lacks."""
+
+    tables: tuple[tuple[int, ...], ...]
+    whole: tuple[tuple[int, ...], ...]
+    missing: tuple[int, ...]
+
+
+class OffloadedLayer(LayerPages):
+    """See `LayerPages`; its geometry has summaries.
+
+    Args:
+        outside: what the layers of its group share.
+    """
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        backend: Backend,
+        slab_stride: int,
+        read_tokens: int | None,
+        outside: Outside,
+    ) -> None:
+        super().__init__(geometry, backend, slab_stride, read_tokens)
+        self._outside = outside
+        self._content_layout = PageLayout(outside.page_format, geometry)
+        self._pages: dict[int, list[_Page | None]] = {}  # of each slab that is out of memory
+        # The frame of each fetched page, and the reads that have not come, by serial number.
+        self._frames: dict[int, int] = {}
+        self._fetches: dict[int, Future[Words]] = {}
+        self._wanted: list[int] = []
+        self._steps = 0
+        self._shorter: _Shorter | None = None
+
+    def page_bytes(self, page_format: PageFormat) -> int:
+        if page_format != OFFLOADED:
+            return super().page_bytes(page_format)
+        summaries = self._content_layout.summaries
+        assert summaries is not None
+        return summaries.words * np.dtype(np.uint16).itemsize
+
+    def layout_of(self, entry: int) -> PageLayout:
+        """The layout of a page's contents, wherever they are."""
+        return self._content_layout if self._is_outside(entry) else super().layout_of(entry)
+
+    def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
+        if page_format == OFFLOADED:
+            self._pages[slab] = [None] * pages
+        else:
+            super().map_slab(slab, pages, page_format)
+
+    def unmap_slab(self, slab: int) -> None:
+        for page in self._pages.pop(slab, ()):
+            if page is not None:
+                self._outside.file.release(page.place)
+        super().unmap_slab(slab)
+
+    def page(self, entry: int) -> mx.array:
+        """See `LayerPages.page`; of a page that is out of memory, a copy.
+
+        Raises:
+            OffloadError: it cannot be read.
+        """
+        if not self._is_outside(entry):
+            return super().page(entry)
+        return self._as_page(self._outside.file.read(self._page(entry).place))
+
+    def copy(self, copies: Mapping[int, int]) -> None:
+        """See `Backend.copy`. Between pages that are out of memory, contents move.
+
+        Raises:
+            OffloadError: contents cannot be written or read; pages that were copied stay so.
+        """
+        self._shorter = None
+        inside = {}
+        for source, target in copies.items():
+            if not self._is_outside(target) and not self._is_outside(source):
+                inside[source] = target
+            elif not self._is_outside(target):
+                content = self._content_layout.recoded(self.page(source), self.layout_of(target))
+                self.load({target: content})
+            elif self._is_outside(source):
+                self._keep(target, self._page(source))
+                self._pages[source // self.slab_stride][source % self.slab_stride] = None
+            else:
+                self._offload(source, target)
+        super().copy(inside)
+
+    def gather(
+        self, metadata: AttentionMetadata, unwritten: Unwritten | None = None
+    ) -> tuple[mx.array, mx.array]:
+        if not self._lacks(metadata):
+            return super().gather(metadata, unwritten)
+        self.compute()
+        rows = [self._whole(metadata, row) for row in range(len(metadata.context_lens))]
+        keys, values = zip(*rows, strict=True)
+        length, padding = max(metadata.ends), metadata.right_padding
+        return stacked(length, keys, padding), stacked(length, values, padding)
+
+    def gather_tokens(
+        self, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        if not self._lacks(metadata):
+            return super().gather_tokens(metadata, indices)
+        at = indices[:, None, :, None]
+        keys, values = self.gather(metadata)
+        return mx.take_along_axis(keys, at, axis=2), mx.take_along_axis(values, at, axis=2)
+
+    def attend(
+        self,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        unwritten: Unwritten | None = None,
+    ) -> mx.array:
+        """See `Backend.attend`.
+
+        Raises:
+            OffloadError: a page cannot be read.
+        """
+        if not self._lacks(metadata):
+            return super().attend(queries, metadata, attention, unwritten)
+        if chooses(attention, metadata, queries.shape[2]):
+            return self._attend_in_memory(queries, metadata, attention)
+        self._steps = 0  # what was fetched for the steps before may matter little to the next one
+        return self._attend_to_all(queries, metadata, attention, self.geometry.v_dim)
+
+    def attend_latent(
+        self,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        unwritten: Unwritten | None = None,
+    ) -> mx.array:
+        if not self._lacks(metadata):
+            return super().attend_latent(
+                queries, position_queries, metadata, attention, unwritten
+            )
+        both = mx.concatenate([queries * attention.scale, position_queries], axis=-1)
+        of_both = replace(attention, scale=1.0)
+        return self._attend_to_all(both, metadata, of_both, self.geometry.k_dim, latent=True)
+
+    def forget_fetches(self) -> None:
+        """Forget what is in frames, which are taken away."""
+        self._frames.clear()
+        self._fetches.clear()
+        self._shorter = None
+        self._steps = 0
+
+    def _is_outside(self, entry: int) -> bool:
+        return entry // self.slab_stride in self._pages
+
+    def _page(self, entry: int) -> _Page:
+        slab, page = divmod(entry, self.slab_stride)
+        found = self._pages[slab][page]
+        assert found is not None, "nothing was offloaded to this block"
+        return found
+
+    def _keep(self, entry: int, page: _Page) -> None:
+        slab, at = divmod(entry, self.slab_stride)
+        before, self._pages[slab][at] = self._pages[slab][at], page
+        if before is not None:
+            self._outside.file.release(before.place)
+
+    def _offload(self, source: int, target: int) -> None:
+        content = super().layout_of(source).recoded(self.page(source), self._content_layout)
+        words = np.array(content).reshape(-1)
+        summaries = words[self._content_layout.summaries_at :].view(np.float16)
+        page = _Page(
+            self._outside.file.write(words),
+            summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim).copy(),
+        )
+        self._keep(target, page)
+
+    def _as_page(self, words: Words) -> mx.array:
+        layout = self._content_layout
+        return mx.array(words).reshape(layout.page_units, layout.unit_words)
+
+    def _lacks(self, metadata: AttentionMetadata) -> bool:
+        """Whether a batch has pages that are out of memory. They are so in all layers."""
+        if OUTSIDE not in metadata.memo:
+            outside, stride = self._pages, self.slab_stride
+            metadata.memo[OUTSIDE] = bool(outside) and any(
+                entry // stride in outside for table in metadata.block_tables for entry in table
+            )
+        lacks: bool = metadata.memo[OUTSIDE]
+        return lacks
+
+    # Steps that choose.
+
+    def _attend_in_memory(
+        self, queries: mx.array, metadata: AttentionMetadata, attention: Attention
+    ) -> mx.array:
+        """Attention to what is in memory."""
+        is_first = not self._steps
+        if self._steps % RANKED_STEPS == 0:
+            self._fetch(self._ranked(queries, metadata, attention.scale))
+        self._steps += 1
+        self._take_fetched(wait_for_all=is_first or self._outside.waits)
+        tables = self._in_memory(metadata.block_tables)
+        lengths = [
+            length - PAGE_SIZE * missing
+            for length, missing in zip(metadata.context_lens, tables.missing, strict=True)
+        ]
+        shorter = AttentionMetadata(tables.tables, tuple(lengths), metadata.right_padding)
+        return super().attend(queries, shorter, attention)
+
+    def _in_memory(self, block_tables: Iterable[tuple[int, ...]]) -> _Shorter:
+        whole = tuple(block_tables)
+        if self._shorter is None or self._shorter.whole != whole:
+            tables = tuple([tuple(self._places_in_memory(table)) for table in whole])
+            missing = [len(a) - len(b) for a, b in zip(whole, tables, strict=True)]
+            self._shorter = _Shorter(tables, whole, tuple(missing))
+        return self._shorter
+
+    def _places_in_memory(self, table: tuple[int, ...]) -> Iterator[int]:
+        for entry in table:
+            if not self._is_outside(entry):
+                yield entry
+            elif (serial := self._page(entry).place.serial) in self._frames:
+                yield self._frame(self._frames[serial])
+
+    def _frame(self, at: int) -> int:
+        return self._outside.frames[at].blocks[0]
+
+    def _ranked(
+        self, queries: mx.array, metadata: AttentionMetadata, scale: float
+    ) -> list[_Page]:
+        """The pages to have in frames, those of each sequence that weigh most."""
+        rows = [
+            (row, table[: (length - 1) // PAGE_SIZE])
+            for row, (table, length) in enumerate(
+                zip(metadata.block_tables, metadata.context_lens, strict=True)
+            )
+            if any(map(self._is_outside, table))
+        ]
+        found = []
+        most = len(self._outside.frames) // len(rows)
+        for row, full in rows:
+            weights = self._weights(queries[row : row + 1], full, scale)
+            outside = [at for at, entry in enumerate(full) if self._is_outside(entry)]
+            best = sorted(outside, key=lambda at: -weights[at])[:most]
+            found += [self._page(full[at]) for at in best]
+        return found
+
+    def _weights(
+        self, queries: mx.array, full: tuple[int, ...], scale: float
+    ) -> npt.NDArray[np.float32]:
+        """The expected weight of each of a sequence's full pages, summed over query heads."""
+        self.compute()
+        summaries = np.stack([self._summaries(entry) for entry in full], axis=1)
+        flat = mx.array(summaries.reshape(1, summaries.shape[0], -1, summaries.shape[-1]))
+        weights = mx.softmax(run_scores(queries, flat, scale), axis=-1)
+        of_pages = mx.unflatten(weights, -1, (len(full), -1)).sum(axis=(0, 1, 2, 4))
+        return np.array(of_pages)
+
+    def _summaries(self, entry: int) -> npt.NDArray[np.float16]:
+        if self._is_outside(entry):
+            return self._page(entry).summaries
+        words = np.array(self.view(entry)).reshape(-1)[self.layout_of(entry).summaries_at :]
+        return words.view(np.float16).reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
+
+    def _fetch(self, pages: list[_Page]) -> None:
+        """Begin to read those of the wanted pages that are in no frame."""
+        places = {page.place.serial: page.place for page in pages}
+        self._wanted = list(places)
+        self._fetches = {
+            serial: self._fetches.get(serial) or self._outside.file.fetch(place)
+            for serial, place in places.items()
+            if serial not in self._frames
+        }
+
+    def _take_fetched(self, *, wait_for_all: bool) -> None:
+        """Put pages that have come into frames of pages that are not wanted.
+
+        Raises:
+            OffloadError: one could not be read.
+        """
+        if not self._fetches:
+            return
+        if wait_for_all:
+            wait(self._fetches.values())
+        come = [serial for serial, fetch in self._fetches.items() if fetch.done()]
+        wanted = set(self._wanted)
+        kept = {serial: at for serial, at in self._frames.items() if serial in wanted}
+        free = [at for at in range(len(self._outside.frames)) if at not in kept.values()]
+        # Frames without a page go first.
+        free.sort(key=lambda at: at in self._frames.values())
+        contents = {}
+        for serial, at in zip(come, free, strict=False):
+            contents[self._frame(at)] = self._as_page(self._fetches[serial].result())
+        if contents:
+            taken = free[: len(contents)]
+            self._frames = {s: at for s, at in self._frames.items() if at not in taken}
+            self.load(contents)
+            for serial, at in zip(come, taken, strict=False):
+                self._frames[serial] = at
+                del self._fetches[serial]
+            self._shorter = None
+        self._outside.counts.pages_fetched += len(contents)
+        self._outside.counts.pages_late += len(self._fetches)
+
+    # Steps that read all.
+
+    def _attend_to_all(
+        self,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        v_dim: int,
+        *,
+        latent: bool = False,
+    ) -> mx.array:
+        self.compute()
+
+        def attend_row(row: int, own: slice) -> mx.array:
+            own_queries = queries[row : row + 1, :, own]
+            pages = max(1, tokens_at_once(*own_queries.shape[1:3]) // PAGE_SIZE)
+            pieces = self._pieces(metadata, row, pages)
+            if latent:
+                pieces = ((mx.concatenate([*both], axis=-1), both[0]) for both in pieces)
+            return attend_streamed(own_queries, pieces, metadata.context_lens[row], attention)
+
+        return by_row(queries, metadata, v_dim, attend_row)
+
+    def _whole(self, metadata: AttentionMetadata, row: int) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, tokens, dim] of a sequence."""
+        pieces = self._pieces(metadata, row, len(metadata.block_tables[row]))
+        return next(pieces)
+
+    def _pieces(
+        self, metadata: AttentionMetadata, row: int, pages: int
+    ) -> Iterator[tuple[mx.array, mx.array]]:
+        """Keys and values [1, heads, tokens, dim] of so many pages at a time. Those of the next
+        piece are read from the file meanwhile."""
+        length = metadata.context_lens[row]
+        table = metadata.block_tables[row][: -(-length // PAGE_SIZE)]
+        parts = [table[first : first + pages] for first in range(0, len(table), pages)]
+        coming = self._fetches_of(parts[0])
+        for at, part in enumerate(parts):
+            fetches = coming
+            if at + 1 < len(parts):
+                coming = self._fetches_of(parts[at + 1])
+            numbers = [self._numbers(entry, fetches) for entry in part]
+            keys, values = (mx.concatenate([*each], axis=2) for each in zip(*numbers, strict=True))
+            tokens = min(length - at * pages * PAGE_SIZE, len(part) * PAGE_SIZE)
+            yield keys[:, :, :tokens], values[:, :, :tokens]
+
+    def _fetches_of(self, entries: Iterable[int]) -> dict[int, Future[Words]]:
+        file = self._outside.file
+        return {
+            entry: file.fetch(self._page(entry).place)
+            for entry in entries
+            if self._is_outside(entry)
+        }
+
+    def _numbers(
+        self, entry: int, fetches: Mapping[int, Future[Words]]
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, 256, dim] of a page."""
+        if entry not in fetches:
+            return self.layout_of(entry).numbers(self.view(entry))
+        self._outside.counts.pages_fetched += 1
+        return self._content_layout.numbers(self._as_page(fetches[entry].result()))
