@@ -19,11 +19,16 @@ CopyPages = Callable[[Mapping[int, int]], None]
 
 @dataclass(frozen=True)
 class Write:
-    """A coming write of the tokens at [start, end) through a table."""
+    """A coming write of the tokens at [start, end) through a table.
+
+    Attributes:
+        step_end: the end of the step, if other writes of it follow.
+    """
 
     table: BlockTable
     start: int
     end: int
+    step_end: int = 0
 
     @property
     def is_owned(self) -> bool:
@@ -32,9 +37,10 @@ class Write:
 
     @property
     def left_pages(self) -> range:
-        """The pages that the write fills and leaves."""
+        """The pages that the write fills, and the step leaves."""
         size = self.table.allocator.page_size
-        return range(self.start // size, (self.end - 1) // size)
+        last = (max(self.end, self.step_end) - 1) // size
+        return range(self.start // size, min(last, -(-self.end // size)))
 
     @property
     def begins_within_page(self) -> bool:
@@ -101,7 +107,7 @@ class Write:
         size = self.table.allocator.page_size
         borders = range(self.start - self.start % size + size, self.end, size)
         starts, ends = (self.start, *borders), (*borders, self.end)
-        return [Write(self.table, *each) for each in zip(starts, ends, strict=True)]
+        return [Write(self.table, *each, self.end) for each in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ def _geometry(pool: PagePool) -> str:
     ]
     # Steps that read less compute other keys and values for the layers above.
     reads = [] if pool.read_tokens is None else [f"reads {pool.read_tokens}"]
+    if pool.offloading is not None:
+        reads.append("of what is in memory")
     return "; ".join(layers + reads)
 
 

@@ -177,6 +177,21 @@ class OffloadedLayer(LayerPages):
             return super().page(entry)
         return self._as_page(self._outside.file.read(self._page(entry).place))
 
+    def load(self, contents: Mapping[int, mx.array]) -> None:
+        """See `Backend.load`.
+
+        Raises:
+            OffloadError: contents of a page that is out of memory cannot be written.
+        """
+        inside = {}
+        for entry, content in contents.items():
+            if self._is_outside(entry):
+                self._keep(entry, self._written(content))
+            else:
+                inside[entry] = content
+        if inside:
+            super().load(inside)
+
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`. Between pages that are out of memory, contents move.
 
@@ -246,9 +261,7 @@ class OffloadedLayer(LayerPages):
         unwritten: Unwritten | None = None,
     ) -> mx.array:
         if not self._lacks(metadata):
-            return super().attend_latent(
-                queries, position_queries, metadata, attention, unwritten
-            )
+            return super().attend_latent(queries, position_queries, metadata, attention, unwritten)
         both = mx.concatenate([queries * attention.scale, position_queries], axis=-1)
         of_both = replace(attention, scale=1.0)
         return self._attend_to_all(both, metadata, of_both, self.geometry.k_dim, latent=True)
@@ -277,13 +290,13 @@ class OffloadedLayer(LayerPages):
 
     def _offload(self, source: int, target: int) -> None:
         content = super().layout_of(source).recoded(self.page(source), self._content_layout)
+        self._keep(target, self._written(content))
+
+    def _written(self, content: mx.array) -> _Page:
         words = np.array(content).reshape(-1)
         summaries = words[self._content_layout.summaries_at :].view(np.float16)
-        page = _Page(
-            self._outside.file.write(words),
-            summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim).copy(),
-        )
-        self._keep(target, page)
+        of_heads = summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
+        return _Page(self._outside.file.write(words), of_heads.copy())
 
     def _as_page(self, words: Words) -> mx.array:
         layout = self._content_layout
@@ -336,9 +349,7 @@ class OffloadedLayer(LayerPages):
     def _frame(self, at: int) -> int:
         return self._outside.frames[at].blocks[0]
 
-    def _ranked(
-        self, queries: mx.array, metadata: AttentionMetadata, scale: float
-    ) -> list[_Page]:
+    def _ranked(self, queries: mx.array, metadata: AttentionMetadata, scale: float) -> list[_Page]:
         """The pages to have in frames, those of each sequence that weigh most."""
         rows = [
             (row, table[: (length - 1) // PAGE_SIZE])

@@ -10,7 +10,7 @@ from typing import Any
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.offload.offloaded_layer import OFFLOADED, FetchCounts, Outside
 from paged_kv.offload.page_file import PageFile
 
@@ -27,7 +27,7 @@ class OldestOffloaded:
     first one and its latest ones, which every step reads.
 
     Attributes:
-        page_format: of the pages that it takes.
+        page_format: of full pages. It takes those, and pages that are to get that format.
     """
 
     page_format: str
@@ -38,7 +38,7 @@ class OldestOffloaded:
         """See `RequantisationPolicy.requantisations`."""
         for block in sorted(blocks, key=lambda block: -block.age):
             is_in_use = block.is_first or block.age < RECENT_PAGES
-            if block.page_format == self.page_format and not is_in_use:
+            if block.page_format in (FP16.name, self.page_format) and not is_in_use:
                 yield Requantisation(block.block, OFFLOADED.name)
 
 
@@ -60,6 +60,7 @@ class Offloading:
     waits: bool
     counts: FetchCounts = field(default_factory=FetchCounts)
     _frames: list[BlockTable] = field(default_factory=list)
+    _asked: int = 0
 
     @classmethod
     def to(
@@ -90,16 +91,19 @@ class Offloading:
         return bool(self._frames)
 
     def missing_frames(self, allocator: BlockAllocator, tables: Iterable[BlockTable]) -> int:
-        """How many more frames a step of some tables needs; less than 0 if frames are not needed
-        any more."""
+        """How many more frames a step of some tables needs. 0 if there was no room for as many
+        before: finding that out again would evict all cached prefixes again."""
         offloaded = allocator.format_named(OFFLOADED.name)
         if not offloaded.num_used:
-            return -len(self._frames)
+            return 0
         of_sequence = FRAMES_FOR_READ * self.read_tokens // PAGE_SIZE
         needed = 0
         for table in tables:
             outside = sum(allocator.format_of(block) is offloaded for block in table.blocks)
             needed += min(outside, of_sequence)
+        if needed <= self._asked:
+            return 0
+        self._asked = needed
         return max(0, needed - len(self._frames))
 
     def add_frames(self, allocator: BlockAllocator, count: int) -> None:
@@ -107,8 +111,13 @@ class Offloading:
         name = self.page_format.name
         self._frames += [allocator.new_scratch(name) for _ in range(count)]
 
-    def drop_frames(self, allocator: BlockAllocator) -> None:
-        """Give all frames back. The layers forget what is in them."""
+    def drop_idle_frames(self, allocator: BlockAllocator) -> bool:
+        """Give all frames back if no page is out of memory. Returns whether it did: layers then
+        forget what they fetched."""
+        if not self._frames or allocator.format_named(OFFLOADED.name).num_used:
+            return False
         for frame in self._frames:
             allocator.drop(frame)
         self._frames.clear()
+        self._asked = 0
+        return True

@@ -66,7 +66,8 @@ class PageFile:
         self._serial = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = TemporaryFile(prefix="paged-kv-", dir=folder, buffering=0)
+            # It lives as long as this object.
+            self._file = TemporaryFile(prefix="paged-kv-", dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise OffloadError(
                 f"pages cannot be offloaded to {folder}: {error.strerror or error}; name a folder "

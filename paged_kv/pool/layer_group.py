@@ -104,7 +104,7 @@ class LayerGroup:
     def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
         """A copy of the group with another allocator and without pages, for a rehearsal."""
         group = copy(self)
-        group.allocator, group.pages = allocator, {}
+        group.allocator, group.pages, group.offloading = allocator, {}, None
         return group
 
     def add_formats(self, *page_formats: PageFormat) -> None:
@@ -149,11 +149,13 @@ class LayerGroup:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
         return pages
 
-    def forget_fetches(self) -> None:
-        """Forget what layers have fetched: their frames are taken away."""
-        for pages in self.pages.values():
-            if isinstance(pages, OffloadedLayer):
-                pages.forget_fetches()
+    def drain(self) -> None:
+        """Release the blocks of collected sequences, and those that served them."""
+        self.allocator.drain()
+        if self.offloading is not None and self.offloading.drop_idle_frames(self.allocator):
+            for pages in self.pages.values():
+                if isinstance(pages, OffloadedLayer):
+                    pages.forget_fetches()
 
     def content_format(self, block: int) -> str:
         """The format of a block's contents, wherever they are."""
@@ -454,7 +456,7 @@ def new_groups(
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
-    smaller = (OFFLOADED,) if offloading else ()
+    smaller: tuple[PageFormat, ...] = (OFFLOADED,) if offloading else ()
     if policy is not None and offloading is None:
         smaller = tuple(map(page_format_named, policy.page_formats))
     return [

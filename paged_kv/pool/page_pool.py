@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
@@ -120,6 +121,9 @@ class PagePool:
 
     Attributes:
         read_tokens: see above; None if all tokens are read.
+        requantisation_policy: that of `page_format`, if it is one.
+        reclaiming_policy: the same, or the one that takes pages out of memory.
+        offloading: the pages that are out of memory, if any may be.
         counts: counts of evictions, requantisations and look-ups.
         attending: layers whose keys and values only attention uses, as far as is known.
         attending_in_decode: the same for steps of one token.
@@ -170,8 +174,9 @@ class PagePool:
         if self.rows:
             self.read_tokens = None
         self.offloading = self._new_offloading(offload, page_format, wait_for_pages)
+        self.reclaiming_policy = self.requantisation_policy
         if self.offloading is not None:
-            self.requantisation_policy = self.offloading.policy
+            self.reclaiming_policy = self.offloading.policy
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self.budget, name, trace))
         self.groups = new_groups(
@@ -194,7 +199,7 @@ class PagePool:
             self.index,
             self.timed_pins,
             self.out_of_window,
-            self.requantisation_policy,
+            self.reclaiming_policy,
             self.counts,
         )
         self.attending: frozenset[int] = frozenset()
@@ -278,8 +283,16 @@ class PagePool:
         if not formats:
             return
         group.add_formats(*map(page_format_named, formats))
-        self.reclaimer.make_room(lambda: {group: Counter(formats)})
-        table.append(formats)
+        # One by one where the first may go out of memory for the last.
+        parts = [formats] if self.offloading is None else [[name] for name in formats]
+        tokens = table.tokens
+        try:
+            for part in parts:
+                self.reclaimer.make_room(lambda part=part: {group: Counter(part)})
+                table.append(part)
+        except PoolExhausted:
+            table.truncate(tokens)
+            raise
 
     @locked
     def can_admit(self, tokens: int) -> bool:
@@ -296,13 +309,13 @@ class PagePool:
         needs = {group: group.needs_of(tokens) for group in open_groups}
         if self.reclaimer.fits(needs):
             return True
-        if self.requantisation_policy is None or not self.reclaimer.may_fit(needs):
+        if self.reclaiming_policy is None or not self.reclaimer.may_fit(needs):
             return False
         return would_fit(
             open_groups,
             self.budget,
             self.reclaimer.evictable,
-            self.requantisation_policy,
+            self.reclaiming_policy,
             self.page_format,
             tokens,
         )

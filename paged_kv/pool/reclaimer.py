@@ -134,7 +134,7 @@ class Reclaimer:
         self._out_of_window.drain()
         for group in self._groups:
             if group.is_open:
-                group.allocator.drain()
+                group.drain()
 
     def give_back(self) -> int:
         """Unmap every empty slab; returns how many."""

@@ -82,7 +82,7 @@ def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch
         cache_overwritten(pool.out_of_window, group, sequence, write.end)
     scratch = _reserve_scratch(pool, step_writes)
     writes = _by_group(unreserved)
-    if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
+    if pool.reclaiming_policy is None or pool.reclaimer.has(needs_of(writes)):
         reserve_together(pool.reclaimer, writes)
     else:
         reserve_by_page(pool.reclaimer, writes)
@@ -114,23 +114,21 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     (group,) = [group for group in pool.groups if group.offloading is offloading]
     if not group.is_open or max(end - before for _, before, end, *_ in rows) != 1:
         return
-    tables = [sequence.table(group) for sequence, _, end, *_ in rows if end > offloading.read_tokens]
+    choosing = [sequence for sequence, _, end, *_ in rows if end > offloading.read_tokens]
+    tables = [sequence.table(group) for sequence in choosing]
     missing = offloading.missing_frames(group.allocator, tables)
-    if missing < 0:
-        group.forget_fetches()
-        offloading.drop_frames(group.allocator)
-    elif missing:
-        while True:
-            try:
-                make_room(pool.reclaimer, group, offloading.page_format.name, missing)
-                break
-            except PoolExhausted:
-                if missing == 1:
-                    if offloading.has_frames:
-                        return
-                    raise
-                missing //= 2
-        offloading.add_frames(group.allocator, missing)
+    count = missing
+    while count:
+        try:
+            make_room(pool.reclaimer, group, offloading.page_format.name, count)
+        except PoolExhausted:
+            if count == 1 and not offloading.has_frames:
+                raise
+            count //= 2
+        else:
+            offloading.add_frames(group.allocator, count)
+            missing -= count
+            count = min(count, missing)
 
 
 def _by_group(step_writes: list[SequenceWrite]) -> Writes:

@@ -1,0 +1,218 @@
+"""Models whose pages are partly out of memory, beside those whose memory holds all."""
+
+import errno
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from paged_kv.offload.page_file import OffloadError, PageFile
+from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.zoo import small_model
+
+READ = 768
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(3110)]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Its queries tell keys apart, as those of trained models do."""
+    model = small_model("qwen3")
+    for layer in model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.weight = 1.5 * mx.ones_like(norm.weight)
+    return model
+
+
+def page_bytes(model: Any, page_format: str = "fp16") -> int:
+    """Bytes of a block, summaries included."""
+    factory = PagedCacheFactory(model, read_tokens=READ, page_format=page_format)
+    factory.can_admit(0)
+    return factory.pool.groups[0].written_block_bytes
+
+
+def offloading(model: Any, folder: Path, pages: float = 12, **options: Any) -> PagedCacheFactory:
+    """A factory whose memory holds so many pages of 16 bits."""
+    given: dict[str, Any] = {"read_tokens": READ, "wait_for_pages": True, **options}
+    return PagedCacheFactory(
+        model, offload=folder, max_bytes=int(pages * page_bytes(model)), **given
+    )
+
+
+def run(model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 12) -> Run:
+    return greedy(model, prompt, factory.make_cache(), count)
+
+
+@pytest.mark.parametrize("page_format", ["fp16", "q8", "q4"])
+def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: Path) -> None:
+    """Prompts, and decode of what is no longer than may be read."""
+    pages = {"fp16": 7, "q8": 6, "q4": 5}[page_format]
+    prompt = PROMPT if page_format == "fp16" else PROMPT * 2
+    # Of numbers that differ in their last bits, some get another code.
+    tolerance = {"fp16": TOLERANCE, "q8": 0.02, "q4": 0.2}[page_format]
+    options: dict[str, Any] = {"read_tokens": 1 << 14, "page_format": page_format}
+    factory = offloading(model, tmp_path, pages, **options)
+    cache = factory.make_cache()
+    ours = greedy(model, prompt, cache, 12)
+    assert_same_run(ours, run(model, PagedCacheFactory(model, **options), prompt), tolerance)
+    stats = factory.stats()
+    assert stats.requantisations["offloaded"] >= 4
+    assert stats.pages_fetched > stats.requantisations["offloaded"]
+    assert stats.bytes_offloaded > 0
+    factory.pool.check()
+    del cache
+    assert_nothing_is_used(factory)
+    assert factory.stats().bytes_offloaded == 0
+
+
+def test_pages_that_all_came_back_are_chosen_from_as_before(model: Any, tmp_path: Path) -> None:
+    """With room for frames at last, the same tokens are chosen as if nothing had gone."""
+    factory = offloading(model, tmp_path, 14, read_tokens=1024)
+    runs = []
+    for each in (factory, PagedCacheFactory(model, read_tokens=1024)):
+        cache = each.make_cache()
+        mx.eval(model(mx.array([PROMPT]), cache=cache))
+        each.pool.budget.max_bytes *= 2
+        each.pool.reclaimer._limit = each.pool.budget.max_bytes
+        runs.append(greedy(model, [7], cache, 12))
+    assert 0 < factory.stats().requantisations["offloaded"] <= 8
+    assert_same_run(*runs, TOLERANCE)
+    assert factory.stats().pages_late == 0
+    factory.pool.check()
+
+
+def test_pages_that_did_not_come_are_left_out_and_counted(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory = offloading(model, tmp_path, 14, wait_for_pages=False)
+    cache = factory.make_cache()
+    greedy(model, PROMPT, cache, 2)
+    before = factory.stats()
+    assert before.pages_late == 0  # the first step waits
+    coming: list[Future[Any]] = []
+
+    def fetch(self: PageFile, place: Any) -> Future[Any]:
+        coming.append(Future())
+        return coming[-1]
+
+    monkeypatch.setattr(PageFile, "fetch", fetch)
+    for layer in factory.pool.groups[0].pages.values():
+        layer.forget_fetches()  # type: ignore[attr-defined]
+        layer._steps = 1  # type: ignore[attr-defined]  # no first step, which waits
+    for token in range(8):
+        mx.eval(model(mx.array([[token]]), cache=cache))
+    after = factory.stats()
+    assert coming
+    assert after.pages_fetched == before.pages_fetched
+    assert after.pages_late > 0
+
+
+def test_a_disk_that_fails_loses_nothing(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"read_tokens": 1 << 14}
+    factory = offloading(model, tmp_path, 7, **options)
+    cache = factory.make_cache()
+    written = os.pwrite
+    calls = 0
+
+    def fails_at_times(*given: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(*given)
+
+    monkeypatch.setattr(os, "pwrite", fails_at_times)
+    failures = 0
+    for start in range(0, len(PROMPT), 100):
+        tokens = mx.array([PROMPT[start : start + 100]])
+        for _ in range(9):
+            try:
+                logits = model(tokens, cache=cache)
+                mx.eval(logits)
+                break
+            except OffloadError as error:
+                assert "no page was dropped" in str(error)
+                failures += 1
+                factory.pool.check()
+    assert failures
+    stock = PagedCacheFactory(model, **options).make_cache()
+    for start in range(0, len(PROMPT), 100):
+        wanted = model(mx.array([PROMPT[start : start + 100]]), cache=stock)
+    assert mx.allclose(logits, wanted, atol=TOLERANCE)
+
+
+def test_damaged_contents_are_an_error(model: Any, tmp_path: Path) -> None:
+    factory = offloading(model, tmp_path, 7)
+    cache = factory.make_cache()
+    greedy(model, PROMPT, cache, 1)
+    length = cache[0].offset
+    assert factory.pool.offloading is not None
+    file = factory.pool.offloading.file
+    end = os.fstat(file._file.fileno()).st_size
+    os.pwrite(file._file.fileno(), b"\xff" * end, 0)
+    tokens = mx.array([[1, 2, 3]])
+    with pytest.raises(OffloadError, match="it is not what was written"):
+        model(tokens, cache=cache)
+    assert cache[0].offset == length
+    factory.pool.check()
+
+
+def test_trimmed_sequences_go_on_from_offloaded_pages(model: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"read_tokens": 1 << 14}
+    factory = offloading(model, tmp_path, 7, **options)
+    ours, others = factory.make_cache(), PagedCacheFactory(model, **options).make_cache()
+    for cache in (ours, others):
+        greedy(model, PROMPT, cache, 1)
+        for layer in cache:
+            layer.trim(cache[0].offset - 700)
+    assert_same_run(
+        greedy(model, [5, 6, 7], ours, 6), greedy(model, [5, 6, 7], others, 6), TOLERANCE
+    )
+    factory.pool.check()
+
+
+def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"read_tokens": 1 << 14}
+    factory = offloading(model, tmp_path / "pages", 12.5, store=tmp_path / "store", **options)
+    cache = factory.make_cache()
+    mx.eval(model(mx.array([PROMPT]), cache=cache))
+    assert factory.stats().requantisations["offloaded"]
+    save_prompt_cache(str(tmp_path / "saved.safetensors"), cache)
+    factory.insert_cache(PROMPT, cache)
+    factory.close()
+    wanted = run(model, PagedCacheFactory(model, **options), [*PROMPT, 9], 4)
+    restored = load_prompt_cache(str(tmp_path / "saved.safetensors"))
+    assert_same_run(greedy(model, [9], restored, 4), wanted, TOLERANCE)
+    whole = offloading(model, tmp_path / "pages", 16, store=tmp_path / "store", **options)
+    found, rest = whole.fetch_cache([*PROMPT, 9])
+    assert len(rest) == 1
+    assert_same_run(greedy(model, rest, found, 4), wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"read_tokens": None}, "offload needs read_tokens"),
+        ({"page_format": "auto"}, "offload needs one page_format"),
+    ],
+)
+def test_what_cannot_be_offloaded(
+    model: Any, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        PagedCacheFactory(model, **{"read_tokens": READ, "offload": tmp_path, **options})
+
+
+def test_a_folder_that_cannot_be_written(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match="name a folder that this process may write"):
+        PagedCacheFactory(model, read_tokens=READ, offload=tmp_path / "file")
