@@ -23,6 +23,8 @@ def _group_size(group: LayerGroup) -> GroupSize:
         written_bytes=group.written_block_bytes,
         written_blocks=WRITTEN_BLOCKS if group.recodes else 0,
         first_bytes=group.first_block_bytes,
+        kept_blocks=group.kept_blocks,
+        left_bytes=group.offloaded_block_bytes,
     )
 
 

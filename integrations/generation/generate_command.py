@@ -123,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.model or embedded_model(),
             page_format=arguments.page_format,
             read_tokens=arguments.read_tokens,
+            offload=arguments.offload,
+            wait_for_pages=arguments.wait_for_pages,
             max_bytes=arguments.max_kv_bytes,
             max_tokens=arguments.max_tokens,
             temp=temp,

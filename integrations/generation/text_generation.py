@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -57,6 +58,8 @@ class TextGeneration:
         temp: float,
         seed: int | None,
         read_tokens: int | None = None,
+        offload: Path | None = None,
+        wait_for_pages: bool = False,
         store: Any = None,
         store_bytes: int | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
@@ -83,6 +86,8 @@ class TextGeneration:
             dtype=dtype,
             page_format=page_format,
             read_tokens=read_tokens,
+            offload=offload,
+            wait_for_pages=wait_for_pages,
             store=store,
             store_bytes=store_bytes,
             store_options=store_options,

@@ -28,6 +28,8 @@ class GroupSize:
         written_bytes: bytes of a block while it is written, if full blocks are recoded.
         written_blocks: the most such blocks of a sequence at a time; 0 if none is recoded.
         first_bytes: bytes of a full block that sequences begin with; 0 if it is as large as others.
+        kept_blocks: blocks of a sequence that memory must hold whole; None for all.
+        left_bytes: bytes of every other block.
     """
 
     block_bytes: int
@@ -36,6 +38,8 @@ class GroupSize:
     written_bytes: int = 0
     written_blocks: int = 0
     first_bytes: int = 0
+    kept_blocks: int | None = None
+    left_bytes: int = 0
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that a sequence of `tokens` tokens takes in the group."""
@@ -47,7 +51,8 @@ class GroupSize:
     def full_bytes(self, blocks: int) -> int:
         """Bytes of the first `blocks` blocks of a sequence when they are full."""
         larger = self.first_bytes - self.block_bytes if blocks and self.first_bytes else 0
-        return self.block_bytes * blocks + larger
+        left = 0 if self.kept_blocks is None else max(0, blocks - self.kept_blocks)
+        return self.block_bytes * (blocks - left) + self.left_bytes * left + larger
 
 
 @dataclass(frozen=True)

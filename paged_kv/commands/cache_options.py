@@ -53,6 +53,19 @@ def add_cache_options(
     )
     add_read_tokens_option(parser)
     parser.add_argument(
+        "--offload",
+        type=path,
+        metavar="FOLDER",
+        help="with --read-tokens: let the oldest pages go to a file in this folder when "
+        "--max-kv-bytes is short, and come back to layers for which they matter (default: pages "
+        "stay in memory)",
+    )
+    parser.add_argument(
+        "--wait-for-pages",
+        action="store_true",
+        help="let decode steps wait for such pages instead of leaving out those that are late",
+    )
+    parser.add_argument(
         "--store",
         type=tier,
         nargs="?",

@@ -87,6 +87,16 @@ class Offloading:
         return {**vars(self.counts), "bytes_offloaded": self.file.nbytes}
 
     @property
+    def frames_of_sequence(self) -> int:
+        """Frames for a sequence."""
+        return FRAMES_FOR_READ * self.read_tokens // PAGE_SIZE
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages of a sequence that memory holds at least, its frames included."""
+        return 1 + RECENT_PAGES + self.frames_of_sequence
+
+    @property
     def has_frames(self) -> bool:
         return bool(self._frames)
 
@@ -96,7 +106,7 @@ class Offloading:
         offloaded = allocator.format_named(OFFLOADED.name)
         if not offloaded.num_used:
             return 0
-        of_sequence = FRAMES_FOR_READ * self.read_tokens // PAGE_SIZE
+        of_sequence = self.frames_of_sequence
         needed = 0
         for table in tables:
             outside = sum(allocator.format_of(block) is offloaded for block in table.blocks)

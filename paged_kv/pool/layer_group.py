@@ -173,6 +173,19 @@ class LayerGroup:
         return self.allocator.format_named(self.page_format.first.name).block_bytes
 
     @property
+    def kept_blocks(self) -> int | None:
+        """Blocks of a sequence that memory must hold whole, those that its layers fetch into
+        included; None for all."""
+        return None if self.offloading is None else self.offloading.kept_pages
+
+    @property
+    def offloaded_block_bytes(self) -> int:
+        """Bytes that a block takes in memory while its contents are elsewhere."""
+        if self.offloading is None:
+            return 0
+        return self.allocator.format_named(OFFLOADED.name).block_bytes
+
+    @property
     def written_block_bytes(self) -> int:
         """Bytes of a block while it is written."""
         return self.allocator.format_named(FP16.name).block_bytes

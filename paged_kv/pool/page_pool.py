@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
@@ -225,10 +226,13 @@ class PagePool:
         if folder is None or len(self.windows) == self.num_layers:
             return None
         if self.read_tokens is None:
+            reason = "decode then reads what matters most, and only that must be in memory"
+            if self.rows:
+                names = ", ".join(dict.fromkeys(each.name for each in self.rows.values()))
+                reason = f"the layers of {self.name} append rows ({names}), and read all"
             raise ValueError(
-                f"offload needs read_tokens, and layers of {self.name} that append no rows: decode "
-                "then reads what matters most, and the rest may be out of memory. Give "
-                "read_tokens, such as 8192, or leave offload out"
+                f"offload needs read_tokens: {reason}. Give read_tokens, such as 8192, or leave "
+                "offload out"
             )
         if self.requantisation_policy is not None:
             raise ValueError(
@@ -288,7 +292,8 @@ class PagePool:
         tokens = table.tokens
         try:
             for part in parts:
-                self.reclaimer.make_room(lambda part=part: {group: Counter(part)})
+                needs = {group: Counter(part)}
+                self.reclaimer.make_room(partial(dict, needs))
                 table.append(part)
         except PoolExhausted:
             table.truncate(tokens)

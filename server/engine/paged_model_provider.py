@@ -312,6 +312,8 @@ class PagedModelProvider(ModelProvider):
                 store=options.store,
                 page_format=options.page_format,
                 read_tokens=options.read_tokens,
+                offload=options.offload,
+                wait_for_pages=options.wait_for_pages,
                 store_bytes=options.store_bytes,
                 store_options=store_options(options),
             )
