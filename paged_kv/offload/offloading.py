@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.offload.offloaded_layer import OFFLOADED, FetchCounts, Outside
@@ -52,6 +53,8 @@ class Offloading:
         read_tokens: what a step may read of a sequence.
         waits: whether steps wait for pages that they want.
         counts: of all layers.
+        most_tried: for how many frames there was room or not: finding that out again would evict
+            all cached prefixes again.
     """
 
     file: PageFile
@@ -60,7 +63,9 @@ class Offloading:
     waits: bool
     counts: FetchCounts = field(default_factory=FetchCounts)
     _frames: list[BlockTable] = field(default_factory=list)
-    _asked: int = 0
+    most_tried: int = 0
+    _wanted: int = 0
+    _counted: tuple[int, int] = (0, 0)
 
     @classmethod
     def to(
@@ -96,38 +101,37 @@ class Offloading:
         """Pages of a sequence that memory holds at least, its frames included."""
         return 1 + RECENT_PAGES + self.frames_of_sequence
 
-    @property
-    def has_frames(self) -> bool:
-        return bool(self._frames)
-
-    def missing_frames(self, allocator: BlockAllocator, tables: Iterable[BlockTable]) -> int:
-        """How many more frames a step of some tables needs. 0 if there was no room for as many
-        before: finding that out again would evict all cached prefixes again."""
+    def wanted_frames(self, allocator: BlockAllocator) -> int:
+        """How many frames all sequences want. O(1) as long as no page leaves memory, and no
+        sequence comes or goes."""
         offloaded = allocator.format_named(OFFLOADED.name)
-        if not offloaded.num_used:
-            return 0
-        of_sequence = self.frames_of_sequence
-        needed = 0
-        for table in tables:
-            outside = sum(allocator.format_of(block) is offloaded for block in table.blocks)
-            needed += min(outside, of_sequence)
-        if needed <= self._asked:
-            return 0
-        self._asked = needed
-        return max(0, needed - len(self._frames))
+        counted = len(allocator.tables) - len(self._frames), offloaded.num_used
+        if counted != self._counted:
+            self._counted = counted
+            self._wanted = sum(
+                min(self.frames_of_sequence, _blocks_of(offloaded, table))
+                for table in allocator.tables
+                if table.tokens > self.read_tokens
+            )
+        return self._wanted
+
+    @property
+    def num_frames(self) -> int:
+        return len(self._frames)
 
     def add_frames(self, allocator: BlockAllocator, count: int) -> None:
         """Add frames, for which there is room."""
         name = self.page_format.name
         self._frames += [allocator.new_scratch(name) for _ in range(count)]
 
-    def drop_idle_frames(self, allocator: BlockAllocator) -> bool:
-        """Give all frames back if no page is out of memory. Returns whether it did: layers then
-        forget what they fetched."""
-        if not self._frames or allocator.format_named(OFFLOADED.name).num_used:
-            return False
-        for frame in self._frames:
+    def drop_frames(self, allocator: BlockAllocator, count: int) -> None:
+        """Give back the last frames. Layers must forget what is in them."""
+        kept = len(self._frames) - count
+        for frame in self._frames[kept:]:
             allocator.drop(frame)
-        self._frames.clear()
-        self._asked = 0
-        return True
+        del self._frames[kept:]
+        self.most_tried = kept
+
+
+def _blocks_of(slabs: FormatSlabs, table: BlockTable) -> int:
+    return sum(table.allocator.format_of(block) is slabs for block in table.blocks)

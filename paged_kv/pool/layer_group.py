@@ -150,12 +150,16 @@ class LayerGroup:
         return pages
 
     def drain(self) -> None:
-        """Release the blocks of collected sequences, and those that served them."""
+        """Release the blocks of collected sequences, and frames that no other needs."""
         self.allocator.drain()
-        if self.offloading is not None and self.offloading.drop_idle_frames(self.allocator):
+        if self.offloading is None or not self.offloading.num_frames:
+            return
+        surplus = self.offloading.num_frames - self.offloading.wanted_frames(self.allocator)
+        if surplus > 0:
             for pages in self.pages.values():
                 if isinstance(pages, OffloadedLayer):
                     pages.forget_fetches()
+            self.offloading.drop_frames(self.allocator, surplus)
 
     def content_format(self, block: int) -> str:
         """The format of a block's contents, wherever they are."""

@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
@@ -283,6 +282,7 @@ class PagePool:
         Raises:
             ValueError: a format cannot hold a layer's keys and values; nothing was changed.
             PoolExhausted: the budget does not hold them; nothing was changed.
+            OffloadError: pages cannot go out of memory for them; nothing was changed.
         """
         if not formats:
             return
@@ -295,7 +295,7 @@ class PagePool:
                 needs = {group: Counter(part)}
                 self.reclaimer.make_room(partial(dict, needs))
                 table.append(part)
-        except PoolExhausted:
+        except BaseException:
             table.truncate(tokens)
             raise
 

@@ -106,7 +106,8 @@ def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratc
 
 
 def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) -> None:
-    """Have frames for the pages that a step of one token fetches, or as many as there is room for.
+    """Have frames for the pages that a step of one token fetches, or as many as there is room for
+    beside the next page of each sequence.
 
     Raises:
         PoolExhausted: the budget does not hold one.
@@ -114,21 +115,24 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     (group,) = [group for group in pool.groups if group.offloading is offloading]
     if not group.is_open or max(end - before for _, before, end, *_ in rows) != 1:
         return
-    choosing = [sequence for sequence, _, end, *_ in rows if end > offloading.read_tokens]
-    tables = [sequence.table(group) for sequence in choosing]
-    missing = offloading.missing_frames(group.allocator, tables)
-    count = missing
+    wanted = offloading.wanted_frames(group.allocator)
+    if wanted <= offloading.most_tried:
+        return
+    count = lacking = wanted - offloading.num_frames
+    frame, written = offloading.page_format.name, group.allocator.page_format
     while count:
+        needs = Counter({frame: count}) + Counter({written: len(rows)})
         try:
-            make_room(pool.reclaimer, group, offloading.page_format.name, count)
+            pool.reclaimer.make_room(partial(dict, {group: needs}))
         except PoolExhausted:
-            if count == 1 and not offloading.has_frames:
+            if count == 1 and not offloading.num_frames:
                 raise
             count //= 2
         else:
             offloading.add_frames(group.allocator, count)
-            missing -= count
-            count = min(count, missing)
+            lacking -= count
+            count = min(count, lacking)
+    offloading.most_tried = wanted
 
 
 def _by_group(step_writes: list[SequenceWrite]) -> Writes:

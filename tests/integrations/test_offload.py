@@ -151,7 +151,7 @@ def test_a_disk_that_fails_loses_nothing(
 
 
 def test_damaged_contents_are_an_error(model: Any, tmp_path: Path) -> None:
-    factory = offloading(model, tmp_path, 7)
+    factory = offloading(model, tmp_path, 9)
     cache = factory.make_cache()
     greedy(model, PROMPT, cache, 1)
     length = cache[0].offset
