@@ -31,7 +31,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritt
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import chooses, run_scores
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, PageLayout
 from paged_kv.kernels.plain.page_gather import stacked
@@ -164,8 +164,22 @@ class OffloadedLayer(LayerPages):
     def unmap_slab(self, slab: int) -> None:
         for page in self._pages.pop(slab, ()):
             if page is not None:
-                self._outside.file.release(page.place)
+                self._release(page)
         super().unmap_slab(slab)
+
+    def undo_rewrite(
+        self, new: NewSlab, moves: Mapping[int, int], emptied: Mapping[int, int]
+    ) -> None:
+        if new.page_format != OFFLOADED:
+            super().undo_rewrite(new, moves, emptied)
+            return
+        for slab, pages in emptied.items():
+            if slab not in self._pages:
+                self.map_slab(slab, pages, OFFLOADED)
+        moved = {entry: to for entry, to in moves.items() if self._found(entry) is None}
+        self.copy({to: entry for entry, to in moved.items() if self._is_outside(to)})
+        if new.pages:
+            self.unmap_slab(new.slab)
 
     def page(self, entry: int) -> mx.array:
         """See `LayerPages.page`; of a page that is out of memory, a copy.
@@ -219,7 +233,7 @@ class OffloadedLayer(LayerPages):
         if not self._lacks(metadata):
             return super().gather(metadata, unwritten)
         self.compute()
-        rows = [self._whole(metadata, row) for row in range(len(metadata.context_lens))]
+        rows = [self._whole(metadata, row, unwritten) for row in range(len(metadata.context_lens))]
         keys, values = zip(*rows, strict=True)
         length, padding = max(metadata.ends), metadata.right_padding
         return stacked(length, keys, padding), stacked(length, values, padding)
@@ -276,9 +290,12 @@ class OffloadedLayer(LayerPages):
     def _is_outside(self, entry: int) -> bool:
         return entry // self.slab_stride in self._pages
 
-    def _page(self, entry: int) -> _Page:
+    def _found(self, entry: int) -> _Page | None:
         slab, page = divmod(entry, self.slab_stride)
-        found = self._pages[slab][page]
+        return self._pages[slab][page]
+
+    def _page(self, entry: int) -> _Page:
+        found = self._found(entry)
         assert found is not None, "nothing was offloaded to this block"
         return found
 
@@ -286,7 +303,13 @@ class OffloadedLayer(LayerPages):
         slab, at = divmod(entry, self.slab_stride)
         before, self._pages[slab][at] = self._pages[slab][at], page
         if before is not None:
-            self._outside.file.release(before.place)
+            self._release(before)
+
+    def _release(self, page: _Page) -> None:
+        """Give a page's place in the file away: what may be written there is no page of ours."""
+        self._fetches.pop(page.place.serial, None)
+        self._frames.pop(page.place.serial, None)
+        self._outside.file.release(page.place)
 
     def _offload(self, source: int, target: int) -> None:
         content = super().layout_of(source).recoded(self.page(source), self._content_layout)
@@ -447,10 +470,21 @@ class OffloadedLayer(LayerPages):
 
         return by_row(queries, metadata, v_dim, attend_row)
 
-    def _whole(self, metadata: AttentionMetadata, row: int) -> tuple[mx.array, mx.array]:
-        """Keys and values [1, heads, tokens, dim] of a sequence."""
-        pieces = self._pieces(metadata, row, len(metadata.block_tables[row]))
-        return next(pieces)
+    def _whole(
+        self, metadata: AttentionMetadata, row: int, unwritten: Unwritten | None
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, tokens, dim] of a sequence, the last ones as they are given."""
+        pages = len(metadata.block_tables[row])
+        keys, values = next(self._pieces(metadata, row, pages))
+        if unwritten is None:
+            return keys, values
+        own = metadata.valid_tokens(unwritten[0].shape[2])[row]
+        before = metadata.context_lens[row] - len(own)
+        given = [each[row : row + 1, :, own.start : own.stop] for each in unwritten]
+        return (
+            mx.concatenate([keys[:, :, :before], given[0]], axis=2),
+            mx.concatenate([values[:, :, :before], given[1]], axis=2),
+        )
 
     def _pieces(
         self, metadata: AttentionMetadata, row: int, pages: int

@@ -27,7 +27,14 @@ ARROWS: dict[str, set[str]] = {
     "offload": {"allocator", "kernels.pages", "kernels.plain"},
     "admission": set(),
     "trace.recorder": {"allocator"},
-    "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages", "offload", "trace.recorder"},
+    "pool": {
+        "allocator",
+        "allocator.prefixes",
+        "kernels",
+        "kernels.pages",
+        "offload",
+        "trace.recorder",
+    },
     "recognition": set(),
     "steps": {
         *("allocator", "allocator.prefixes", "kernels", "kernels.pages", "kernels.plain"),
