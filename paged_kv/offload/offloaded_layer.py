@@ -473,7 +473,7 @@ class OffloadedLayer(LayerPages):
     def _whole(
         self, metadata: AttentionMetadata, row: int, unwritten: Unwritten | None
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values [1, heads, tokens, dim] of a sequence, the last ones as they are given."""
+        """Keys and values [1, heads, tokens, dim] of a sequence; the last ones as given."""
         pages = len(metadata.block_tables[row])
         keys, values = next(self._pieces(metadata, row, pages))
         if unwritten is None:

@@ -136,7 +136,7 @@ def expected(sequence: Sequence, step: mx.array) -> mx.array:
 @pytest.mark.parametrize("full", ["fp16", "q8"])
 def test_a_step_goes_on_in_a_page_that_its_reservation_requantised(full: str, backend: str) -> None:
     """Its own tokens there have 16 bits while the page is written, and the earlier ones stay."""
-    pool = short_pool(1, blocks=4)
+    pool = short_pool(1, blocks=3)
     sequence = Sequence(pool, page_format_named(full))
     cache = PagedKVCache(pool, 0, [sequence])
     given = numbers(1300, seed=1)
