@@ -1,22 +1,28 @@
 """Contexts that memory does not hold: python -m benches.offloaded_contexts [NAME ...]
 
-Real models in float32 read 7,168 tokens of a text, then decode 128 one by one, with as many of them
-read as 1/8 of the context, while `max_bytes` holds 1/2, 1/3 or 1/4 of its pages and steps wait for
-those that they want, or not. Rows are of one model, over the texts of `benches.real_model_quality`:
+Real models in float32 read 7,168 tokens of a text, then decode one token by one, with as many of
+them read as 1/8 of the context, while `max_bytes` holds all, 1/2 or 1/4 of its pages and steps wait
+for those that they want, or not. Beside them exact attention, with all in memory.
 
-    loss      how much larger the perplexity of the 128 is than with exact attention, in percent,
-              and its standard error over blocks of 32 tokens, beside the same choice from memory
-    fetched   pages of a layer that a step read from the file, and left out because they were late,
-              in the mean
-    ms        of a step, in the mean, and of one that reads all from memory
+`quality` has rows of one model, in the mean of 128 tokens of each text of
+`benches.real_model_quality`:
+
+    loss      how much larger the perplexity of the tokens is than with exact attention, in percent,
+              and its standard error over blocks of 32 tokens
+    fetched   pages of a layer that a step read from the file
+    late      pages of a layer that a step left out, because they had not come
+
+`speed` has the same ways in turns of 16 tokens of one text: what a step takes beside an exact one.
 """
 
 import argparse
 import math
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
-from time import perf_counter
+from statistics import mean, median, stdev
 from typing import Any
 
 from benches.openblas import BLAS
@@ -31,72 +37,117 @@ from benches.real_models.folders import MODELS
 from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 MEASURED, BLOCK, SHARE = 128, 32, 8
-PARTS = (2, 3, 4)
+PARTS = (2, 4)
+TURN, TURNS = 16, 9
+EXACT, ALL = "exact", "all in memory"
 
 Figures = dict[str, Any]
 
 
-def decoded(factory: PagedCacheFactory, model: Any, tokens: list[int]) -> Figures:
-    """The nats of each token behind those that are read at once, and what a step takes."""
-    cache = read_by(factory, model, tokens[:BEFORE])
-    before, nats = factory.stats(), []
-    start = perf_counter()
-    for at in range(BEFORE, len(tokens) - 1):
-        logits = model(mx.array([[tokens[at]]]), cache=cache)[0, 0]
-        own: Any = mx.logsumexp(logits) - logits[tokens[at + 1]]
-        nats.append(own.item())
-    ms, after = 1000 * (perf_counter() - start) / len(nats), factory.stats()
-    return {
-        "nats": nats,
-        "ms": ms,
-        "fetched": (after.pages_fetched - before.pages_fetched) / len(nats),
-        "late": (after.pages_late - before.pages_late) / len(nats),
-    }
+class Decoder:
+    """Decodes a text behind its first tokens."""
+
+    def __init__(self, factory: PagedCacheFactory, model: Any, tokens: list[int]) -> None:
+        self._factory = factory
+        self._model = model
+        self._tokens = tokens
+        self._cache = read_by(factory, model, tokens[:BEFORE])
+        self._before = factory.stats()
+        self._nats: list[float] = []
+
+    def decode(self, count: int) -> None:
+        """Decode so many tokens more."""
+        first = BEFORE + len(self._nats)
+        for at in range(first, first + count):
+            logits = self._model(mx.array([[self._tokens[at]]]), cache=self._cache)[0, 0]
+            own: Any = mx.logsumexp(logits) - logits[self._tokens[at + 1]]
+            self._nats.append(own.item())
+
+    def figures(self) -> Figures:
+        """The nats of each token, and the pages of a step."""
+        after, steps = self._factory.stats(), len(self._nats)
+        return {
+            "nats": self._nats,
+            "fetched": (after.pages_fetched - self._before.pages_fetched) / steps,
+            "late": (after.pages_late - self._before.pages_late) / steps,
+        }
 
 
-def work(name: str, kind: str) -> dict[str, Figures]:
-    """Of each way, by its label."""
-    model, tokenizer = model_in_float32(name)
-    tokens = text_of(kind, tokenizer)[: BEFORE + MEASURED + 1]
+@contextmanager
+def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], Decoder]]]:
+    """What makes a decoder of each way, by its label."""
     read = BEFORE // SHARE
-    chosen = PagedCacheFactory(model, read_tokens=read, max_bytes="4GB")
-    found = {
-        "exact": decoded(PagedCacheFactory(model, max_bytes="4GB"), model, tokens),
-        "all in memory": decoded(chosen, model, tokens),
-    }
-    pages = -(-len(tokens) // PAGE_SIZE) * chosen.pool.groups[0].written_block_bytes
+    whole = PagedCacheFactory(model, read_tokens=read, max_bytes="4GB")
+    whole.can_admit(0)  # so that its blocks have a size
+    pages = -(-len(tokens) // PAGE_SIZE) * whole.pool.groups[0].written_block_bytes
+    ways: dict[str, dict[str, Any]] = {EXACT: {"read_tokens": None}, ALL: {}}
     with tempfile.TemporaryDirectory() as folder:
         for part in PARTS:
             for waits in (True, False):
-                factory = PagedCacheFactory(
-                    model,
-                    read_tokens=read,
-                    max_bytes=pages // part + chosen.pool.slack,
-                    offload=Path(folder),
-                    wait_for_pages=waits,
-                )
-                label = f"1/{part} in memory, {'waiting' if waits else 'not waiting'}"
-                found[label] = decoded(factory, model, tokens)
+                ways[f"1/{part} in memory, {'waiting' if waits else 'not waiting'}"] = {
+                    "max_bytes": pages // part + whole.pool.slack,
+                    "offload": Path(folder),
+                    "wait_for_pages": waits,
+                }
+
+        def new(options: dict[str, Any]) -> Decoder:
+            given = {"read_tokens": read, "max_bytes": "4GB", **options}
+            return Decoder(PagedCacheFactory(model, **given), model, tokens)
+
+        yield {label: partial(new, options) for label, options in ways.items()}
+
+
+def quality_of(name: str, kind: str) -> dict[str, Figures]:
+    """The figures of each way, by its label."""
+    model, tokenizer = model_in_float32(name)
+    found = {}
+    with ways_of(model, text_of(kind, tokenizer)[: BEFORE + MEASURED + 1]) as ways:
+        for label, new in ways.items():
+            decoder = new()
+            decoder.decode(MEASURED)
+            found[label] = decoder.figures()
     return found
 
 
-def row_of(name: str, label: str, parts: list[dict[str, Figures]]) -> Figures:
+def quality_row(name: str, label: str, parts: list[dict[str, Figures]]) -> Figures:
+    """The means over texts."""
     blocks = [
-        mean(part[label]["nats"][at : at + BLOCK]) - mean(part["exact"]["nats"][at : at + BLOCK])
+        mean(part[label]["nats"][at : at + BLOCK]) - mean(part[EXACT]["nats"][at : at + BLOCK])
         for part in parts
         for at in range(0, MEASURED, BLOCK)
     ]
-    means = {key: mean(part[label][key] for part in parts) for key in ("fetched", "late", "ms")}
     return {
         "model": name,
         "kept": label,
+        "texts": len(parts),
         "loss_percent": 100 * math.expm1(mean(blocks)),
         "standard_error_percent": 100 * stdev(blocks) / math.sqrt(len(blocks)),
-        **means,
+        **{key: mean(part[label][key] for part in parts) for key in ("fetched", "late")},
     }
+
+
+def speed_of(name: str) -> list[Figures]:
+    """What a step of each way takes."""
+    model, tokenizer = model_in_float32(name)
+    tokens = text_of(KINDS[0], tokenizer)[: BEFORE + (TURNS + 1) * TURN + 1]
+    with ways_of(model, tokens) as ways:
+        decoders = {label: new() for label, new in ways.items()}
+        works = [partial(decoder.decode, TURN) for decoder in decoders.values()]
+        seconds = in_turns(*works, repetitions=TURNS)
+    return [
+        {
+            "model": name,
+            "kept": label,
+            "seconds": median(own) / TURN,
+            "of_exact": ratio(own, seconds[0]),
+            "late": decoder.figures()["late"],
+        }
+        for (label, decoder), own in zip(decoders.items(), seconds, strict=True)
+    ]
 
 
 def main() -> None:
@@ -104,12 +155,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
     names = parser.parse_args().names or list(MODELS)
     done: dict[str, list[dict[str, Figures]]] = {}
-    for (name, kind), part in finished(work, [(name, kind) for kind in KINDS for name in names]):
+    figures: Figures = {"blas": BLAS, "before": BEFORE, "read_share": SHARE}
+    for (name, kind), part in finished(quality_of, [(n, kind) for kind in KINDS for n in names]):
         done.setdefault(name, []).append(part)
-        rows = [row_of(each, label, parts) for each, parts in done.items() for label in parts[0]]
-        figures = {"blas": BLAS, "before": BEFORE, "read_share": SHARE, "rows": rows}
+        figures["quality"] = [
+            quality_row(each, label, parts) for each, parts in done.items() for label in parts[0]
+        ]
         path = write_result("offloaded_contexts", figures)
         print(f"{name}, {kind}: {path.name}", flush=True)
+    figures["speed"] = []
+    for name in names:
+        figures["speed"] += speed_of(name)
+        print(f"{name}, speed: {write_result('offloaded_contexts', figures).name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -141,6 +140,3 @@ class PageFile:
             f"a page of {format_size(place.nbytes)} cannot be read from {self.folder}: {reason}; "
             "sequences that hold it must be computed again"
         )
-
-
-Fetch = Callable[[Place], Future[Words]]
