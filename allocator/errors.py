@@ -55,11 +55,12 @@ class PoolExhausted(PagedKVError):
 
     @property
     def shortage(self) -> str:
-        """States the needed, free and evictable blocks and the budget."""
+        """States the needed, free and evictable blocks and the budget, and the cause, if any."""
+        cause = "" if self.__cause__ is None else f" ({self.__cause__})"
         return (
             f"blocks needed: {self.needed:,} ({self.needed * self.block_bytes:,} bytes), "
             f"free: {self.free:,} ({self.free * self.block_bytes:,} bytes), "
-            f"evictable: {self.evictable:,}, within a budget of {self.budget:,} bytes"
+            f"evictable: {self.evictable:,}, within a budget of {self.budget:,} bytes{cause}"
         )
 
     def remedy(self, option: str) -> str:

@@ -93,6 +93,25 @@ def _mass(layers: list[float]) -> tuple[str, str]:
     return percent(sum(layers) / len(layers)), f"{percent(least)} (layer {layers.index(least)})"
 
 
+def offloaded_contexts(figures: Figures) -> str:
+    """What is lost where memory does not hold all pages, and how long a step takes."""
+    of_exact = {(row["model"], row["kept"]): row["of_exact"] for row in figures["speed"]}
+    rows = [
+        (
+            f"{row['model']}: {row['kept']}",
+            f"{row['loss_percent']:+.1f} ± {row['standard_error_percent']:.1f} %",
+            f"{row['fetched']:.0f}",
+            f"{row['late']:.0f}",
+            f"{of_exact[row['model'], row['kept']]:.2f}",
+        )
+        for row in figures["quality"]
+        if row["kept"] != "exact"
+    ]
+    head = ("pages", "loss of perplexity", "fetched a step", "late", "time of an exact step")
+    read = f"1/{figures['read_share']} of {count(figures['before'])} tokens read"
+    return f"{table(head, rows)}\n\n{read}; pages of a layer, of all layers together."
+
+
 def real_tokens(figures: Figures) -> str:
     """How many prompts differ in 16 bits from mlx-lm alone, and how near the tokens were."""
     rows = [
@@ -498,6 +517,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         real_model_quality,
         real_recall,
         chosen_quality,
+        offloaded_contexts,
         real_tokens,
         step_lengths,
         page_store,

@@ -17,6 +17,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.allocator.errors import PagedKVError
 from paged_kv.sizes import format_size
 
 Words = npt.NDArray[np.uint16]
@@ -24,7 +25,7 @@ Words = npt.NDArray[np.uint16]
 READERS = 4
 
 
-class OffloadError(OSError):
+class OffloadError(PagedKVError, OSError):
     """Pages could not be written to, or read from, the folder of offloaded pages."""
 
 

@@ -282,7 +282,6 @@ class PagePool:
         Raises:
             ValueError: a format cannot hold a layer's keys and values; nothing was changed.
             PoolExhausted: the budget does not hold them; nothing was changed.
-            OffloadError: pages cannot go out of memory for them; nothing was changed.
         """
         if not formats:
             return

@@ -18,6 +18,7 @@ from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, O
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
+from paged_kv.offload.page_file import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
 
@@ -64,16 +65,19 @@ class Reclaimer:
         `needed` is called again after blocks moved.
 
         Raises:
-            PoolExhausted: the budget does not hold them; no sequence has changed.
+            PoolExhausted: the budget does not hold them; no sequence has changed. Its cause is an
+                `OffloadError`, if pages could not go out of memory.
         """
         needs = needed()
         if self._mapped_after(needs) > self._limit:
             self._reclaim_out_of_window(needed)
             self._evict(needed)
-            self._requantise(needed)
-            self._make_at_any_price(needed)
+            failure = self._requantise(needed)
+            # Pages that could not go yet find room above the watermark later.
+            most = self._budget.max_bytes if failure is None else self._limit
+            self._make_at_any_price(needed, most)
             needs = needed()
-            self._require(needs)
+            self._require(needs, most, failure)
         for group, counts in needs.items():
             ahead = self._limit - self._mapped_after(needs)
             group.allocator.ensure_free(counts, max(0, ahead))
@@ -150,16 +154,16 @@ class Reclaimer:
         left = sum(len(group.allocator.slabs) for group in open_groups)
         return Compaction(moved, slabs - left, mapped - self._budget.mapped)
 
-    def _make_at_any_price(self, needed: Callable[[], Needs]) -> None:
+    def _make_at_any_price(self, needed: Callable[[], Needs], most: int) -> None:
         """Reclaim everything: unmap empty slabs, compact, evict all unpinned prefixes, compact
-        again; stop as soon as the needs fit.
+        again; stop as soon as the needs fit into `most` bytes.
 
         Ordinary eviction spares cached blocks that depend on used ones: their predecessors in the
         index, and the window blocks kept with them.
         """
 
         def fits() -> bool:
-            return self._mapped_after(needed()) <= self._budget.max_bytes
+            return self._mapped_after(needed()) <= most
 
         for attempt in (self.give_back, self.compact, lambda: self._forget(fits), self.compact):
             if fits():
@@ -200,20 +204,24 @@ class Reclaimer:
         format_of = group.allocator.format_of
         return Counter([format_of(block).name for block in self.evictable(group)])
 
-    def _requantise(self, needed: Callable[[], Needs]) -> None:
+    def _requantise(self, needed: Callable[[], Needs]) -> OffloadError | None:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
         requantise. Groups with a window are spared: they hold only the latest tokens. No page gets
-        smaller while others are free."""
+        smaller while others are free. Returns why pages could not go out of memory, if so."""
         if self._policy is None or self._mapped_after(needed()) <= self._limit:
-            return
+            return None
         self.compact()
         groups = [group for group in self._groups if group.is_open and group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
             pressure = mapped / self._budget.max_bytes
-            requantised = [group.requantise(self._policy, pressure) for group in groups]
+            try:
+                requantised = [group.requantise(self._policy, pressure) for group in groups]
+            except OffloadError as failure:
+                return OffloadError(*failure.args)  # frames of the other hold the step's tables
             if not any(requantised):
-                return
+                return None
             self._counts.requantisations.update(sum_counts(requantised))
+        return None
 
     def _bytes_requantised(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
         """Bytes of a group's used blocks and of `counts` more, after requantisation of all full
@@ -237,14 +245,14 @@ class Reclaimer:
         except PoolExhausted:
             return self._budget.max_bytes + 1
 
-    def _require(self, needs: Needs) -> None:
-        left = self._budget.left
+    def _require(self, needs: Needs, most: int, failure: OffloadError | None) -> None:
+        left = self._budget.left - (self._budget.max_bytes - most)
         for group, counts in needs.items():
             try:
                 left = group.allocator.room_after(counts, left)
             except PoolExhausted as error:
                 group.allocator.allocation_failures += 1
-                raise error.with_sufficient_budget(self._sufficient_budget(needs)) from None
+                raise error.with_sufficient_budget(self._sufficient_budget(needs)) from failure
 
     def _sufficient_budget(self, needs: Needs) -> int | None:
         """A budget that holds the used blocks and the needs; None while a group has not written, so

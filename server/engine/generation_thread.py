@@ -401,6 +401,8 @@ class GenerationThread:
         self._require_common(error)
         if is_shortage(error):  # what is in use is freed now
             failure = no_memory()
+        elif isinstance(error, PoolExhausted):  # the folder for pages out of memory is full
+            failure = busy(str(error))
         else:
             failure = APIError(500, "the server failed to compute this", code="internal")
             self._failed_steps += 1

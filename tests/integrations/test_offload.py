@@ -8,11 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from paged_kv import PagedCacheFactory
-from paged_kv.offload.page_file import OffloadError, PageFile
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy
+from paged_kv import OffloadError, PagedCacheFactory, PoolExhausted
+from paged_kv.offload.page_file import PageFile
+from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
 from tests.support.zoo import small_model
 
 READ = 768
@@ -69,6 +70,45 @@ def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: P
     del cache
     assert_nothing_is_used(factory)
     assert factory.stats().bytes_offloaded == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read_tokens", [READ, 1 << 14])
+def test_a_context_of_four_times_the_memory(model: Any, read_tokens: int, tmp_path: Path) -> None:
+    prompt = PROMPT * 3
+    pages = len(prompt) // 256 / 4
+    factory = offloading(model, tmp_path, pages, read_tokens=read_tokens)
+    cache = factory.make_cache()
+    ours = greedy(model, prompt, cache, 40, step=512)
+    stats = factory.stats()
+    assert stats.bytes_mapped <= factory.pool.budget.max_bytes
+    assert stats.bytes_offloaded > 3 * factory.pool.budget.max_bytes * 0.8
+    factory.pool.check()
+    if read_tokens == READ:
+        assert stats.tokens_left_out > 0
+        return
+    stock = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 40, step=512)
+    assert_same_run(ours, stock, TOLERANCE)
+
+
+@pytest.mark.parametrize("read_tokens", [READ, 1 << 14])
+def test_ragged_batches(model: Any, read_tokens: int, tmp_path: Path) -> None:
+    """Where all is read, each sequence has the tokens that it has alone."""
+    prompts = [PROMPT, PROMPT[:300], PROMPT[1000:2900]]
+    factory = offloading(model, tmp_path, 14, read_tokens=read_tokens)
+    with factory:
+        generator = BatchGenerator(model, max_tokens=24, prefill_step_size=512)
+        uids = generator.insert(prompts)
+        runs = runs_of(generator, uids)
+        generator.close()
+    assert factory.stats().requantisations["offloaded"]
+    assert [len(each.tokens) for each in runs] == [24] * 3
+    stock = PagedCacheFactory(model, read_tokens=read_tokens)
+    for prompt, ours in zip(prompts, runs, strict=True):
+        if len(prompt) < read_tokens:
+            assert_same_run(ours, greedy(model, prompt, stock.make_cache(), 24, 512), TOLERANCE)
+    del generator
+    assert_nothing_is_used(factory)
 
 
 def test_pages_that_all_came_back_are_chosen_from_as_before(model: Any, tmp_path: Path) -> None:
@@ -139,11 +179,11 @@ def test_a_disk_that_fails_loses_nothing(
                 logits = model(tokens, cache=cache)
                 mx.eval(logits)
                 break
-            except OffloadError as error:
+            except PoolExhausted as error:
                 failures.append(str(error))
                 factory.pool.check()
     assert failures
-    assert all("no page was dropped" in each for each in failures)
+    assert all("No space left on device; no page was dropped" in each for each in failures)
     stock = PagedCacheFactory(model, **options).make_cache()
     for start in range(0, len(PROMPT), 100):
         wanted = model(mx.array([PROMPT[start : start + 100]]), cache=stock)
@@ -192,6 +232,9 @@ def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Pa
     wanted = run(model, PagedCacheFactory(model, **options), [*PROMPT, 9], 4)
     restored = load_prompt_cache(str(tmp_path / "saved.safetensors"))
     assert_same_run(greedy(model, [9], restored, 4), wanted, TOLERANCE)
+    kept = PagedCacheFactory(model, store=tmp_path / "store", store_bytes="1GB", **options)
+    assert kept.fetch_cache([*PROMPT, 9])[1] == 0
+    kept.close()
     whole = offloading(model, tmp_path / "pages", 16, store=tmp_path / "store", **options)
     found, count = whole.fetch_cache([*PROMPT, 9])
     assert count == len(PROMPT)

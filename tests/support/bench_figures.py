@@ -286,6 +286,25 @@ FIGURES: dict[str, dict[str, Any]] = {
         ],
         "mass": [{"model": "smollm2", "choice": "summaries", "layers": [0.9, 0.7]}],
     },
+    "offloaded_contexts": {
+        "before": 7168,
+        "read_share": 8,
+        "quality": [
+            {
+                "model": "smollm2",
+                "kept": kept,
+                "loss_percent": 0.84,
+                "standard_error_percent": 0.5,
+                "fetched": 42.4,
+                "late": 6.0,
+            }
+            for kept in ("exact", "1/4 in memory, not waiting")
+        ],
+        "speed": [
+            {"model": "smollm2", "kept": "exact", "of_exact": 1.0},
+            {"model": "smollm2", "kept": "1/4 in memory, not waiting", "of_exact": 1.25},
+        ],
+    },
     "latent_attention": {
         "backend": "native",
         "step_heads": 8,
