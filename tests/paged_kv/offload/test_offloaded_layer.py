@@ -72,7 +72,8 @@ class OneLayer:
         own = normal((rows, HEADS, self.length, DIM), self.dtype, 2)
         self.keys = mx.repeat(self.centres, PAGE_SIZE, axis=2)[:, :, : self.length] + 0.3 * own
         self.values = normal(self.keys.shape, self.dtype, 3)
-        tables, moves = [], {}
+        moves: dict[int, int] = {}
+        tables = []
         for row in range(rows):
             table = [(PAGES + 1) * row + at for at in range(PAGES + 1)]
             each = slice(row, row + 1)

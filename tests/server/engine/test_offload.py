@@ -40,7 +40,7 @@ def count_of(running: PagedRunningServer, prompt: list[int]) -> int:
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logit_bias": {"0": -1000}}
     answer = running.client().completions.create(model="default_model", prompt=prompt, **settings)
     assert answer.usage is not None
-    return answer.usage.completion_tokens
+    return int(answer.usage.completion_tokens)
 
 
 @pytest.mark.slow
