@@ -40,6 +40,7 @@ class Wish:
         step: tokens of a prompt step.
         read_tokens: the most that a decode step reads, for which pages hold summaries besides;
             None if it reads all.
+        offload: a folder for pages that memory does not hold; None if it holds all.
     """
 
     context: int
@@ -47,6 +48,7 @@ class Wish:
     page_format: str
     step: int
     read_tokens: int | None = None
+    offload: str | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Planner:
             budget,
             page_format=wish.page_format,
             read_tokens=wish.read_tokens,
+            offload=wish.offload,
             trace=os.devnull,
         )
         for factory in factories:

@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paged_kv.commands.arguments import name, page_format, positive
-from paged_kv.commands.cache_options import add_dtype_option, add_read_tokens_option, examples
+from paged_kv.commands.cache_options import (
+    add_dtype_option,
+    add_offload_option,
+    add_read_tokens_option,
+    examples,
+    require_offload_complete,
+)
 from paged_kv.commands.model_names import named_model, not_loaded, require_model
 from paged_kv.embedded import EMBEDDED
 from paged_kv.sizes import counted, format_size, parse_size
@@ -64,6 +70,7 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="how full pages hold numbers: fp16, q8, q4, or two of these as q8/q4 (default: fp16)",
     )
     add_read_tokens_option(parser)
+    add_offload_option(parser)
     parser.add_argument(
         "--prefill-step-size",
         type=positive,
@@ -89,6 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from paged_kv.integrations.plan.memory_plan import Planner, Wish
     from paged_kv.kernels.pages.memory import device_bytes
 
+    require_offload_complete(arguments)
     models = _models(arguments)
     planner = Planner(models, arguments.memory or device_bytes())
     plan = planner.plan(
@@ -98,6 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.page_format,
             arguments.prefill_step_size,
             arguments.read_tokens,
+            None if arguments.offload is None else str(arguments.offload),
         )
     )
     if arguments.json:

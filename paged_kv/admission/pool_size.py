@@ -91,6 +91,6 @@ class PoolSize:
         """The length of the longest sequence that fits in `nbytes`; infinite if any fits."""
         if self.bytes_for(UNENDING) <= nbytes:
             return math.inf
-        most = nbytes // min(group.block_bytes for group in self.groups) + 1
+        most = nbytes // min(each.left_bytes or each.block_bytes for each in self.groups) + 1
         lengths = range(0, (most + 1) * self.page_size, self.page_size)
         return lengths[bisect_right(lengths, nbytes, key=self.bytes_for) - 1]

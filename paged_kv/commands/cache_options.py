@@ -52,14 +52,7 @@ def add_cache_options(
         "then q4 when memory is short (default: fp16)",
     )
     add_read_tokens_option(parser)
-    parser.add_argument(
-        "--offload",
-        type=path,
-        metavar="FOLDER",
-        help="with --read-tokens: let the oldest pages go to a file in this folder when "
-        "--max-kv-bytes is short, and come back to layers for which they matter (default: pages "
-        "stay in memory)",
-    )
+    add_offload_option(parser)
     parser.add_argument(
         "--wait-for-pages",
         action="store_true",
@@ -148,6 +141,30 @@ def add_read_tokens_option(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_offload_option(parser: argparse._ActionsContainer) -> None:
+    """Where pages go that memory does not hold."""
+    parser.add_argument(
+        "--offload",
+        type=path,
+        metavar="FOLDER",
+        help="with --read-tokens: let the oldest pages go to a file in this folder when memory is "
+        "short, and come back to layers for which they matter (default: pages stay in memory)",
+    )
+
+
+def require_offload_complete(arguments: argparse.Namespace) -> None:
+    """Check that --offload has the option that it needs.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if arguments.offload is not None and arguments.read_tokens is None:
+        raise ValueError(
+            "--offload is for decode steps that do not read all: add --read-tokens, such as "
+            "--read-tokens 8192, or leave it out"
+        )
+
+
 def add_dtype_option(parser: argparse._ActionsContainer) -> None:
     """The number format of a model's weights."""
     parser.add_argument(
@@ -171,6 +188,11 @@ def require_complete(arguments: argparse.Namespace) -> None:
         if arguments.store is None and getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is an option of --store: add --store, or leave it out")
+    require_offload_complete(arguments)
+    if arguments.wait_for_pages and arguments.offload is None:
+        raise ValueError(
+            "--wait-for-pages is an option of --offload: add --offload, or leave it out"
+        )
     if has_servers(arguments.store):
         from paged_kv.tiers.opening import read_seal
 

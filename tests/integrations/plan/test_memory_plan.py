@@ -76,6 +76,20 @@ def test_summaries_of_keys_are_counted() -> None:
     assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
+def test_pages_out_of_memory_count_as_their_summaries(tmp_path: Path) -> None:
+    planner = Planner([small_model("llama")], 1 << 30)
+    wish = replace(WISH, context=64 << 10, sessions=1, read_tokens=1024)
+    without, plan = (
+        planner.plan(replace(wish, offload=offload)) for offload in (None, str(tmp_path))
+    )
+    # Of 256 pages memory holds the first one, the latest four and frames for 2,048 tokens.
+    kept = 13 / 256
+    assert plan.pages == pytest.approx(without.pages * (kept + (1 - kept) / 65))
+    assert without.longest is not None
+    assert plan.longest is not None
+    assert plan.longest > 40 * without.longest
+
+
 def test_weights_are_counted_before_they_are_read() -> None:
     lazy = load(embedded_model(), lazy=True)[0]
     lazy.set_dtype(mx.float32)

@@ -89,6 +89,13 @@ def test_the_first_full_block_may_take_more() -> None:
     assert Demand(prompt_tokens=769, max_tokens=100, choices=3).bytes_in(pool) == 80 + 3 * 160
 
 
+def test_blocks_beyond_those_that_memory_must_hold_may_take_less() -> None:
+    size = GroupSize(20, lambda tokens: -(-tokens // 256), kept_blocks=3, left_bytes=1)
+    pool = PoolSize(1000, 0, (size,))
+    assert [pool.bytes_for(tokens) for tokens in (0, 256, 768, 769, 2560)] == [0, 20, 60, 61, 67]
+    assert pool.tokens_in(100) == 43 * 256
+
+
 def test_rings_alone_hold_any_length() -> None:
     ring = (group(100, most_blocks=3),)
     assert PoolSize(300, 0, ring).tokens_in(300) == math.inf
