@@ -36,12 +36,12 @@ from benches.real_model_quality import KINDS, text_of
 from benches.real_models.folders import MODELS
 from benches.results_file import write_result
 from benches.two_processes import finished
-from paged_kv import PagedCacheFactory
+from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 MEASURED, BLOCK, SHARE = 128, 32, 8
-PARTS = (2, 4)
+PARTS = (2, 3)
 TURN, TURNS = 16, 9
 EXACT, ALL = "exact", "all in memory"
 
@@ -51,11 +51,15 @@ Figures = dict[str, Any]
 class Decoder:
     """Decodes a text behind its first tokens."""
 
-    def __init__(self, factory: PagedCacheFactory, model: Any, tokens: list[int]) -> None:
+    def __init__(
+        self, factory: PagedCacheFactory, model: Any, tokens: list[int], states: list[Any]
+    ) -> None:
         self._factory = factory
         self._model = model
         self._tokens = tokens
-        self._cache = read_by(factory, model, tokens[:BEFORE])
+        factory.make_cache()  # tries how the model attends
+        # They go to the latest pool.
+        self._cache = [PagedKVCache.from_state(state) for state in states]
         self._before = factory.stats()
         self._nats: list[float] = []
 
@@ -82,7 +86,7 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
     """What makes a decoder of each way, by its label."""
     read = BEFORE // SHARE
     whole = PagedCacheFactory(model, read_tokens=read, max_bytes="4GB")
-    whole.can_admit(0)  # so that its blocks have a size
+    states = [layer.state for layer in read_by(whole, model, tokens[:BEFORE])]
     pages = -(-len(tokens) // PAGE_SIZE) * whole.pool.groups[0].written_block_bytes
     ways: dict[str, dict[str, Any]] = {EXACT: {"read_tokens": None}, ALL: {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +100,7 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
 
         def new(options: dict[str, Any]) -> Decoder:
             given = {"read_tokens": read, "max_bytes": "4GB", **options}
-            return Decoder(PagedCacheFactory(model, **given), model, tokens)
+            return Decoder(PagedCacheFactory(model, **given), model, tokens, states)
 
         yield {label: partial(new, options) for label, options in ways.items()}
 

@@ -298,11 +298,11 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "fetched": 42.4,
                 "late": 6.0,
             }
-            for kept in ("exact", "1/4 in memory, not waiting")
+            for kept in ("exact", "1/3 in memory, not waiting")
         ],
         "speed": [
             {"model": "smollm2", "kept": "exact", "of_exact": 1.0},
-            {"model": "smollm2", "kept": "1/4 in memory, not waiting", "of_exact": 1.25},
+            {"model": "smollm2", "kept": "1/3 in memory, not waiting", "of_exact": 1.25},
         ],
     },
     "latent_attention": {
