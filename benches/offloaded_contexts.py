@@ -86,14 +86,18 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
     """What makes a decoder of each way, by its label."""
     read = BEFORE // SHARE
     whole = PagedCacheFactory(model, read_tokens=read, max_bytes="4GB")
-    states = [layer.state for layer in read_by(whole, model, tokens[:BEFORE])]
-    pages = -(-len(tokens) // PAGE_SIZE) * whole.pool.groups[0].written_block_bytes
+    read_once = read_by(whole, model, tokens[:BEFORE])
+    states = [layer.state for layer in read_once]
+    (group,) = [group for group in whole.pool.groups if group.window is None]
+    pages = -(-len(tokens) // PAGE_SIZE) * group.written_block_bytes
+    others = whole.stats().bytes_mapped - BEFORE // PAGE_SIZE * group.written_block_bytes
+    unused = 1 / 7 if others else 0  # where slabs are of several sizes
     ways: dict[str, dict[str, Any]] = {EXACT: {"read_tokens": None}, ALL: {}}
     with tempfile.TemporaryDirectory() as folder:
         for part in PARTS:
             for waits in (True, False):
                 ways[f"1/{part} in memory, {'waiting' if waits else 'not waiting'}"] = {
-                    "max_bytes": pages // part + whole.pool.slack,
+                    "max_bytes": int((1 + unused) * (others + pages // part)),
                     "offload": Path(folder),
                     "wait_for_pages": waits,
                 }
