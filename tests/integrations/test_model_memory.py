@@ -1,6 +1,7 @@
 """The memory of a model's steps besides the pages; mlx-lm's caches copy all their content there."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,9 @@ def filled(cache: list[Any], model: Any, tokens: int) -> list[Any]:
 def highest(model: Any, cache: list[Any], mapped: Callable[[], int] = lambda: 0) -> int:
     """The most bytes that a decoding step takes beside the bytes in use before it and newly mapped
     ones."""
+    # What earlier tests left, freed within a step, would hide what the step takes.
+    gc.collect()
+    mx.synchronize()
     spikes = []
     for _ in range(STEPS):
         before = mx.get_active_memory() - mapped()
