@@ -63,7 +63,7 @@ def chosen_quality(figures: Figures) -> str:
     losses = [
         (
             f"{row['model']}: {row['choice']}, 1/{row['share']} read",
-            f"{row['loss_percent']:+.1f} ± {row['standard_error_percent']:.1f} %",
+            _loss(row),
         )
         for row in figures["loss"]
     ]
@@ -87,6 +87,11 @@ def chosen_quality(figures: Figures) -> str:
     return "\n\n".join(parts)
 
 
+def _loss(row: Figures) -> str:
+    """Of perplexity, with its error."""
+    return f"{row['loss_percent']:+.1f} ± {row['standard_error_percent']:.1f} %"
+
+
 def _mass(layers: list[float]) -> tuple[str, str]:
     """The mean share of attention's weight that is read, and the least, with its layer."""
     least = min(layers)
@@ -99,7 +104,7 @@ def offloaded_contexts(figures: Figures) -> str:
     rows = [
         (
             f"{row['model']}: {row['kept']}",
-            f"{row['loss_percent']:+.1f} ± {row['standard_error_percent']:.1f} %",
+            _loss(row),
             f"{row['fetched']:.0f}",
             f"{row['late']:.0f}",
             f"{of_exact[row['model'], row['kept']]:.2f}",

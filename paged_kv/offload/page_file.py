@@ -131,11 +131,6 @@ class PageFile:
         self._free[place.nbytes].append(place.offset)
         self.nbytes -= place.nbytes
 
-    def close(self) -> None:
-        """Give the disk back."""
-        self._readers.shutdown(cancel_futures=True)
-        self._file.close()
-
     def _unreadable(self, place: Place, reason: str) -> OffloadError:
         return OffloadError(
             f"a page of {format_size(place.nbytes)} cannot be read from {self.folder}: {reason}; "

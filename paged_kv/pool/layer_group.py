@@ -473,9 +473,8 @@ def new_groups(
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
-    smaller: tuple[PageFormat, ...] = (OFFLOADED,) if offloading else ()
-    if policy is not None and offloading is None:
-        smaller = tuple(map(page_format_named, policy.page_formats))
+    named = policy.page_formats if policy else ()
+    smaller = (OFFLOADED,) if offloading else tuple(map(page_format_named, named))
     return [
         LayerGroup(members, window, FP16, backend, budget, (), events)
         if window

@@ -291,8 +291,7 @@ class PagePool:
         tokens = table.tokens
         try:
             for part in parts:
-                needs = {group: Counter(part)}
-                self.reclaimer.make_room(partial(dict, needs))
+                self.reclaimer.make_room(partial(dict, {group: Counter(part)}))
                 table.append(part)
         except BaseException:
             table.truncate(tokens)

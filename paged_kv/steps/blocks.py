@@ -118,7 +118,7 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     wanted = offloading.wanted_frames(group.allocator)
     if wanted <= offloading.most_tried:
         return
-    count = lacking = wanted - offloading.num_frames
+    count = wanted - offloading.num_frames
     frame, written = offloading.page_format.name, group.allocator.page_format
     while count:
         needs = Counter({frame: count}) + Counter({written: len(rows)})
@@ -130,8 +130,7 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
             count //= 2
         else:
             offloading.add_frames(group.allocator, count)
-            lacking -= count
-            count = min(count, lacking)
+            count = min(count, wanted - offloading.num_frames)
     offloading.most_tried = wanted
 
 

@@ -12,9 +12,10 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import OffloadError, PagedCacheFactory, PoolExhausted
+from paged_kv.offload.offloaded_layer import OffloadedLayer
 from paged_kv.offload.page_file import PageFile
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
-from tests.support.zoo import small_model
+from tests.support.zoo import model_that_tells_keys_apart, small_model
 
 READ = 768
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(3110)]
@@ -23,12 +24,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Its queries tell keys apart, as those of trained models do."""
-    model = small_model("qwen3")
-    for layer in model.layers:
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight = 1.5 * mx.ones_like(norm.weight)
-    return model
+    return model_that_tells_keys_apart()
 
 
 def page_bytes(model: Any, page_format: str = "fp16") -> int:
@@ -70,6 +66,23 @@ def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: P
     del cache
     assert_nothing_is_used(factory)
     assert factory.stats().bytes_offloaded == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "deepseek_v32"]
+)
+def test_layers_of_other_kinds_are_exact(name: str, tmp_path: Path) -> None:
+    """Beside windows and states, with sinks, of latents, and of latents that an indexer chooses."""
+    other = small_model(name)
+    options: dict[str, Any] = {"read_tokens": 1 << 14}
+    whole = PagedCacheFactory(other, **options)
+    cache = whole.make_cache()
+    wanted = greedy(other, PROMPT, cache, 6)
+    held = whole.stats().bytes_mapped
+    factory = PagedCacheFactory(other, offload=tmp_path, max_bytes=int(0.7 * held), **options)
+    assert_same_run(run(other, factory, PROMPT, 6), wanted, 10 * TOLERANCE)
+    assert factory.stats().requantisations["offloaded"] >= 4
+    factory.pool.check()
 
 
 @pytest.mark.slow
@@ -144,8 +157,9 @@ def test_pages_that_did_not_come_are_left_out_and_counted(
 
     monkeypatch.setattr(PageFile, "fetch", fetch)
     for layer in factory.pool.groups[0].pages.values():
-        layer.forget_fetches()  # type: ignore[attr-defined]
-        layer._steps = 1  # type: ignore[attr-defined]  # no first step, which waits
+        assert isinstance(layer, OffloadedLayer)
+        layer.forget_fetches()
+        layer._steps = 1  # no first step, which waits
     for token in range(8):
         mx.eval(model(mx.array([[token]]), cache=cache))
     after = factory.stats()

@@ -20,7 +20,7 @@ from paged_kv.prefix.node_pages import block_bytes
 from tests.support.arrays import numbers
 from tests.support.choices import chosen
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
-from tests.support.zoo import small_model
+from tests.support.zoo import model_that_tells_keys_apart, small_model
 
 READ = 768
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(1270)]
@@ -31,12 +31,7 @@ STOCK_ATTENTION = MODULE.scaled_dot_product_attention
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Its queries tell keys apart, as those of trained models do."""
-    model = small_model("qwen3")
-    for layer in model.layers:
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight = 1.5 * mx.ones_like(norm.weight)
-    return model
+    return model_that_tells_keys_apart()
 
 
 @contextmanager

@@ -72,3 +72,12 @@ def small_model(name: str, *, seed: int = 0, **changes: Any) -> Module:
     model.eval()
     mx.eval(model.parameters())
     return cast(Module, model)
+
+
+def model_that_tells_keys_apart() -> Any:
+    """A small model whose queries tell keys apart, as those of trained models do."""
+    model: Any = small_model("qwen3")
+    for layer in model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.weight = 1.5 * mx.ones_like(norm.weight)
+    return model
