@@ -118,7 +118,8 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     wanted = offloading.wanted_frames(group.allocator)
     if wanted <= offloading.most_tried:
         return
-    count = wanted - offloading.num_frames
+    # Counted, as making room gives back frames that are no longer needed.
+    count = lacking = wanted - offloading.num_frames
     frame, written = offloading.page_format.name, group.allocator.page_format
     while count:
         needs = Counter({frame: count}) + Counter({written: len(rows)})
@@ -130,7 +131,8 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
             count //= 2
         else:
             offloading.add_frames(group.allocator, count)
-            count = min(count, wanted - offloading.num_frames)
+            lacking -= count
+            count = min(count, lacking)
     offloading.most_tried = wanted
 
 
