@@ -46,7 +46,9 @@ def run(model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 
     return greedy(model, prompt, factory.make_cache(), count)
 
 
-@pytest.mark.parametrize("page_format", ["fp16", "q8", "q4"])
+@pytest.mark.parametrize(
+    "page_format", ["fp16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("q8", "q4"))]
+)
 def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: Path) -> None:
     """Prompts, and decode of what is no longer than may be read."""
     pages = {"fp16": 7, "q8": 6, "q4": 5}[page_format]
@@ -68,6 +70,7 @@ def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: P
     assert factory.stats().bytes_offloaded == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "deepseek_v32"]
 )

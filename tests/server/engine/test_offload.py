@@ -57,6 +57,7 @@ def test_requests_together_exceed_memory(tmp_path: Path) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
