@@ -26,6 +26,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.integrations.heads.model_head import with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
@@ -75,7 +76,7 @@ def _unhook(kind: Any, call: Any, own: Any) -> None:
 
 def _call_of(kind: Any) -> Any:
     """What takes the place of a class's call."""
-    stock = kind.__call__
+    stock = with_head(kind.__call__)
     of_tokens = next(iter([*signature(stock).parameters][1:]), "")
     is_separate = takes_one_at_a_time(kind)
 

@@ -55,6 +55,12 @@ class Trial:
     in_order: bool = False
     prepares: bool = True
 
+    def add_layer(self, layer: int, geometry: LayerGeometry) -> None:
+        """Add a layer whose keys and values only attention reads."""
+        self.geometries[layer] = geometry
+        self.attending |= {layer}
+        self.attending_in_decode |= {layer}
+
 
 class _Writes(NamedTuple):
     """The writes of one layer in steps of one kind."""

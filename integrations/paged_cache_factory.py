@@ -25,6 +25,7 @@ from paged_kv.integrations.distributed.sharded_model import agreed_budget, folde
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.page_identity import PageIdentity
+from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.counted_states import continued
@@ -142,6 +143,7 @@ class PagedCacheFactory:
         always_gather: bool = False,
         compile: bool | None = None,
         processor: Any = None,
+        head: PredictionHead | None = None,
     ) -> None:
         self._media = MediaKeys(model, processor)
         if write_chunk is not None:
@@ -150,7 +152,9 @@ class PagedCacheFactory:
         if max_bytes == AUTO:
             measure = partial(measured_step, model, page_format, write_chunk)
             max_bytes, self.prompt_step = automatic_budget(model, measure)
-        self._model = PagedModel(model, write_chunk, always_gather=always_gather, compile=compile)
+        self._model = PagedModel(
+            model, write_chunk, always_gather=always_gather, compile=compile, head=head
+        )
         tiers = [] if store is None else store_addresses(store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self.recordings = self._model.recordings

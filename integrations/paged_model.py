@@ -10,11 +10,14 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.batch_steps import BATCH_STEPS
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
 from paged_kv.integrations.compiled.recordings import Recordings, compiles
 from paged_kv.integrations.factory_arguments import require_model
+from paged_kv.integrations.heads.model_head import ModelHead, add_head
+from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.model_calls import compile_steps, hook_calls
 from paged_kv.integrations.model_hooks import ModelHooks, modules_of
 from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
@@ -36,20 +39,29 @@ class PagedModel:
         write_chunk: of layers with a sliding window, in tokens; None for the usual one.
         always_gather: whether all layers get keys and values that can be computed.
         compile: whether steps are recorded; None where that is known to be faster.
+        head: a prediction head of the model, whose layer comes behind the model's; None for none.
 
     Raises:
         TypeError: mlx-lm can make no prompt caches for it.
-        ValueError: a package that its library needs is not installed.
+        ValueError: a package that its library needs is not installed; or the head is of another
+            model.
 
     Attributes:
         module: the language model.
         file: the name of the model's file in its library.
         version: counts changes of its weights.
         recordings: the recorded steps of each pool, if steps are compiled.
+        head: see above.
     """
 
     def __init__(
-        self, model: Any, write_chunk: int | None, *, always_gather: bool, compile: bool | None
+        self,
+        model: Any,
+        write_chunk: int | None,
+        *,
+        always_gather: bool,
+        compile: bool | None,
+        head: PredictionHead | None = None,
     ) -> None:
         self.module: Module = language_model(model)
         require_model(self.module)
@@ -58,6 +70,7 @@ class PagedModel:
         # Pages of images depend on the parts that see them, too.
         self.version = ModelVersion(model)
         self.recordings: dict[PagePool, Recordings] = {}
+        self.head = None if head is None else ModelHead(self.module, head)
         self._library = library_of(self.module)
         self._write_chunk = write_chunk
         self._always_gather = always_gather
@@ -86,8 +99,11 @@ class PagedModel:
             if (window := self._library.window_of(cache, self._write_chunk)) is not None
         }
         rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
-        pool = PagePool(len(paged), windows=windows, rows=rows, name=self.file, **options)
-        self._compiles = compiles(self._compile, pool.backend)
+        layers = len(paged) + (self.head is not None)
+        pool = PagePool(layers, windows=windows, rows=rows, name=self.file, **options)
+        if self.head is not None:
+            add_head(pool, self.head)
+        self._compiles = self.head is None and compiles(self._compile, pool.backend)
         pool.hooks = self._hooks
         self._pools.append(pool)
         if self._trial is not None:
@@ -103,6 +119,8 @@ class PagedModel:
             return self._library.paged_class(cache)(pool, next(layers), [sequence])
 
         made = self._library.layers(self.module, paged, max_kv_size)
+        if self.head is not None:
+            made.append(PagedKVCache(pool, next(layers), [sequence]))
         return made if pool.num_layers else known_states(made, sequence.model_version)
 
     def replace_calls(self) -> None:
@@ -110,6 +128,8 @@ class PagedModel:
         batches = [PromptProcessingBatch, GenerationBatch]
         self._hooks.add("batches", partial(BATCH_STEPS.install, batches))
         self._hooks.add("calls", partial(hook_calls, type(self.module)))
+        if self.head is not None:
+            self._hooks.add("hidden states", self.head.hook)
 
     def try_out(self) -> Trial:
         """The trial of the model, which runs once.
@@ -119,10 +139,14 @@ class PagedModel:
         """
         if self._trial is None:
             layers, rows = partial(self._library.layers, self.module), self._pools[0].rows
-            modules = modules_of(self.module)
+            modules = list(modules_of(self.module))
+            if self.head is not None:
+                modules += [each for each in modules_of(self.head.head) if each not in modules]
             self._hooks.add("attention", partial(ATTENTION.install, modules))
             self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
             trial = trial_of_rows(rows) if rows else try_out(self.module, layers)
+            if self.head is not None:
+                trial.add_layer(self._pools[0].num_layers - 1, self.head.geometry())
             if not (trial.prepares or self._compiles):
                 self._hooks.remove("operations")
             _require_a_page(trial, self._pools[0].budget.max_bytes)

@@ -188,8 +188,12 @@ class SpeculativeBatch(MaskedBatch):
         """A step that drafts so many tokens for each row. None, and nothing is changed, if there
         are no drafts, or no memory for them."""
         emitting: Any = if_short_again(self._next_tokens.tolist)
+        paged = first_paged(self.prompt_cache)
+        sequences = [None] * len(counts) if paged is None else paged.sequences
         requests = {
-            row: DraftRow(self._rows[row].state, self.tokens[row], emitting[row], count)
+            row: DraftRow(
+                self._rows[row].state, self.tokens[row], emitting[row], count, sequences[row]
+            )
             for row, count in enumerate(counts)
             if count and not self._rows[row].is_forced
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
+from paged_kv.steps.sequence import Sequence
+
 
 class DraftRow(NamedTuple):
     """A row of a batch that asks for tokens.
@@ -14,12 +16,14 @@ class DraftRow(NamedTuple):
         tokens: the prompt, and the tokens emitted after it. The row's own list: not to be changed.
         last: the token after these.
         most: the most tokens to propose, at least 1.
+        sequence: the row's sequence of pages, which holds `tokens`; None if the model has no pages.
     """
 
     state: Any
     tokens: list[int]
     last: int
     most: int
+    sequence: Sequence | None = None
 
 
 class Draft(Protocol):

@@ -1,0 +1,86 @@
+"""Defines a prediction head: a layer behind a model that predicts the token after the next.
+
+A head reads, for each token, the token's embedding and the model's hidden state of the token
+before it, and computes a hidden state from which the model's own output layer predicts the next
+token. Behind the last token that is known, it goes on with its own hidden states, so it drafts a
+chain of tokens without the model. This is EAGLE (Li et al., "EAGLE: Speculative Sampling Requires
+Rethinking Feature Uncertainty", 2024), and the multi-token prediction of DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.llama import ModelArgs, TransformerBlock
+
+
+class PredictionHead(nn.Module):
+    """What all heads are: see `LayerHead`."""
+
+    hidden_size: int
+    vocab_size: int
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
+        """Hidden states [B, S, hidden_size] of S tokens.
+
+        Args:
+            embeddings: of the tokens, [B, S, hidden_size].
+            hidden: the hidden states of the tokens before them, of the same shape.
+            cache: of the tokens before, one of mlx-lm's kind; None for none.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class LayerHeadArgs:
+    """The shape of a `LayerHead`, named as in mlx-lm's `llama`."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+
+class LayerHead(PredictionHead):
+    """One layer of Llama behind a product that joins embeddings and hidden states.
+
+    What it returns is like the model's hidden states behind its last norm.
+    """
+
+    def __init__(self, args: LayerHeadArgs) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = args.hidden_size, args.vocab_size
+        width = args.hidden_size
+        self.embedding_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.join = nn.Linear(2 * width, width, bias=False)
+        self.layer = TransformerBlock(
+            ModelArgs(
+                model_type="llama",
+                num_hidden_layers=1,
+                hidden_size=width,
+                intermediate_size=args.intermediate_size,
+                num_attention_heads=args.num_attention_heads,
+                num_key_value_heads=args.num_key_value_heads,
+                head_dim=args.head_dim,
+                rms_norm_eps=args.rms_norm_eps,
+                vocab_size=args.vocab_size,
+                rope_theta=args.rope_theta,
+            )
+        )
+        self.norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
+        both = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
+        joined = self.join(mx.concatenate(both, axis=-1))
+        mask = create_attention_mask(joined, cache)
+        states: mx.array = self.norm(self.layer(joined, mask, cache))
+        return states
