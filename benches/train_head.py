@@ -30,6 +30,7 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten, tree_map
 
 from benches.heldout_text import MODULES, model_in_float32
+from paged_kv.integrations.heads.loading import LAYER_HEAD
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
 
@@ -139,7 +140,7 @@ def main() -> None:
     head, args = train(arguments.model, arguments.minutes, arguments.tokens)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     head.update(tree_map(lambda each: each.astype(mx.bfloat16), head.parameters()))
-    config = {"model_type": "layer_head", **asdict(args)}
+    config = {"model_type": LAYER_HEAD, **asdict(args)}
     (arguments.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = dict(tree_flatten(head.parameters()))
     mx.save_safetensors(str(arguments.folder / "model.safetensors"), weights, {"format": "mlx"})

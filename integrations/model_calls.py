@@ -27,7 +27,7 @@ from paged_kv.integrations.batching.short_memory import one_after_another, this_
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.heads.model_head import with_head
-from paged_kv.integrations.model_hooks import SharedChanges, Undo
+from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
     one_by_one,
@@ -59,19 +59,7 @@ def hook_calls(kind: Any) -> Undo:
 
 
 def _hook(kind: Any) -> Undo:
-    own = vars(kind).get("__call__")
-    kind.__call__ = call = _call_of(kind)
-    return partial(_unhook, kind, call, own)
-
-
-def _unhook(kind: Any, call: Any, own: Any) -> None:
-    """Put back a class's own call, or let it inherit one; unless somebody has replaced ours."""
-    if vars(kind).get("__call__") is not call:
-        return
-    if own is None:
-        del kind.__call__
-    else:
-        kind.__call__ = own
+    return replace_call(kind, _call_of(kind))
 
 
 def _call_of(kind: Any) -> Any:

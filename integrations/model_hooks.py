@@ -75,7 +75,7 @@ class Replacements:
         undos = [
             self._changes.hold(module, partial(self._replace, module, copies)) for module in modules
         ]
-        return partial(_call_all, undos)
+        return partial(call_all, undos)
 
     def _replace(self, module: Names, copies: dict[ModuleType, ModuleType]) -> Undo:
         replaced: dict[str, tuple[Any, Any]] = {}
@@ -110,6 +110,23 @@ class Replacements:
         return copies[module]
 
 
+def replace_call(kind: Any, call: Callable[..., Any]) -> Undo:
+    """Replace a class's `__call__`, where Python looks it up, until what is returned is called."""
+    own = vars(kind).get("__call__")
+    kind.__call__ = call
+    return partial(_put_call_back, kind, call, own)
+
+
+def _put_call_back(kind: Any, call: Any, own: Any) -> None:
+    """Put back a class's own call, or let it inherit one; unless somebody has replaced ours."""
+    if vars(kind).get("__call__") is not call:
+        return
+    if own is None:
+        del kind.__call__
+    else:
+        kind.__call__ = own
+
+
 def _put_back(module: Names, replaced: Mapping[str, tuple[Any, Any]]) -> None:
     """Put back all names that nobody has changed since."""
     for name, (stock, replacement) in replaced.items():
@@ -140,10 +157,10 @@ class ModelHooks:
 
 def _undo_all(undo: dict[str, Undo]) -> None:
     with _lock:
-        _call_all(undo.values())
+        call_all(undo.values())
 
 
-def _call_all(functions: Iterable[Undo]) -> None:
+def call_all(functions: Iterable[Undo]) -> None:
     for function in functions:
         function()
 

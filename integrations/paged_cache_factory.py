@@ -23,9 +23,9 @@ from paged_kv.integrations.automatic_budget import AUTO, automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound
+from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.page_identity import PageIdentity
-from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.counted_states import continued

@@ -9,7 +9,7 @@ To draft, the head's layer takes steps alone, and is trimmed to the other layers
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,10 +17,10 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.heads.hidden_states import hidden_states, hook_backbone
 from paged_kv.integrations.heads.model_parts import ModelParts
+from paged_kv.integrations.heads.noted_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.heads.prediction_head import PredictionHead
-from paged_kv.integrations.model_hooks import Undo
+from paged_kv.integrations.model_hooks import Undo, call_all
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.sequence import Sequence
@@ -54,6 +54,9 @@ class ModelHead:
         self._require_shape("hidden states of width", self.parts.hidden_size, head.hidden_size)
         self._require_shape("a vocabulary of", self.parts.vocab_size, head.vocab_size)
         head.set_dtype(like.dtype)
+        layers = self.parts.backbone.layers
+        read = [layers[each] for each in head.layers_read(len(layers))]
+        self.modules: list[Module] = read or [self.parts.backbone]
         self._nothing = mx.zeros((1, self.parts.hidden_size), like.dtype)
         self._kept: WeakKeyDictionary[Sequence, _Kept] = WeakKeyDictionary()
 
@@ -66,8 +69,8 @@ class ModelHead:
             )
 
     def hook(self) -> Undo:
-        """Let the model note its hidden states."""
-        return hook_backbone(type(self.parts.backbone))
+        """Let the modules that the head reads note what they return."""
+        return partial(call_all, [hook_outputs(kind) for kind in set(map(type, self.modules))])
 
     def geometry(self) -> LayerGeometry:
         """Of the keys and values of the head's layer. Symbolic: nothing is computed."""
@@ -77,14 +80,15 @@ class ModelHead:
         assert shown.geometry is not None, "a head has a layer with keys and values"
         return shown.geometry
 
-    def read(self, tokens: mx.array, hidden: mx.array, cache: PagedKVCache) -> None:
+    def read(self, tokens: mx.array, outputs: list[mx.array], cache: PagedKVCache) -> None:
         """Take a step that the model's layers have taken.
 
         Args:
             tokens: [B, S].
-            hidden: the model's hidden states of these, [B, S, hidden_size].
+            outputs: of `modules`, for these.
             cache: of the head's layer.
         """
+        hidden = self.head.joined(outputs)
         before, layer = self._before(cache.sequences, len(tokens)), cache.layer
         left = [sequence.progress(layer).padding.left for sequence in cache.sequences]
         previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
@@ -111,7 +115,7 @@ class ModelHead:
         try:
             for _ in range(count):
                 hidden = self.head(self.parts.embed(token[:, None]), hidden, cache)
-                token = mx.argmax(self.parts.logits(hidden)[:, 0], axis=-1)
+                token = self.head.likeliest(hidden, self.parts)[:, 0]
                 drafted.append(token)
             found = mx.stack(drafted, axis=1)
             mx.eval(found)
@@ -189,10 +193,9 @@ def with_head(stock: Any) -> Any:
             args = (args[0], caches[:-1], *args[2:])
         else:
             options = {**options, "cache": caches[:-1]}
-        with hidden_states(head.parts.backbone) as found:
+        with outputs_of(head.modules) as outputs:
             output = stock(model, *args, **options)
-        (hidden,) = found
-        head.read(args[0], hidden, last)
+        head.read(args[0], outputs, last)
         return output
 
     return call

@@ -17,15 +17,32 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
+from paged_kv.integrations.heads.model_parts import ModelParts
+
 
 class PredictionHead(nn.Module):
-    """What all heads are: see `LayerHead`."""
+    """What all heads are. A head that has an output layer of its own overrides `likeliest`.
+
+    Attributes:
+        hidden_size: the width of its states, and of the embeddings that it reads.
+        vocab_size: the tokens of its model.
+    """
 
     hidden_size: int
     vocab_size: int
 
+    def layers_read(self, count: int) -> tuple[int, ...]:
+        """The layers of a model with `count` of them whose outputs the head reads; none if it reads
+        the hidden states behind the last norm."""
+        return ()
+
+    def joined(self, outputs: list[mx.array]) -> mx.array:
+        """The hidden states [B, S, hidden_size] that the head reads, from those outputs."""
+        (hidden,) = outputs
+        return hidden
+
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
-        """Hidden states [B, S, hidden_size] of S tokens.
+        """Hidden states [B, S, hidden_size] of S tokens, which may be read for the next ones.
 
         Args:
             embeddings: of the tokens, [B, S, hidden_size].
@@ -33,6 +50,10 @@ class PredictionHead(nn.Module):
             cache: of the tokens before, one of mlx-lm's kind; None for none.
         """
         raise NotImplementedError
+
+    def likeliest(self, states: mx.array, parts: ModelParts) -> mx.array:
+        """The likeliest tokens [B, S] after what has these states."""
+        return mx.argmax(parts.logits(states), axis=-1)
 
 
 @dataclass

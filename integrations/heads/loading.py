@@ -1,0 +1,83 @@
+"""Loads prediction heads from folders: a config.json and a model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
+from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
+
+LAYER_HEAD = "layer_head"
+# Tables that checkpoints have and heads do not need: the model's own embeddings, and which of the
+# model's tokens the head can draft.
+_NOT_NEEDED = frozenset({"embed_tokens.weight", "t2d"})
+
+
+def load_head(folder: str | Path) -> PredictionHead:
+    """The head in a folder, one of this package's or of EAGLE-3's.
+
+    Raises:
+        OSError: the folder has no config.json or no model.safetensors.
+        ValueError: it is no head that is known, or lacks weights; the message says which.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    head = _new_head(folder, config)
+    loaded: Any = mx.load(str(_required(folder / "model.safetensors")))
+    weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
+    _require_weights(folder, dict(tree_flatten(head.parameters())), weights)
+    head.load_weights(list(weights.items()))
+    return head
+
+
+def _required(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}: give a head's folder")
+    return path
+
+
+def _new_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
+    if config.get("model_type") == LAYER_HEAD:
+        return LayerHead(LayerHeadArgs(**_known(LayerHeadArgs, folder, config)))
+    if "draft_vocab_size" in config:
+        return Eagle3Head(Eagle3Args(**_known(Eagle3Args, folder, config)))
+    raise ValueError(
+        f"{folder} is no prediction head that is known: its config.json names neither the "
+        f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
+    )
+
+
+def _known(kind: type[Any], folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a class that a config has."""
+    found = {each.name: config[each.name] for each in fields(kind) if each.name in config}
+    needed = [each for each in kind.__annotations__ if each not in found and each not in vars(kind)]
+    if needed:
+        raise ValueError(f"config.json of the head in {folder} lacks {', '.join(needed)}")
+    return found
+
+
+def _require_weights(
+    folder: Path, needed: Mapping[str, mx.array], given: Mapping[str, mx.array]
+) -> None:
+    for what, names in (
+        ("lacks", needed.keys() - given.keys()),
+        ("has unknown", given.keys() - needed.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"the head in {folder} {what} weights: {', '.join(sorted(names))}; give a head that "
+                "is whole, as it was trained"
+            )
+    for name, like in needed.items():
+        if given[name].shape != like.shape:
+            raise ValueError(
+                f"{name} of the head in {folder} has the shape {given[name].shape}, and its "
+                f"config.json says {like.shape}"
+            )
