@@ -20,6 +20,12 @@ LAYER_HEAD = "layer_head"
 _NOT_NEEDED = frozenset({"embed_tokens.weight", "t2d"})
 
 
+def is_head(folder: Path) -> bool:
+    """Whether a folder's config.json is one of a head that is known."""
+    path = folder / "config.json"
+    return path.is_file() and _kind_of(json.loads(path.read_text())) is not None
+
+
 def load_head(folder: str | Path) -> PredictionHead:
     """The head in a folder, one of this package's or of EAGLE-3's.
 
@@ -43,15 +49,23 @@ def _required(path: Path) -> Path:
     return path
 
 
-def _new_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
+def _kind_of(config: Mapping[str, Any]) -> tuple[type[Any], type[Any]] | None:
+    """The class of a head, and that of its arguments; None if this is none."""
     if config.get("model_type") == LAYER_HEAD:
-        return LayerHead(LayerHeadArgs(**_known(LayerHeadArgs, folder, config)))
-    if "draft_vocab_size" in config:
-        return Eagle3Head(Eagle3Args(**_known(Eagle3Args, folder, config)))
-    raise ValueError(
-        f"{folder} is no prediction head that is known: its config.json names neither the "
-        f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
-    )
+        return LayerHead, LayerHeadArgs
+    return (Eagle3Head, Eagle3Args) if "draft_vocab_size" in config else None
+
+
+def _new_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
+    kind = _kind_of(config)
+    if kind is None:
+        raise ValueError(
+            f"{folder} is no prediction head that is known: its config.json names neither the "
+            f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
+        )
+    head_class, arguments = kind
+    head: PredictionHead = head_class(arguments(**_known(arguments, folder, config)))
+    return head
 
 
 def _known(kind: type[Any], folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,8 +86,8 @@ def _require_weights(
     ):
         if names:
             raise ValueError(
-                f"the head in {folder} {what} weights: {', '.join(sorted(names))}; give a head that "
-                "is whole, as it was trained"
+                f"the head in {folder} {what} weights: {', '.join(sorted(names))}; give a head "
+                "that is whole, as it was trained"
             )
     for name, like in needed.items():
         if given[name].shape != like.shape:

@@ -64,8 +64,8 @@ class ModelHead:
     def _require_shape(what: str, of_model: int, of_head: int) -> None:
         if of_model != of_head:
             raise ValueError(
-                f"the head is for a model with {what} {of_head:,}, and this model has {of_model:,}: "
-                "give the head that was trained for this model"
+                f"the head is for a model with {what} {of_head:,}, and this model has "
+                f"{of_model:,}: give the head that was trained for this model"
             )
 
     def hook(self) -> Undo:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
 from paged_kv.commands.model_names import not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
+from paged_kv.integrations.heads.loading import is_head, load_head
+from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import Draft
+from paged_kv.integrations.speculation.head_draft import HeadDraft
 from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
@@ -22,7 +27,8 @@ NGRAM = "ngram"
 
 
 def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) -> Module | None:
-    """Load the draft model of this folder or repository; None for None and for `NGRAM`.
+    """Load the draft model, or the prediction head, of this folder or repository; None for None and
+    for `NGRAM`.
 
     Args:
         name: of the draft.
@@ -36,6 +42,11 @@ def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) ->
         return None
     model: Module
     try:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        if is_head(folder):
+            return load_head(folder)
         model, drafting_tokenizer = load(name, lazy=lazy)[:2]
     except Exception as error:
         raise not_loaded("--draft-model", name, error) from error
@@ -60,7 +71,7 @@ def make_draft(
     Args:
         name: `NGRAM`, or the name of `draft_model`.
         draft_model: from `load_draft_model`.
-        factories: of the model, and of the draft model if there is one.
+        factories: of the model, with the head if it is one, and of the draft model if there is one.
         shared_tokens: `NGramDraft`'s.
 
     Raises:
@@ -71,6 +82,8 @@ def make_draft(
     require_rollback(factories[0].make_cache())
     if draft_model is None:
         return NGramDraft(shared_tokens=shared_tokens)
+    if isinstance(draft_model, PredictionHead):
+        return HeadDraft(factories[0])
     return ModelDraft(draft_model, factories[1])
 
 
@@ -83,11 +96,16 @@ def divided_factories(
     **options: Any,
 ) -> list[PagedCacheFactory]:
     """A factory for each model. They hold the same tokens, so each gets memory in proportion to
-    its token's bytes. `store` and `options` are the factories'.
+    its token's bytes. A prediction head gets none of its own: its layer is one of the first model's
+    factory. `store` and `options` are the factories'.
 
     With a `dtype`, such as "float32", the models are converted to it first; weights that are
     quantised keep their bits.
     """
+    heads = [each for each in models if isinstance(each, PredictionHead)]
+    models = [each for each in models if each not in heads]
+    if heads:
+        options["head"] = heads[0]
     if dtype is not None:
         for model in models:
             model.set_dtype(getattr(mx, dtype))
