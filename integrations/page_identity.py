@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from xxhash import xxh3_128
 
+from paged_kv.integrations.heads.model_head import head_of
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.kernels.pages.number_format import Quantised
@@ -46,6 +47,8 @@ class PageIdentity:
         self._packages = f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
         # Hash the weights here, so that the first prompt does not wait for it.
         self._of = {versions.count: fingerprints(versions.model)}
+        head = head_of(pool)
+        self._head = [] if head is None else [f"head {' '.join(fingerprints(head.head))}"]
 
     def __call__(self, namespace: Hashable) -> Identity | None:
         """The identity; None for pages of earlier weights, or not of the pool's first format: no
@@ -65,7 +68,7 @@ class PageIdentity:
             weights=weights,
             settings=settings,
             versions=self._packages,
-            geometry=_geometry(pool),
+            geometry="; ".join([*_geometry(pool), *self._head]),
             page_format=" > ".join([_of_full_pages(pool.page_format), *_smaller(pool)]),
             rotation=_rotation(pool),
             page_size=PAGE_SIZE,
@@ -126,7 +129,7 @@ def _content(array: mx.array) -> str:
     return xxh3_128(memoryview(content)).hexdigest() if whole.size else ""
 
 
-def _geometry(pool: PagePool) -> str:
+def _geometry(pool: PagePool) -> list[str]:
     layers = [
         f"{layer}: {pool.geometry(layer)} {pool.windows.get(layer)}"
         for layer in range(pool.num_layers)
@@ -135,7 +138,7 @@ def _geometry(pool: PagePool) -> str:
     reads = [] if pool.read_tokens is None else [f"reads {pool.read_tokens}"]
     if pool.offloading is not None:
         reads.append("of what is in memory")
-    return "; ".join(layers + reads)
+    return layers + reads
 
 
 def _of_full_pages(page_format: PageFormat) -> str:

@@ -87,6 +87,8 @@ class PagedCacheFactory:
             matter, see docs/long-contexts.md. None keeps all in memory.
         wait_for_pages: let steps wait for offloaded pages that they want, instead of leaving out
             those that have not come.
+        head: a prediction head of the model, from `load_head`: its keys and values are one more
+            layer of the model's pages, and `HeadDraft` drafts with it. None for none.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -167,6 +169,11 @@ class PagedCacheFactory:
         if offload is not None and self.ranks.size > 1:
             raise ValueError(
                 f"offload is for a model in one process, and {self.ranks.size} share this one: "
+                "leave it out"
+            )
+        if head is not None and self.ranks.size > 1:
+            raise ValueError(
+                f"a head drafts for a model in one process, and {self.ranks.size} share this one: "
                 "leave it out"
             )
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all

@@ -1,5 +1,6 @@
 """Drafts of prediction heads change nothing, whatever becomes of the pages that heads share."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -101,6 +102,20 @@ def test_a_head_has_read_what_a_prefix_brings() -> None:
     drafts = [head.draft(cache[0].sequences, [7], 3).tolist() for cache in (found, warm)]
     assert drafts[0] == drafts[1]
     assert len({layer.offset for layer in found}) == 1
+
+
+def test_pages_on_disk_belong_to_a_head(tmp_path: Path) -> None:
+    model, prompt = small_model("llama"), PROMPTS[5]
+    options: dict[str, Any] = {"store": tmp_path, "max_bytes": 64 << 20}
+    first = PagedCacheFactory(model, head=random_head(model), **options)
+    cache = first.make_cache()
+    model(mx.array([prompt]), cache=cache)
+    first.insert_cache(prompt, cache)
+    first.close()
+    for head, known in ((random_head(model), 256), (None, 0), (random_head(model, "eagle3"), 0)):
+        factory = PagedCacheFactory(model, head=head, **options)
+        assert (factory.fetch_cache([*prompt, 5])[1] >= 256) == bool(known)
+        factory.close()
 
 
 def test_other_drafts_and_no_drafts_work_beside_a_head() -> None:
