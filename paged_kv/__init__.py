@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from paged_kv.embedded import embedded_model
     from paged_kv.integrations.batching.last_responses import PromptCacheTaken
     from paged_kv.integrations.grammar.processor import GrammarProcessor
+    from paged_kv.integrations.heads.loading import load_head
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
     from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+    from paged_kv.integrations.speculation.head_draft import HeadDraft
     from paged_kv.integrations.speculation.model_draft import ModelDraft
     from paged_kv.integrations.speculation.ngram_draft import NGramDraft
     from paged_kv.integrations.speculation.speculative_generation import speculative_batch_generate
@@ -67,6 +69,7 @@ __all__ = [
     "EvictionPolicy",
     "FirstInFirstOut",
     "GrammarProcessor",
+    "HeadDraft",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "LeastWorth",
@@ -96,6 +99,7 @@ __all__ = [
     "__version__",
     "embedded_model",
     "generate_samples",
+    "load_head",
     "speculative_batch_generate",
 ]
 
@@ -129,6 +133,8 @@ _HOMES = {
     "embedded_model": "embedded",
     "generate_samples": "integrations.samples",
     "GrammarProcessor": "integrations.grammar.processor",
+    "HeadDraft": "integrations.speculation.head_draft",
+    "load_head": "integrations.heads.loading",
     "ModelDraft": "integrations.speculation.model_draft",
     "NGramDraft": "integrations.speculation.ngram_draft",
     "SpeculativeBatchGenerator": "integrations.speculation.generator",
