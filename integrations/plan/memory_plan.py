@@ -23,6 +23,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.automatic_budget import PROMPT_STEPS, reserve_of, weight_bytes
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory, measured_step
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.integrations.working_memory import WorkingMemory
@@ -113,8 +114,8 @@ class Planner:
     """Plans for models, whose steps it measures once.
 
     Args:
-        models: the model, and the one that drafts for it if there is one. Their weights may be
-            lazy.
+        models: the model, and what drafts for it if anything does, a model or a head. Their weights
+            may be lazy.
         memory: bytes of the machine.
     """
 
@@ -125,7 +126,9 @@ class Planner:
 
     @cached_property
     def _steps(self) -> list[WorkingMemory]:
-        return [measured_step(model) for model in self._models]
+        # The layer of a head takes less than the model's output layer.
+        models = [each for each in self._models if not isinstance(each, PredictionHead)]
+        return [measured_step(model) for model in models]
 
     def plan(self, wish: Wish) -> MemoryPlan:
         """What this wish takes."""
@@ -216,7 +219,9 @@ def _state_bytes(model: Any, factory: PagedCacheFactory) -> int:
     """Bytes of a sequence's caches that are not paged. Symbolic: nothing is computed."""
     caches = make_prompt_cache(model)
     stock = [*leaves(caches)]
-    paged = [isinstance(each, PagedKVCache) for each in leaves(factory.make_cache())]
+    # A head's cache is behind those of the model.
+    ours = [*leaves(factory.make_cache())][: len(stock)]
+    paged = [isinstance(each, PagedKVCache) for each in ours]
     if all(paged):
         return 0
     model(mx.zeros((1, 2), mx.int32), cache=caches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -126,14 +127,17 @@ def _models(arguments: argparse.Namespace) -> list[Any]:
     import mlx.core as mx
     from mlx_lm import load
 
-    models = []
+    from paged_kv.integrations.heads.loading import is_head, load_head
+
+    models: list[Any] = []
     for option, given in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
         if given is None:
             continue
         named = str(named_model(given))
         require_model(option, named)
         try:
-            model = load(named, lazy=True)[0]
+            is_of_head = option == "--draft-model" and is_head(Path(named))
+            model = load_head(named) if is_of_head else load(named, lazy=True)[0]
         except Exception as error:
             raise not_loaded(option, given, error) from error
         if arguments.dtype is not None:
