@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
@@ -38,8 +37,7 @@ def load_head(folder: str | Path) -> PredictionHead:
     head = _new_head(folder, config)
     loaded: Any = mx.load(str(_required(folder / "model.safetensors")))
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
-    _require_weights(folder, dict(tree_flatten(head.parameters())), weights)
-    head.load_weights(list(weights.items()))
+    head.load(weights, str(folder))
     return head
 
 
@@ -75,23 +73,3 @@ def _known(kind: type[Any], folder: Path, config: Mapping[str, Any]) -> dict[str
     if needed:
         raise ValueError(f"config.json of the head in {folder} lacks {', '.join(needed)}")
     return found
-
-
-def _require_weights(
-    folder: Path, needed: Mapping[str, mx.array], given: Mapping[str, mx.array]
-) -> None:
-    for what, names in (
-        ("lacks", needed.keys() - given.keys()),
-        ("has unknown", given.keys() - needed.keys()),
-    ):
-        if names:
-            raise ValueError(
-                f"the head in {folder} {what} weights: {', '.join(sorted(names))}; give a head "
-                "that is whole, as it was trained"
-            )
-    for name, like in needed.items():
-        if given[name].shape != like.shape:
-            raise ValueError(
-                f"{name} of the head in {folder} has the shape {given[name].shape}, and its "
-                f"config.json says {like.shape}"
-            )

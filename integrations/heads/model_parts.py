@@ -27,6 +27,11 @@ class ModelParts:
         self._whole, self.backbone, self._embedding = _found(model)
 
     @property
+    def arguments(self) -> Any:
+        """The shape of the model, as its file in mlx-lm describes it."""
+        return self._whole.args
+
+    @property
     def hidden_size(self) -> int:
         """The width of hidden states."""
         return int(self.embed(mx.array([[0]])).shape[-1])

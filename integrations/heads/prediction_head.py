@@ -9,11 +9,13 @@ Rethinking Feature Uncertainty", 2024), and the multi-token prediction of DeepSe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
@@ -50,6 +52,30 @@ class PredictionHead(nn.Module):
             cache: of the tokens before, one of mlx-lm's kind; None for none.
         """
         raise NotImplementedError
+
+    def load(self, weights: Mapping[str, mx.array], place: str) -> None:
+        """Take weights.
+
+        Raises:
+            ValueError: some are missing, too many, or of another shape; nothing was changed.
+        """
+        needed = dict(tree_flatten(self.parameters()))
+        for what, names in (
+            ("lacks", needed.keys() - weights.keys()),
+            ("has unknown", weights.keys() - needed.keys()),
+        ):
+            if names:
+                raise ValueError(
+                    f"the head in {place} {what} weights: {', '.join(sorted(names))}; give a head "
+                    "that is whole, as it was trained"
+                )
+        for name, like in needed.items():
+            if weights[name].shape != like.shape:
+                raise ValueError(
+                    f"{name} of the head in {place} has the shape {weights[name].shape}, and its "
+                    f"configuration says {like.shape}"
+                )
+        self.load_weights(list(weights.items()))
 
     def likeliest(self, states: mx.array, parts: ModelParts) -> mx.array:
         """The likeliest tokens [B, S] after what has these states."""

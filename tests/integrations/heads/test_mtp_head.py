@@ -1,0 +1,101 @@
+"""Heads that come with a model's weights, in files as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
+
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.heads.model_parts import ModelParts
+from paged_kv.integrations.heads.mtp_head import FAMILIES, MtpHead, load_own_head
+from tests.integrations.heads.test_head_draft import TOLERANCE, alone, with_head
+from tests.support.generation import assert_same_runs
+from tests.support.zoo import small_model
+
+OWN = ("embedding_norm", "hidden_norm", "join", "norm")
+
+
+def published(head: MtpHead, name: str, layers: int) -> dict[str, mx.array]:
+    """The weights of a head as a family's files have them."""
+    family, weights = FAMILIES[name], {}
+    names = {ours: getattr(family, ours) for ours in OWN}
+    for path, array in dict(tree_flatten(head.parameters())).items():
+        ours, _, rest = path.partition(".")
+        given = array - 1 if family.norms_less_one and "norm" in path else array
+        stem = names.get(ours, family.layer.rstrip("."))
+        key = f"{stem}.{rest}" if stem else rest
+        if "switch_mlp" in key and "qwen3_5" not in name:
+            for at, expert in enumerate(given):
+                weights[key.replace("switch_mlp", f"experts.{at}")] = expert
+        else:
+            weights[key] = given
+    prefix = family.prefix.format(layers=layers)
+    return {prefix + key: array for key, array in weights.items()}
+
+
+def saved(model: Any, name: str, folder: Path, **others: mx.array) -> MtpHead:
+    """A head with random weights, which the files in `folder` hold."""
+    parts = ModelParts(model)
+    layers = parts.backbone.layers
+    layer = type(layers[-1])
+    arguments = (parts.arguments,) if name == "mimo" else (parts.arguments, len(layers) - 1)
+    head = MtpHead(FAMILIES[name], layer(*arguments), parts.hidden_size, parts.vocab_size, 1e-5)
+    mx.random.seed(2)
+    head.update(tree_map(lambda each: 0.3 * mx.random.normal(each.shape), head.parameters()))
+    weights = published(head, name, len(layers)) | others
+    weights["model.embed_tokens.weight"] = mx.zeros((2, 2))
+    mx.save_safetensors(str(folder / "model-00001-of-00001.safetensors"), weights)
+    return head
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "glm4_moe", "mimo"])
+def test_a_head_is_read_as_it_is_published(name: str, tmp_path: Path) -> None:
+    model = small_model(name)
+    wanted = saved(model, name, tmp_path)
+    found = load_own_head(model, tmp_path)
+    embeddings, hidden = (mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2))
+    states = found(embeddings, hidden)
+    assert mx.allclose(states, wanted(embeddings, hidden), atol=1e-5)
+    parts = ModelParts(model)
+    assert mx.array_equal(found.likeliest(states, parts), wanted.likeliest(states, parts))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "glm4_moe", "mimo"])
+def test_its_drafts_change_nothing(name: str, tmp_path: Path) -> None:
+    model = small_model(name)
+    saved(model, name, tmp_path)
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=load_own_head(model, tmp_path))
+    ours, generator = with_head(model, factory)
+    assert_same_runs(ours, alone(model), TOLERANCE)
+    assert generator.counts.draft_tokens > 100
+
+
+def test_a_quantised_head_is_read(tmp_path: Path) -> None:
+    model = small_model("mimo")
+    head = saved(model, "mimo", tmp_path)
+    nn.quantize(head, 32, 4, class_predicate=lambda _, part: isinstance(part, nn.Linear))
+    weights = published(head, "mimo", 3)
+    mx.save_safetensors(str(tmp_path / "model-00001-of-00001.safetensors"), weights)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization": {"group_size": 32, "bits": 4}})
+    )
+    found = load_own_head(model, tmp_path)
+    given = [mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2)]
+    assert mx.allclose(found(*given), head(*given), atol=1e-5)
+
+
+def test_what_is_no_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="llama is not known to be trained with a prediction head"):
+        load_own_head(small_model("llama"), tmp_path)
+    model = small_model("mimo")
+    with pytest.raises(
+        ValueError, match=r"hold no weights of a prediction head \(model.mtp_layers.0"
+    ):
+        load_own_head(model, tmp_path)
+    saved(model, "mimo", tmp_path, **{"model.mtp_layers.0.extra.weight": mx.zeros((2, 2))})
+    with pytest.raises(ValueError, match=r"has unknown weights: layer\.extra\.weight"):
+        load_own_head(model, tmp_path)
