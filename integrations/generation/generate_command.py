@@ -91,9 +91,10 @@ def add_generate_parser(
     parser.add_argument(
         "--draft-model",
         type=name,
-        help="a smaller model with the same vocabulary, which drafts tokens for all prompts; or "
-        "ngram, which drafts what followed the same tokens earlier, without a model. Nothing is "
-        "drafted where it is slower (default: no drafts)",
+        help="a smaller model with the same vocabulary, or a prediction head of the model, which "
+        "drafts tokens for all prompts; or head, the one that comes with the model; or ngram, "
+        "which drafts what followed the same tokens earlier. Nothing is drafted where it is slower "
+        "(default: no drafts)",
     )
     parser.add_argument(
         "--num-draft-tokens",

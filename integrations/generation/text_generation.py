@@ -79,7 +79,7 @@ class TextGeneration:
         if seed is not None:
             mx.random.seed(seed)
         self._model, self._tokenizer = self._loaded(path_or_repo)
-        draft_model = load_draft_model(draft, self._tokenizer)
+        draft_model = load_draft_model(draft, self._model, path_or_repo, self._tokenizer)
         self._factories = divided_factories(
             [model for model in (self._model, draft_model) if model is not None],
             max_bytes,

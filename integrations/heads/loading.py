@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
+from paged_kv.integrations.heads.mtp_head import load_mtp_head
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
 
 LAYER_HEAD = "layer_head"
@@ -39,6 +41,21 @@ def load_head(folder: str | Path) -> PredictionHead:
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
     head.load(weights, str(folder))
     return head
+
+
+def load_own_head(model: Module, folder: str | Path) -> PredictionHead:
+    """The head that comes with a model: in a folder `draft_head` beside its files, or one that the
+    model was trained with.
+
+    Args:
+        model: a model of mlx-lm.
+        folder: the files that it was loaded from.
+
+    Raises:
+        ValueError: there is none, or weights of it are missing; the message says which.
+    """
+    beside = Path(folder) / "draft_head"
+    return load_head(beside) if beside.is_dir() else load_mtp_head(model, folder)
 
 
 def _required(path: Path) -> Path:

@@ -126,7 +126,7 @@ class MtpHead(PredictionHead):
         return super().likeliest(normed, parts)
 
 
-def load_own_head(model: Module, folder: str | Path) -> MtpHead:
+def load_mtp_head(model: Module, folder: str | Path) -> MtpHead:
     """The head that a model was trained with.
 
     Args:

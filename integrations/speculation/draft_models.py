@@ -13,7 +13,7 @@ from mlx_lm.utils import load
 
 from paged_kv.commands.model_names import not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
-from paged_kv.integrations.heads.loading import is_head, load_head
+from paged_kv.integrations.heads.loading import is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import Draft
@@ -22,17 +22,22 @@ from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
 
-# The name of prompt look-up, where a draft model can be named.
-NGRAM = "ngram"
+# The names of prompt look-up, and of the head that comes with a model, where a draft model can be
+# named.
+NGRAM, OWN_HEAD = "ngram", "head"
 
 
-def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) -> Module | None:
-    """Load the draft model, or the prediction head, of this folder or repository; None for None and
-    for `NGRAM`.
+def load_draft_model(
+    name: str | None, model: Module, path: str, tokenizer: Any, *, lazy: bool = False
+) -> Module | None:
+    """Load the draft model, or the prediction head, of this folder or repository, or the head that
+    comes with the model for `OWN_HEAD`; None for None and for `NGRAM`.
 
     Args:
         name: of the draft.
-        tokenizer: of the model that verifies the drafts.
+        model: the model that verifies the drafts.
+        path: the folder or repository that it was loaded from.
+        tokenizer: of the model.
         lazy: whether to leave the weights on disk until they are used.
 
     Raises:
@@ -40,14 +45,14 @@ def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) ->
     """
     if name is None or name == NGRAM:
         return None
-    model: Module
+    if name == OWN_HEAD:
+        return load_own_head(model, _folder_of(path))
+    draft: Module
     try:
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        folder = _folder_of(name)
         if is_head(folder):
             return load_head(folder)
-        model, drafting_tokenizer = load(name, lazy=lazy)[:2]
+        draft, drafting_tokenizer = load(name, lazy=lazy)[:2]
     except Exception as error:
         raise not_loaded("--draft-model", name, error) from error
     if drafting_tokenizer.vocab_size != tokenizer.vocab_size:
@@ -56,7 +61,15 @@ def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) ->
             f"and the model one of {tokenizer.vocab_size}: choose a draft model of the same "
             f"family, or {NGRAM!r}, which needs none"
         )
-    return model
+    return draft
+
+
+def _folder_of(name: str) -> Path:
+    """The folder of a model, which is downloaded if it is no folder."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def make_draft(

@@ -206,7 +206,7 @@ def require_folders(arguments: argparse.Namespace) -> None:
         OSError: a model is not there, or its folder is incomplete, or the store's is a file.
     """
     for option, name in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
-        if name not in (None, "ngram"):
+        if name not in (None, "ngram", "head"):
             require_model(option, name)
     for place in arguments.store or ():
         if isinstance(place, Path) and place.is_file():

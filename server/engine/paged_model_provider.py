@@ -158,12 +158,12 @@ class PagedModelProvider(ModelProvider):
             if self._refusal_of_mlx_vlm(*key) is None:
                 self._loaded_by_mlx_vlm(model, lazy=True)
                 return
-            tokenizer = lazily()[1]
+            lazy_model, tokenizer = lazily()[:2]
         if adapter is not None:
             with _loading("adapters", adapter):
                 lazily(adapter_path=adapter)
         with _loading("draft_model", draft):
-            load_draft_model(draft, tokenizer, lazy=True)
+            load_draft_model(draft, lazy_model, model, tokenizer, lazy=True)
 
     def switch_to(self, key: ModelKey) -> None:
         """Replace the loaded model by another; if that fails, load the earlier one again."""
@@ -214,7 +214,7 @@ class PagedModelProvider(ModelProvider):
             mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
         try:
             self.model_key = (model, adapter, draft)
-            self.draft_model = load_draft_model(draft, self.tokenizer)
+            self.draft_model = load_draft_model(draft, self.model, model, self.tokenizer)
             self._make_factories()
             self._limit_freed_buffers()
             self.draft = make_draft(

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.heads.model_parts import ModelParts
-from paged_kv.integrations.heads.mtp_head import FAMILIES, MtpHead, load_own_head
+from paged_kv.integrations.heads.mtp_head import FAMILIES, MtpHead, load_mtp_head
 from tests.integrations.heads.test_head_draft import TOLERANCE, alone, with_head
 from tests.support.generation import assert_same_runs
 from tests.support.zoo import small_model
@@ -56,7 +56,7 @@ def saved(model: Any, name: str, folder: Path, **others: mx.array) -> MtpHead:
 def test_a_head_is_read_as_it_is_published(name: str, tmp_path: Path) -> None:
     model = small_model(name)
     wanted = saved(model, name, tmp_path)
-    found = load_own_head(model, tmp_path)
+    found = load_mtp_head(model, tmp_path)
     embeddings, hidden = (mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2))
     states = found(embeddings, hidden)
     assert mx.allclose(states, wanted(embeddings, hidden), atol=1e-5)
@@ -68,7 +68,7 @@ def test_a_head_is_read_as_it_is_published(name: str, tmp_path: Path) -> None:
 def test_its_drafts_change_nothing(name: str, tmp_path: Path) -> None:
     model = small_model(name)
     saved(model, name, tmp_path)
-    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=load_own_head(model, tmp_path))
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=load_mtp_head(model, tmp_path))
     ours, generator = with_head(model, factory)
     assert_same_runs(ours, alone(model), TOLERANCE)
     assert generator.counts.draft_tokens > 100
@@ -83,19 +83,19 @@ def test_a_quantised_head_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"quantization": {"group_size": 32, "bits": 4}})
     )
-    found = load_own_head(model, tmp_path)
+    found = load_mtp_head(model, tmp_path)
     given = [mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2)]
     assert mx.allclose(found(*given), head(*given), atol=1e-5)
 
 
 def test_what_is_no_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="llama is not known to be trained with a prediction head"):
-        load_own_head(small_model("llama"), tmp_path)
+        load_mtp_head(small_model("llama"), tmp_path)
     model = small_model("mimo")
     with pytest.raises(
         ValueError, match=r"hold no weights of a prediction head \(model.mtp_layers.0"
     ):
-        load_own_head(model, tmp_path)
+        load_mtp_head(model, tmp_path)
     saved(model, "mimo", tmp_path, **{"model.mtp_layers.0.extra.weight": mx.zeros((2, 2))})
     with pytest.raises(ValueError, match=r"has unknown weights: layer\.extra\.weight"):
-        load_own_head(model, tmp_path)
+        load_mtp_head(model, tmp_path)

@@ -1,0 +1,91 @@
+"""Heads in folders: what is one, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
+from paged_kv.integrations.heads.loading import is_head, load_head, load_own_head
+from paged_kv.integrations.heads.model_parts import ModelParts
+from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
+from tests.support.zoo import small_model
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "vocab_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+LAYER = {"model_type": "layer_head", **SHAPE}
+EAGLE = {**SHAPE, "draft_vocab_size": 50, "torch_dtype": "bfloat16"}
+
+
+def written(folder: Path, config: dict[str, Any], **changes: mx.array | None) -> Path:
+    """A folder with a head of this config.json, and with some weights changed or left out."""
+    folder.mkdir(exist_ok=True)
+    head = (
+        Eagle3Head(Eagle3Args(**SHAPE, draft_vocab_size=50))
+        if "draft_vocab_size" in config
+        else LayerHead(LayerHeadArgs(**SHAPE))
+    )
+    weights: dict[str, Any] = {**dict(tree_flatten(head.parameters())), **changes}
+    kept = {name: each for name, each in weights.items() if each is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("config", [LAYER, EAGLE])
+def test_a_head_is_read(config: dict[str, Any], tmp_path: Path) -> None:
+    like = mx.random.normal((64,))
+    others = {"t2d": mx.zeros(3)} if config is EAGLE else {}
+    folder = written(tmp_path, config, **{"norm.weight": like}, **others)
+    assert is_head(folder)
+    head: Any = load_head(folder)
+    assert mx.array_equal(head.norm.weight, like)
+    assert (head.hidden_size, head.vocab_size) == (64, 128)
+
+
+def test_a_head_of_eagle3_drafts_tokens_of_the_model(tmp_path: Path) -> None:
+    offsets = mx.arange(50)
+    head: Any = load_head(written(tmp_path, EAGLE, d2t=offsets))
+    states = mx.random.normal((1, 9, 64))
+    own = mx.argmax(head.lm_head(head.norm(states)), axis=-1)
+    parts = ModelParts(small_model("llama"))
+    assert mx.array_equal(head.likeliest(states, parts), 2 * own)
+
+
+def test_a_head_beside_a_model_is_its_own(tmp_path: Path) -> None:
+    written(tmp_path / "draft_head", LAYER)
+    assert isinstance(load_own_head(small_model("llama"), tmp_path), LayerHead)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        (LAYER, {"join.weight": None}, "lacks weights: join.weight; give a head that is whole"),
+        (LAYER, {"other": mx.zeros(3)}, "has unknown weights: other"),
+        (LAYER, {"norm.weight": mx.zeros(65)}, r"norm.weight .* has the shape \(65,\)"),
+        ({"model_type": "llama"}, {}, "is no prediction head that is known"),
+        ({"model_type": "layer_head", "hidden_size": 64}, {}, "lacks num_attention_heads"),
+    ],
+)
+def test_what_is_refused(
+    config: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_head(written(tmp_path, config, **changes))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_folders_that_are_not_whole(missing: str, tmp_path: Path) -> None:
+    (written(tmp_path, LAYER) / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=missing):
+        load_head(tmp_path)
+    assert is_head(tmp_path) == (missing != "config.json")
