@@ -7,8 +7,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from paged_kv.integrations.cache_library import model_file
-
 
 class ModelParts:
     """The parts of a model that a head uses.
@@ -64,6 +62,6 @@ def _found(model: Module) -> tuple[Any, Any, Any]:
             if embedding is not None and ("lm_head" in whole or hasattr(embedding, "as_linear")):
                 return whole, backbone, embedding
     raise ValueError(
-        f"{model_file(model)} is not made of a backbone and an output layer, which a prediction "
-        "head goes between: choose another draft"
+        f"{type(model).__module__} has no backbone with an output layer behind it, which a "
+        "prediction head reads and shares: choose another draft"
     )

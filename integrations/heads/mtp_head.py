@@ -22,7 +22,6 @@ from mlx import nn
 from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_attention_mask
 
-from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 
@@ -137,7 +136,7 @@ def load_mtp_head(model: Module, folder: str | Path) -> MtpHead:
         ValueError: its family is not known to have a head, the files have none, or weights of it
             are missing; the message says which.
     """
-    name = model_file(model)
+    name = type(model).__module__.rpartition(".")[2]
     family = FAMILIES.get(name)
     if family is None:
         raise ValueError(

@@ -81,9 +81,11 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "integrations.batching", "integrations.model_hooks", "kernels.pages", "pool"),
         *("recognition", "steps"),
     },
+    "integrations.heads": {"cache", "integrations.model_hooks", "kernels.pages", "pool", "steps"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
+        "integrations.heads",
         *("integrations.model_hooks", "integrations.states"),
         *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
         "tiers",
@@ -96,6 +98,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.grammar", "integrations.states", "kernels.pages"),
+        "integrations.heads",
         "steps",
     },
     "integrations.generation": {
@@ -109,7 +112,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.plan": {
         *("admission", "allocator", "cache", "commands", "integrations"),
-        *("integrations.batching", "integrations.speculation", "kernels.pages"),
+        *("integrations.batching", "integrations.heads", "integrations.speculation"),
+        "kernels.pages",
     },
     "integrations.doctor": {
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
