@@ -3,6 +3,7 @@
 import gc
 import io
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from paged_kv.extras import install_command
 from paged_kv.integrations.generation import generate_command, text_generation
 from paged_kv.integrations.generation.text_generation import TextsInTurn
 from paged_kv.sizes import format_size
+from tests.support.heads import folder_of_head
 
 PROMPT = "def read_file(path):"
 
@@ -46,12 +48,18 @@ def test_the_embedded_model_writes_what_mlx_lm_writes(
     assert "1 block in use" in output.err
 
 
+@pytest.fixture(params=["ngram", "a head"])
+def draft(request: pytest.FixtureRequest, tmp_path: Path, trained: Any) -> str:
+    is_head = request.param == "a head"
+    return folder_of_head(trained("stdlib-llama")[0], tmp_path) if is_head else request.param
+
+
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_drafts_change_no_text(
-    prompts: int, capsys: pytest.CaptureFixture[str], expected: Any
+    prompts: int, draft: str, capsys: pytest.CaptureFixture[str], expected: Any
 ) -> None:
     told = ["--prompt", PROMPT] * prompts
-    assert run(*told, "--max-tokens", "20", "--draft-model", "ngram") == 0
+    assert run(*told, "--max-tokens", "20", "--draft-model", draft) == 0
     output = capsys.readouterr()
     text = expected(PROMPT, 20)
     titled = [f"==> prompt {number}: {PROMPT} <==\n{text}\n\n" for number in (1, 2)]

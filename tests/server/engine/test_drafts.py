@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import server_parser
 from tests.support.folders import MODEL_FOLDERS
+from tests.support.heads import folder_of_head
 from tests.support.running_server import (
     FEW_LIKELY,
     PagedRunningServer,
@@ -69,6 +71,16 @@ def answers(running: PagedRunningServer, bodies: list[dict[str, Any]]) -> list[A
 def expected() -> list[Any]:
     with paged_server(*LLAMA, *LARGE) as running:
         return answers(running, requests())
+
+
+def test_answers_with_a_head_are_those_without_drafts(
+    expected: list[Any], trained: Any, tmp_path: Path
+) -> None:
+    head = folder_of_head(trained("stdlib-llama")[0], tmp_path)
+    with paged_server(*LLAMA, *LARGE, "--draft-model", head) as running:
+        assert answers(running, requests()) == expected
+        assert running.pools[0].stats().draft_tokens > 100
+        assert_idle_pools_hold_nothing(running)
 
 
 @pytest.mark.parametrize("draft", [NGRAM, pytest.param(MODEL, marks=pytest.mark.slow)])
