@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
 
 from paged_kv import NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.heads.model_head import head_of
@@ -143,3 +145,40 @@ def test_a_head_of_another_model_is_refused() -> None:
 def test_a_draft_of_a_factory_without_a_head_is_refused() -> None:
     with pytest.raises(ValueError, match="the factory has no prediction head"):
         HeadDraft(PagedCacheFactory(small_model("llama")))
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_models_distribution() -> None:
+    """20,000 samples of the second and of the third token, of 16."""
+    model, prompt, samples = small_model("llama", vocab_size=16), [3, 1, 4], 20_000
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
+    mx.random.seed(5)
+    found = []
+    with factory:
+        for _ in range(samples // 250):
+            generator = SpeculativeBatchGenerator(
+                model,
+                HeadDraft(factory),
+                lengths=FixedLengths(),
+                num_draft_tokens=2,
+                max_tokens=3,
+                sampler=make_sampler(temp=1.0),
+                completion_batch_size=250,
+                prefill_batch_size=250,
+            )
+            uids = generator.insert([prompt] * 250)
+            found += [run.tokens for run in runs_of(generator, uids)]
+            assert generator.counts.accepted_tokens
+            generator.close()
+    first = mx.softmax(model(mx.array([prompt]))[0, -1])
+    pairs = mx.array([[*prompt, one, two] for one in range(16) for two in range(16)])
+    logits = model(pairs)[:, -2:]
+    after_one, after_two = mx.softmax(logits, axis=-1).swapaxes(0, 1).reshape(2, 16, 16, 16)
+    second = (first[:, None] * after_one[:, 0]).sum(axis=0)
+    of_pairs = first[:, None] * after_one[:, 0]
+    third = (of_pairs[:, :, None] * after_two).sum(axis=(0, 1))
+    for at, wanted in ((1, second), (2, third)):
+        counts = np.bincount([tokens[at] for tokens in found], minlength=16)
+        expected = samples * np.array(wanted)
+        # Of 15 degrees of freedom: once in 10,000 times it is larger.
+        assert ((counts - expected) ** 2 / expected).sum() < 44.3

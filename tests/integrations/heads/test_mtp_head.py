@@ -74,6 +74,22 @@ def test_its_drafts_change_nothing(name: str, tmp_path: Path) -> None:
     assert generator.counts.draft_tokens > 100
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_what_stands_around_the_layer(name: str) -> None:
+    """As vLLM has it: MiMo joins hidden states and embeddings, the others the reverse; DeepSeek's
+    and GLM's heads go on from states that are not normed."""
+    family, width = FAMILIES[name], 4
+    head = MtpHead(family, lambda states, mask, cache: 3 * states, width, 8, 1e-9)
+    half = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+    head.join.weight = half  # takes what stands first
+    embeddings, hidden = mx.array([[[1.0, 0, 0, 0]]]), mx.array([[[0, 1.0, 0, 0]]])
+    states = head(embeddings, hidden)
+    first = [0.0, 2, 0, 0] if name == "mimo" else [2.0, 0, 0, 0]  # of mean square 1
+    feeds_normed = name not in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    wanted = mx.array([[first]]) * (1 if feeds_normed else 3)
+    assert mx.allclose(states, wanted, atol=1e-4)
+
+
 def test_a_quantised_head_is_read(tmp_path: Path) -> None:
     model = small_model("mimo")
     head = saved(model, "mimo", tmp_path)
