@@ -171,11 +171,6 @@ class PagedCacheFactory:
                 f"offload is for a model in one process, and {self.ranks.size} share this one: "
                 "leave it out"
             )
-        if head is not None and self.ranks.size > 1:
-            raise ValueError(
-                f"a head drafts for a model in one process, and {self.ranks.size} share this one: "
-                "leave it out"
-            )
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))

@@ -148,7 +148,6 @@ def _require_shareable(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
     for option in (
         "adapter_path",
-        "draft_model",
         "allow_model_switch",
         "model_alias",
         "prefill_from",

@@ -68,11 +68,6 @@ class TextGeneration:
         dtype: str | None = None,
     ) -> None:
         self._ranks = joined_ranks()
-        if draft is not None and self._ranks.size > 1:
-            raise ValueError(
-                "--draft-model does not work with several processes for one model: leave it out, "
-                "or generate without mlx.launch"
-            )
         if seed is None and self._ranks.size > 1:
             # Each rank samples its tokens itself.
             seed = self._ranks.of_first("seed", secrets.randbits(32))

@@ -48,8 +48,16 @@ class ModelParts:
         """The output layer's numbers [B, S, vocabulary], before any scale or cap of the model's:
         those do not change which is the largest."""
         layer = self._whole.get("lm_head")
-        logits: mx.array = layer(hidden) if layer is not None else self._embedding.as_linear(hidden)
-        return logits
+        if layer is None:
+            tied: mx.array = self._embedding.as_linear(hidden)
+            return tied
+        logits: mx.array = layer(hidden)
+        group = getattr(self._whole, "sharding_group", None)
+        if group is None:
+            return logits
+        # Each rank has computed a part of the vocabulary.
+        parts = mx.distributed.all_gather(mx.moveaxis(logits, -1, 0), group=group)
+        return mx.moveaxis(parts, 0, -1)
 
 
 def _found(model: Module) -> tuple[Any, Any, Any]:

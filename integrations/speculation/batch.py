@@ -26,6 +26,7 @@ from paged_kv.integrations.batching.short_memory import (
     if_short_again,
     make_room,
 )
+from paged_kv.integrations.distributed.sharded_model import ranks_of
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_processors
 from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
@@ -153,6 +154,7 @@ class SpeculativeBatch(MaskedBatch):
         self._draft = draft
         self._options_of = options_of
         self._lengths = lengths
+        self._ranks = ranks_of(model)
         self._rows: list[_Row] = []
         # The rows of the last step, if it was without drafts.
         self._plain_rows = 0
@@ -181,6 +183,7 @@ class SpeculativeBatch(MaskedBatch):
             if count
         ]
         length = self._lengths.choose(len(most), candidates) if candidates else 0
+        length = self._ranks.of_first("draft length", length)  # each rank has times of its own
         responses = self._with_drafts([min(length, each) for each in most]) if length else None
         return self._without_drafts() if responses is None else responses
 
@@ -228,6 +231,7 @@ class SpeculativeBatch(MaskedBatch):
         for row, grammar in grammars.items():
             grammar.take(emitting[row], self._num_tokens[row])
         drafts = self._draft.propose(list(requests.values())) if requests else []
+        drafts = self._ranks.of_first("drafts", drafts)
         proposed = dict(zip(requests, drafts, strict=True))
         inputs = [
             [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]

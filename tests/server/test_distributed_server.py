@@ -117,10 +117,13 @@ def answers(port: int) -> list[Any]:
     return [one_by_one, salted, at_once, several, seeded, text]
 
 
-def test_ranks_answer_as_one_process_with_unequal_budgets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--draft-model", "ngram"]])
+def test_ranks_answer_as_one_process_with_unequal_budgets(
+    options: list[str], tmp_path: Path
+) -> None:
     with in_float32(), paged_server("--model", embedded_model()) as running:
         expected = answers(running.port)
-    with served(tmp_path) as (port, processes):
+    with served(tmp_path, *options) as (port, processes):
         assert answers(port) == expected
         # The memory of the rank that has more holds it.
         status, message = asked(port, LONG * 3, max_tokens=4000)

@@ -23,10 +23,19 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
-from paged_kv import PagedCacheFactory, PoolExhausted, command_line
+from paged_kv import (
+    HeadDraft,
+    NGramDraft,
+    PagedCacheFactory,
+    PoolExhausted,
+    SpeculativeBatchGenerator,
+    command_line,
+)
 from paged_kv.integrations.distributed.sharded_model import digest
 from paged_kv.integrations.generation.text_generation import finish_steps
-from tests.support.generation import greedy
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from tests.support.generation import greedy, runs_of
+from tests.support.heads import random_head
 from tests.support.zoo import small_model
 
 # Enough for every sequence of a story, and little.
@@ -118,6 +127,26 @@ def stories(group: mx.distributed.Group, *names: str, size: int = 2) -> dict[str
             "preemptions": stats.preemptions,
             "digest": digest(factory.pool),
         }
+    return found
+
+
+def drafts(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
+    """Tokens of a ragged batch with drafts of a random head, and of look-up, beside those without;
+    and how many were drafted."""
+    found = {}
+    prompts = [prompt(n, seed) for seed, n in enumerate((251, 20, 253, 90, 248), 1)]
+    for name in names:
+        model = sharded(name, group)
+        factory = PagedCacheFactory(model, max_bytes=LARGE, head=random_head(model))
+        found[name] = [batch(model, factory, prompts, 12)]
+        for draft in (HeadDraft(factory), NGramDraft(1)):
+            with factory:
+                generator = SpeculativeBatchGenerator(
+                    model, draft, max_tokens=12, lengths=FixedLengths()
+                )
+                runs = runs_of(generator, generator.insert(prompts))
+                found[name] += [[run.tokens for run in runs], generator.counts.draft_tokens]
+                generator.close()
     return found
 
 

@@ -40,6 +40,18 @@ def test_ranks_give_the_tokens_of_one_process(
 
 
 @pytest.mark.slow
+def test_drafts_of_ranks_change_no_token(tmp_path: Path) -> None:
+    names = ("llama", "qwen3_5")
+    expected, found = alone("drafts", *names), told(tmp_path, 2, "drafts", *names)
+    for ranks in (found[0], found[1], expected):
+        for name in names:
+            plain, of_head, drafted, of_look_up, looked_up = ranks[name]
+            assert plain == of_head == of_look_up == expected[name][0]
+            assert drafted > 50
+            assert looked_up > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["stories", "rows"])
 def test_ranks_of_layers_append_the_rows_that_one_process_appends(
     tmp_path: Path, case: str

@@ -78,7 +78,7 @@ def test_an_option_that_needs_no_value_may_have_none(value: Any) -> None:
         ({"model": MODEL, "num_gpus": "nan"}, "num_gpus=nan"),
         ({"model": MODEL, "ranks": 1.5}, "ranks=1.5 is not a number from 1 on"),
         ({"model": MODEL, "ranks": 2, "num_cpus": 0}, "ranks need num_cpus or num_gpus"),
-        ({"model": MODEL, "ranks": 2, "draft_model": MODEL}, "--draft-model does not work"),
+        ({"model": MODEL, "ranks": 2, "adapter_path": MODEL}, "--adapter-path does not work"),
         ({"model": MODEL, "store_bytes": "9GB"}, "--store-bytes limits the folder of --store"),
     ],
 )
