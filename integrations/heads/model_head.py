@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -80,19 +81,20 @@ class ModelHead:
         assert shown.geometry is not None, "a head has a layer with keys and values"
         return shown.geometry
 
-    def read(self, tokens: mx.array, outputs: list[mx.array], cache: PagedKVCache) -> None:
+    def read(self, tokens: mx.array | None, outputs: list[mx.array], cache: PagedKVCache) -> None:
         """Take a step that the model's layers have taken.
 
         Args:
-            tokens: [B, S].
+            tokens: [B, S]; None if the model was given embeddings alone.
             outputs: of `modules`, for these.
             cache: of the head's layer.
         """
         hidden = self.head.joined(outputs)
-        before, layer = self._before(cache.sequences, len(tokens)), cache.layer
+        embeddings = mx.zeros_like(hidden) if tokens is None else self.parts.embed(tokens)
+        before, layer = self._before(cache.sequences, len(hidden)), cache.layer
         left = [sequence.progress(layer).padding.left for sequence in cache.sequences]
         previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
-        self.head(self.parts.embed(tokens), previous, _Written(cache))
+        self.head(embeddings, previous, _Written(cache))
         for row, sequence in enumerate(cache.sequences):
             end, count, _ = sequence.progress(layer)
             first = left[row] if row < len(left) else 0  # a new cache has taken the batch's size
@@ -181,6 +183,7 @@ def head_of(pool: PagePool) -> ModelHead | None:
 
 def with_head(stock: Any) -> Any:
     """The call of a model's class, behind which the head of the caches reads what was computed."""
+    of_tokens = next(iter([*signature(stock).parameters][1:]), "")
 
     @wraps(stock)
     def call(model: Module, *args: Any, **options: Any) -> Any:
@@ -195,7 +198,7 @@ def with_head(stock: Any) -> Any:
             options = {**options, "cache": caches[:-1]}
         with outputs_of(head.modules) as outputs:
             output = stock(model, *args, **options)
-        head.read(args[0], outputs, last)
+        head.read(args[0] if args else options.get(of_tokens), outputs, last)
         return output
 
     return call

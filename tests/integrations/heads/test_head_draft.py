@@ -120,6 +120,25 @@ def test_pages_on_disk_belong_to_a_head(tmp_path: Path) -> None:
         factory.close()
 
 
+def test_a_head_reads_what_is_called_by_names() -> None:
+    """mlx-lm passes prompts so that have embeddings."""
+    model: Any = small_model("llama")
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
+    head = head_of(factory.pool)
+    assert head is not None
+    tokens, drafts = mx.array([PROMPTS[3]]), []
+    for given in (
+        {"inputs": tokens},
+        {"inputs": None, "input_embeddings": head.parts.embed(tokens)},
+    ):
+        cache = factory.make_cache()
+        model(**given, cache=cache)
+        model(mx.array([[5, 6]]), cache=cache)
+        drafts.append(head.draft(cache[0].sequences, [7], 3))
+        assert {layer.offset for layer in cache} == {len(PROMPTS[3]) + 2}
+    assert drafts[0].shape == (1, 3)
+
+
 def test_other_drafts_and_no_drafts_work_beside_a_head() -> None:
     model = small_model("qwen3_next")
     factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
