@@ -266,6 +266,21 @@ def speculation(figures: Figures) -> str:
     )
 
 
+def head_drafts(figures: Figures) -> str:
+    """What look-up, draft models and heads bring."""
+    rows = [
+        (
+            f"{row['task']}: {row['draft']}, {_rows(str(row['rows']))}",
+            f"{row['accepted_a_step']:.2f}",
+            f"{row['speed']:.2f}",
+            f"{row['bound']:.2f}",
+        )
+        for row in figures["rows"]
+    ]
+    head = ("drafts", "accepted a step", "times as fast here", "where reading bounds, by arithmetic")
+    return table(head, rows)
+
+
 def _rows(batch: str) -> str:
     return "1 row" if batch == "1" else f"{batch} rows"
 
@@ -578,6 +593,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         whole_model,
         gpu,
         speculation,
+        head_drafts,
         rings,
         prefix_reuse,
         appended_rows,

@@ -45,6 +45,7 @@ ROWS = {
     "shared_pages": "| float16: 8 rows behind 512 | 5 ms | 10 ms | 2.00 | 1.0 MB | 8.0 MB |  |",
     "chosen_speed": "| q8, 32K tokens, 1/16 read | 5 ms | 1 ms | 0.4 ms | 5.0 |",
     "chosen_quality": "| smollm2: summaries, 1/4 read | +1.2 ± 0.5 % |",
+    "head_drafts": "| stdlib-llama, source: head, 8 rows | 1.23 | 1.01 | 1.85 |",
     "offloaded_contexts": "| smollm2: 1/3 in memory, not waiting | +0.8 ± 0.5 % | 42 | 6 | 1.25 |",
     "latent_attention": "| float16: 1 row at 32K | 500 ms | 100.0 GFLOP/s | 46 | 0.90 |",
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",

@@ -286,6 +286,19 @@ FIGURES: dict[str, dict[str, Any]] = {
         ],
         "mass": [{"model": "smollm2", "choice": "summaries", "layers": [0.9, 0.7]}],
     },
+    "head_drafts": {
+        "drafted": 4,
+        "rows": [
+            {
+                "task": "stdlib-llama, source",
+                "draft": "head",
+                "rows": 8,
+                "accepted_a_step": 1.23,
+                "speed": 1.01,
+                "bound": 1.85,
+            }
+        ],
+    },
     "offloaded_contexts": {
         "before": 7168,
         "read_share": 8,
