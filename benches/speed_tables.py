@@ -277,7 +277,7 @@ def head_drafts(figures: Figures) -> str:
         )
         for row in figures["rows"]
     ]
-    head = ("drafts", "accepted a step", "times as fast here", "where reading bounds, by arithmetic")
+    head = ("drafts", "accepted a step", "times as fast here", "bound by reading, by arithmetic")
     return table(head, rows)
 
 

@@ -1,4 +1,4 @@
-"""The head of the embedded model, which was trained: its drafts are accepted, and change nothing."""
+"""The trained head of the embedded model: its drafts are accepted, and change nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
