@@ -73,7 +73,8 @@ class Drafting(NamedTuple):
 
 
 def nbytes(module: Any) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+    flat: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in flat)
 
 
 def ways(model: Any, head_folder: Path | None, draft: Any, prompts: Prompts) -> dict[str, Drafting]:

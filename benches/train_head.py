@@ -25,7 +25,8 @@ from benches.openblas import BLAS
 
 # isort: split
 import mlx.core as mx
-from mlx import nn, optimizers
+from mlx import optimizers
+from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map
 
 from benches.heldout_text import MODULES, model_in_float32
@@ -108,7 +109,7 @@ def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, La
     mx.random.seed(0)
     head = LayerHead(args)
     optimizer = optimizers.AdamW(RATE, weight_decay=0.01)
-    step = nn.value_and_grad(head, loss_of)
+    step = value_and_grad(head, loss_of)
     began, losses = perf_counter(), []
     for at, tokens in enumerate(windows(tokenizer, tokens_at_once)):
         share = (perf_counter() - began) / (60 * minutes)
@@ -119,9 +120,9 @@ def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, La
         embeddings = parts.embed(tokens)
         mx.eval(hidden, embeddings)
         loss, gradients = step(head, parts, embeddings, hidden, at % SPARSE)
-        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
+        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)  # type: ignore[no-untyped-call]
         optimizer.update(head, gradients)
-        mx.eval(head.parameters(), optimizer.state, loss)
+        mx.eval(head.parameters(), optimizer.state, loss)  # type: ignore[no-untyped-call]
         losses.append(loss.item())
         if at % 50 == 49:
             mean = sum(losses[-50:]) / 50
@@ -143,10 +144,10 @@ def main() -> None:
     arguments = parser.parse_args()
     head, args = train(arguments.model, arguments.minutes, arguments.tokens)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    head.update(tree_map(lambda each: each.astype(mx.bfloat16), head.parameters()))
+    head.update(tree_map(lambda each: each.astype(mx.bfloat16), head.parameters()))  # type: ignore[no-untyped-call]
     config = {"model_type": LAYER_HEAD, **asdict(args)}
     (arguments.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = dict(tree_flatten(head.parameters()))
+    weights = dict(tree_flatten(head.parameters()))  # type: ignore[no-untyped-call]
     mx.save_safetensors(str(arguments.folder / "model.safetensors"), weights, {"format": "mlx"})
     print(f"{arguments.folder}: {sum(each.nbytes for each in weights.values()):,} bytes, {BLAS}")
 

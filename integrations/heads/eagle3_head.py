@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention, ModelArgs
 
@@ -64,21 +66,21 @@ class Eagle3Args:
         )
 
 
-class _Layer(nn.Module):
+class _Layer(Module):
     """A layer of Llama whose attention reads embeddings and hidden states side by side."""
 
     def __init__(self, args: Eagle3Args) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         of_layer, width = args.of_layer(), args.hidden_size
         self._is_normed_first = args.norm_before_residual
         self.self_attn = Attention(of_layer)
         for name in ("q_proj", "k_proj", "v_proj"):
             rows = self.self_attn[name].weight.shape[0]
-            self.self_attn[name] = nn.Linear(2 * width, rows, bias=args.attention_bias)
+            self.self_attn[name] = Linear(2 * width, rows, bias=args.attention_bias)
         self.mlp = MLP(of_layer)
-        self.input_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, eps=args.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=args.rms_norm_eps)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         normed = self.hidden_norm(hidden)
@@ -94,14 +96,14 @@ class Eagle3Head(PredictionHead):
     """A head of EAGLE-3. Its states are those before its last norm."""
 
     def __init__(self, args: Eagle3Args) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.hidden_size, self.vocab_size = args.hidden_size, args.vocab_size
         drafted = args.draft_vocab_size or args.vocab_size
         of_model = args.target_hidden_size or args.hidden_size
-        self.fc = nn.Linear(3 * of_model, args.hidden_size, bias=False)
+        self.fc = Linear(3 * of_model, args.hidden_size, bias=False)
         self.midlayer = _Layer(args)
-        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        self.lm_head = nn.Linear(args.hidden_size, drafted, bias=False)
+        self.norm = RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.lm_head = Linear(args.hidden_size, drafted, bias=False)
         self.d2t = mx.zeros((drafted,), mx.int32)  # the model's token, less the head's
 
     def layers_read(self, count: int) -> tuple[int, ...]:

@@ -188,7 +188,7 @@ def with_head(stock: Any) -> Any:
     @wraps(stock)
     def call(model: Module, *args: Any, **options: Any) -> Any:
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
-        last = caches[-1] if isinstance(caches, list | tuple) and caches else None
+        last: Any = caches[-1] if isinstance(caches, list | tuple) and caches else None
         head = head_of(last.pool) if _heads and isinstance(last, PagedKVCache) else None
         if head is None:
             return stock(model, *args, **options)

@@ -60,10 +60,10 @@ class ModelParts:
         return mx.moveaxis(parts, 0, -1)
 
 
-def _found(model: Module) -> tuple[Any, Any, Any]:
+def _found(model: Any) -> tuple[Any, Any, Any]:
     """The module with the output layer, the backbone, and its embedding."""
     for whole in (model, model.get("language_model")):
-        for backbone in whole.children().values() if isinstance(whole, Module) else ():
+        for backbone in whole.children().values() if isinstance(whole, Module) else ():  # type: ignore[no-untyped-call]
             if not (isinstance(backbone, Module) and "layers" in backbone):
                 continue
             embedding = backbone.get("embed_tokens") or backbone.get("embeddings")

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import quantize
 from mlx_lm.models.base import create_attention_mask
 
 from paged_kv.integrations.heads.model_parts import ModelParts
@@ -102,13 +104,13 @@ class MtpHead(PredictionHead):
     def __init__(
         self, family: MtpFamily, layer: Any, width: int, vocab_size: int, eps: float
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.hidden_size, self.vocab_size = width, vocab_size
         self._family = family
         self.embedding_norm, self.hidden_norm, self.norm = (
-            nn.RMSNorm(width, eps=eps) for _ in range(3)
+            RMSNorm(width, eps=eps) for _ in range(3)
         )
-        self.join = nn.Linear(2 * width, width, bias=False)
+        self.join = Linear(2 * width, width, bias=False)
         self.layer = layer
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
@@ -180,7 +182,7 @@ def _quantise(head: MtpHead, weights: Weights, folder: Path) -> None:
     """Quantise the parts of a head whose weights have scales, as the model's config.json says."""
     if any(name.endswith(".scales") for name in weights):
         how = json.loads((folder / "config.json").read_text())["quantization"]
-        nn.quantize(
+        quantize(
             head,
             how["group_size"],
             how["bits"],

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
@@ -22,7 +24,7 @@ from mlx_lm.models.llama import ModelArgs, TransformerBlock
 from paged_kv.integrations.heads.model_parts import ModelParts
 
 
-class PredictionHead(nn.Module):
+class PredictionHead(Module):
     """What all heads are. A head that has an output layer of its own overrides `likeliest`.
 
     Attributes:
@@ -59,7 +61,7 @@ class PredictionHead(nn.Module):
         Raises:
             ValueError: some are missing, too many, or of another shape; nothing was changed.
         """
-        needed = dict(tree_flatten(self.parameters()))
+        needed = dict(tree_flatten(self.parameters()))  # type: ignore[no-untyped-call]
         for what, names in (
             ("lacks", needed.keys() - weights.keys()),
             ("has unknown", weights.keys() - needed.keys()),
@@ -103,12 +105,12 @@ class LayerHead(PredictionHead):
     """
 
     def __init__(self, args: LayerHeadArgs) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.hidden_size, self.vocab_size = args.hidden_size, args.vocab_size
         width = args.hidden_size
-        self.embedding_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.join = nn.Linear(2 * width, width, bias=False)
+        self.embedding_norm = RMSNorm(width, eps=args.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, eps=args.rms_norm_eps)
+        self.join = Linear(2 * width, width, bias=False)
         self.layer = TransformerBlock(
             ModelArgs(
                 model_type="llama",
@@ -123,7 +125,7 @@ class LayerHead(PredictionHead):
                 rope_theta=args.rope_theta,
             )
         )
-        self.norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.norm = RMSNorm(width, eps=args.rms_norm_eps)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
         both = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]

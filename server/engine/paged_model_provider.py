@@ -214,7 +214,8 @@ class PagedModelProvider(ModelProvider):
             mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
         try:
             self.model_key = (model, adapter, draft)
-            self.draft_model = load_draft_model(draft, self.model, model, self.tokenizer)
+            loaded: Any = self.model
+            self.draft_model = load_draft_model(draft, loaded, model, self.tokenizer)
             self._make_factories()
             self._limit_freed_buffers()
             self.draft = make_draft(

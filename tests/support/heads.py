@@ -34,7 +34,7 @@ def random_head(model: Any, kind: str = "layer_head") -> PredictionHead:
         else Eagle3Head(Eagle3Args(**shape, draft_vocab_size=shape["vocab_size"] // 2))
     )
     mx.random.seed(1)
-    head.update(tree_map(_random, head.parameters()))
+    head.update(tree_map(_random, head.parameters()))  # type: ignore[no-untyped-call]
     return head
 
 
@@ -46,7 +46,7 @@ def _random(array: mx.array) -> mx.array:
 
 def folder_of_head(model: Any, folder: Path) -> str:
     """A folder with a random head of the model."""
-    weights = dict(tree_flatten(random_head(model).parameters()))
+    weights = dict(tree_flatten(random_head(model).parameters()))  # type: ignore[no-untyped-call]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     config = {"model_type": "layer_head", **shape_of(model)}
     (folder / "config.json").write_text(json.dumps(config))

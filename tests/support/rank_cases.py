@@ -130,10 +130,10 @@ def stories(group: mx.distributed.Group, *names: str, size: int = 2) -> dict[str
     return found
 
 
-def drafts(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
+def drafts(group: mx.distributed.Group, *names: str) -> dict[str, list[Any]]:
     """Tokens of a ragged batch with drafts of a random head, and of look-up, beside those without;
     and how many were drafted."""
-    found = {}
+    found: dict[str, list[Any]] = {}
     prompts = [prompt(n, seed) for seed, n in enumerate((251, 20, 253, 90, 248), 1)]
     for name in names:
         model = sharded(name, group)
@@ -146,7 +146,6 @@ def drafts(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
                 )
                 runs = runs_of(generator, generator.insert(prompts))
                 found[name] += [[run.tokens for run in runs], generator.counts.draft_tokens]
-                generator.close()
     return found
 
 

@@ -188,7 +188,6 @@ def test_tokens_sampled_with_a_head_have_the_models_distribution() -> None:
             uids = generator.insert([prompt] * 250)
             found += [run.tokens for run in runs_of(generator, uids)]
             assert generator.counts.accepted_tokens
-            generator.close()
     first = mx.softmax(model(mx.array([prompt]))[0, -1])
     pairs = mx.array([[*prompt, one, two] for one in range(16) for two in range(16)])
     logits = model(pairs)[:, -2:]

@@ -34,7 +34,7 @@ def written(folder: Path, config: dict[str, Any], **changes: mx.array | None) ->
         if "draft_vocab_size" in config
         else LayerHead(LayerHeadArgs(**SHAPE))
     )
-    weights: dict[str, Any] = {**dict(tree_flatten(head.parameters())), **changes}
+    weights: dict[str, Any] = {**dict(tree_flatten(head.parameters())), **changes}  # type: ignore[no-untyped-call]
     kept = {name: each for name, each in weights.items() if each is not None}
     mx.save_safetensors(str(folder / "model.safetensors"), kept)
     (folder / "config.json").write_text(json.dumps(config))

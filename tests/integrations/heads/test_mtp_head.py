@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx import nn
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv import PagedCacheFactory
@@ -23,7 +24,7 @@ def published(head: MtpHead, name: str, layers: int) -> dict[str, mx.array]:
     """The weights of a head as a family's files have them."""
     family, weights = FAMILIES[name], {}
     names = {ours: getattr(family, ours) for ours in OWN}
-    for path, array in dict(tree_flatten(head.parameters())).items():
+    for path, array in dict(tree_flatten(head.parameters())).items():  # type: ignore[no-untyped-call]
         ours, _, rest = path.partition(".")
         given = array - 1 if family.norms_less_one and "norm" in path else array
         stem = names.get(ours, family.layer.rstrip("."))
@@ -45,7 +46,7 @@ def saved(model: Any, name: str, folder: Path, **others: mx.array) -> MtpHead:
     arguments = (parts.arguments,) if name == "mimo" else (parts.arguments, len(layers) - 1)
     head = MtpHead(FAMILIES[name], layer(*arguments), parts.hidden_size, parts.vocab_size, 1e-5)
     mx.random.seed(2)
-    head.update(tree_map(lambda each: 0.3 * mx.random.normal(each.shape), head.parameters()))
+    head.update(tree_map(lambda each: 0.3 * mx.random.normal(each.shape), head.parameters()))  # type: ignore[no-untyped-call]
     weights = published(head, name, len(layers)) | others
     weights["model.embed_tokens.weight"] = mx.zeros((2, 2))
     mx.save_safetensors(str(folder / "model-00001-of-00001.safetensors"), weights)
@@ -93,7 +94,7 @@ def test_what_stands_around_the_layer(name: str) -> None:
 def test_a_quantised_head_is_read(tmp_path: Path) -> None:
     model = small_model("mimo")
     head = saved(model, "mimo", tmp_path)
-    nn.quantize(head, 32, 4, class_predicate=lambda _, part: isinstance(part, nn.Linear))
+    quantize(head, 32, 4, class_predicate=lambda _, part: isinstance(part, Linear))
     weights = published(head, "mimo", 3)
     mx.save_safetensors(str(tmp_path / "model-00001-of-00001.safetensors"), weights)
     (tmp_path / "config.json").write_text(

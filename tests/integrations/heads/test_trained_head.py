@@ -128,7 +128,7 @@ def _keep(
     """Generate, and cache the texts."""
     while responses := generator.next_generated():
         for each in responses:
-            if each.finish_reason:
+            if each.prompt_cache is not None and each.all_tokens is not None:
                 factory.insert_cache(
                     each.all_tokens[: each.prompt_cache[0].offset], each.prompt_cache
                 )
