@@ -146,7 +146,7 @@ class PagedModel:
             self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
             trial = trial_of_rows(rows) if rows else try_out(self.module, layers)
             if self.head is not None:
-                trial.add_layer(self._pools[0].num_layers - 1, self.head.geometry())
+                trial.add_layer(self._pools[0].num_layers - 1, self.head.geometry)
             if not (trial.prepares or self._compiles):
                 self._hooks.remove("operations")
             _require_a_page(trial, self._pools[0].budget.max_bytes)

@@ -4,37 +4,37 @@ The head's layer takes every step that the model's layers take. So batches, trim
 preemption and stores treat it as they treat any other layer. What it writes for a token depends on
 that token and on the hidden state before it alone: its attention is computed only where it drafts.
 To draft, the head's layer takes steps alone, and is trimmed to the other layers again.
+
+A head may not pay, so it must cost next to nothing where it does not draft. In steps of few tokens
+its layer takes zeros; the head reads their tokens, all together, when it drafts, or when a page is
+about to be full. So full pages, which others may share, are always read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import lru_cache, partial, wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.heads.latest_tokens import MOST_UNREAD, LatestTokens, Place, TakenStep
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.noted_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.model_hooks import Undo, call_all
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.progress import NO_PADDING
 from paged_kv.steps.sequence import Sequence
-
-# Of longer steps only the last hidden state is kept: no draft is that long.
-_MOST_KEPT = 32
-
-
-class _Kept(NamedTuple):
-    """Hidden states [S, hidden_size] of a sequence's tokens, from the token at `start` on."""
-
-    start: int
-    hidden: mx.array
 
 
 class ModelHead:
@@ -46,6 +46,9 @@ class ModelHead:
 
     Raises:
         ValueError: the model has no place for a head, or the head is of another model.
+
+    Attributes:
+        geometry: of the keys and values of the head's layer.
     """
 
     def __init__(self, model: Module, head: PredictionHead) -> None:
@@ -58,8 +61,10 @@ class ModelHead:
         layers = self.parts.backbone.layers
         read = [layers[each] for each in head.layers_read(len(layers))]
         self.modules: list[Module] = read or [self.parts.backbone]
-        self._nothing = mx.zeros((1, self.parts.hidden_size), like.dtype)
-        self._kept: WeakKeyDictionary[Sequence, _Kept] = WeakKeyDictionary()
+        nothing = mx.zeros((1, self.parts.hidden_size), like.dtype)
+        self._nothing = TakenStep(mx.zeros((1,), mx.int32), nothing)
+        self.geometry = self._geometry(nothing[None])
+        self._latest: WeakKeyDictionary[Sequence, LatestTokens] = WeakKeyDictionary()
 
     @staticmethod
     def _require_shape(what: str, of_model: int, of_head: int) -> None:
@@ -69,39 +74,55 @@ class ModelHead:
                 f"{of_model:,}: give the head that was trained for this model"
             )
 
-    def hook(self) -> Undo:
-        """Let the modules that the head reads note what they return."""
-        return partial(call_all, [hook_outputs(kind) for kind in set(map(type, self.modules))])
-
-    def geometry(self) -> LayerGeometry:
-        """Of the keys and values of the head's layer. Symbolic: nothing is computed."""
+    def _geometry(self, like: mx.array) -> LayerGeometry:
+        """Symbolic: nothing is computed."""
         shown = _Shown()
-        like = mx.broadcast_to(self._nothing, (1, 1, self.parts.hidden_size))
         self.head(like, like, shown)
         assert shown.geometry is not None, "a head has a layer with keys and values"
         return shown.geometry
 
-    def read(self, tokens: mx.array | None, outputs: list[mx.array], cache: PagedKVCache) -> None:
-        """Take a step that the model's layers have taken.
+    def hook(self) -> Undo:
+        """Let the modules that the head reads note what they return."""
+        return partial(call_all, [hook_outputs(kind) for kind in set(map(type, self.modules))])
+
+    @contextmanager
+    def step(self, tokens: mx.array | None, cache: PagedKVCache) -> Iterator[None]:
+        """Take a step that the model's layers take within.
 
         Args:
-            tokens: [B, S]; None if the model was given embeddings alone.
-            outputs: of `modules`, for these.
+            tokens: [B, S]; None if the model is given embeddings alone.
             cache: of the head's layer.
+
+        Raises:
+            PoolExhausted: there are no pages for it; nothing was changed.
         """
+        may_wait = tokens is not None and self._may_wait(cache.sequences, tokens.shape[1])
+        if not may_wait:
+            self.read_waiting(cache.sequences)
+        with outputs_of(self.modules) as outputs:
+            yield
         hidden = self.head.joined(outputs)
-        embeddings = mx.zeros_like(hidden) if tokens is None else self.parts.embed(tokens)
-        before, layer = self._before(cache.sequences, len(hidden)), cache.layer
-        left = [sequence.progress(layer).padding.left for sequence in cache.sequences]
-        previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
-        self.head(embeddings, previous, _Written(cache))
-        for row, sequence in enumerate(cache.sequences):
-            end, count, _ = sequence.progress(layer)
-            first = left[row] if row < len(left) else 0  # a new cache has taken the batch's size
-            kept = hidden[row, first : first + count]
-            if count > _MOST_KEPT:
-                kept = kept[-1:]
-            self._kept[sequence] = _Kept(end - len(kept), kept)
+        places = self._places(tokens, hidden, cache)
+        if may_wait:
+            cache.update_and_fetch(*_zeros(self.geometry, *hidden.shape[:2]))
+        else:
+            self._read_step(tokens, hidden, cache, places)
+        for sequence, each in zip(cache.sequences, places, strict=True):
+            latest = self._latest_of(sequence)
+            latest.take(_length(sequence) - len(each), each, is_read=not may_wait)
+
+    def read_waiting(self, sequences: Iterable[Sequence], more_than: int = 0) -> None:
+        """Read what the head has not read, of the sequences with more such tokens than that.
+
+        Raises:
+            PoolExhausted: there are no pages for it, as others share them; nothing was changed.
+        """
+        waiting = [each for each in sequences if self._unread([each])[0] > more_than]
+        if waiting:
+            cache, unread = _cache_of(waiting), self._unread(waiting)
+            with _alone(cache, unread):
+                self._read_unread(cache, unread)
+            self._note_read(waiting)
 
     def draft(self, sequences: Rows[Sequence], last: list[int], count: int) -> mx.array:
         """The `count` tokens [B, count] that the head expects after a token behind each sequence.
@@ -109,39 +130,186 @@ class ModelHead:
         Raises:
             PoolExhausted: there are no pages for them; nothing was changed.
         """
-        pool = sequences[0].pool
-        cache = PagedKVCache(pool, pool.num_layers - 1, sequences)
-        lengths = [sequence.progress(cache.layer).tokens for sequence in sequences]
-        hidden, token = self._before(sequences, len(sequences)), mx.array(last)
-        drafted = []
-        try:
-            for _ in range(count):
+        cache, unread = _cache_of(sequences), self._unread(sequences)
+        with _alone(cache, unread):
+            hidden = self._read_unread(cache, unread, last)
+            token = self.head.likeliest(hidden, self.parts)[:, 0]
+            drafted = [token]
+            for _ in range(count - 1):
                 hidden = self.head(self.parts.embed(token[:, None]), hidden, cache)
                 token = self.head.likeliest(hidden, self.parts)[:, 0]
                 drafted.append(token)
             found = mx.stack(drafted, axis=1)
             mx.eval(found)
-        finally:
-            taken = [
-                sequence.progress(cache.layer).tokens - length
-                for sequence, length in zip(sequences, lengths, strict=True)
-            ]
-            cache.trim_per_sequence(taken)
+        self._note_read(sequences)
         return found
+
+    def _may_wait(self, sequences: Rows[Sequence], count: int) -> bool:
+        """Whether the head may leave a step of so many tokens unread."""
+        # Rings can roll back so many.
+        chunks = {window.write_chunk - 1 for window in sequences[0].pool.windows.values()}
+        most = min([MOST_UNREAD, *chunks])
+        return count <= most and all(
+            unread + count <= most and _length(sequence) % PAGE_SIZE + count < PAGE_SIZE
+            for sequence, unread in zip(sequences, self._unread(sequences), strict=True)
+        )
+
+    def _unread(self, sequences: Rows[Sequence]) -> list[int]:
+        """How many tokens of each sequence the head has not read."""
+        return [self._latest_of(each).unread(_length(each)) for each in sequences]
+
+    def _latest_of(self, sequence: Sequence) -> LatestTokens:
+        latest = self._latest.get(sequence)
+        if latest is None:
+            latest = self._latest[sequence] = LatestTokens(_length(sequence))
+        return latest
+
+    def _read_unread(
+        self, cache: PagedKVCache, unread: list[int], last: list[int] | None = None
+    ) -> mx.array:
+        """Take a step of the head's layer alone, of the tokens that it has not read and of one more
+        behind each sequence; returns the states [B, 1, hidden_size] of the last of each.
+
+        Args:
+            cache: of the layer, without these tokens.
+            unread: how many tokens of each sequence were not read.
+            last: the tokens behind them; None for none, and then the states tell nothing.
+        """
+        more = 0 if last is None else 1
+        tokens, before = [], []
+        for sequence, count in zip(cache.sequences, unread, strict=True):
+            start, latest = _length(sequence), self._latest_of(sequence)
+            before.append(latest.between(start - 1, start - 1 + count + more))
+            tokens.append(latest.between(start, start + count))
+        if last is not None:
+            behind = TakenStep(mx.array(last), self._nothing.hidden)
+            tokens = [[*each, Place(behind, row)] for row, each in enumerate(tokens)]
+        counts = [count + more for count in unread]
+        padding = [max(counts) - count for count in counts]
+        if any(padding):
+            cache.prepare(lengths=counts, right_padding=padding)
+        embeddings = self.parts.embed(self._gathered(tokens, "tokens"))
+        hidden = self._gathered(before, "hidden")
+        states = self.head(embeddings, hidden, _Written(cache) if last is None else cache)
+        if any(padding):
+            cache.finalize()
+            ends = mx.array(counts)[:, None, None] - 1
+            return mx.take_along_axis(states, ends, axis=1)
+        return states[:, -1:]
+
+    def _places(
+        self, tokens: mx.array | None, hidden: mx.array, cache: PagedKVCache
+    ) -> list[list[Place]]:
+        """Where the tokens of each row are, of a step that the head's layer is about to take: of a
+        long step the last one, as no draft is that long."""
+        rows, count, width = hidden.shape
+        paddings = [sequence.progress(cache.layer).padding for sequence in cache.sequences]
+        paddings += [NO_PADDING] * (rows - len(paddings))  # a new cache takes a batch of any size
+        if tokens is None:
+            tokens = mx.zeros((rows, count), mx.int32)
+        if count <= MOST_UNREAD:
+            step = TakenStep(tokens.reshape(-1), hidden.reshape(-1, width))
+            return [
+                [Place(step, row * count + padding.left + at) for at in range(padding.own(count))]
+                for row, padding in enumerate(paddings)
+            ]
+        ends = [padding.left + padding.own(count) for padding in paddings]
+        last = mx.array([max(0, end - 1) for end in ends])[:, None, None]
+        step = TakenStep(
+            mx.take_along_axis(tokens, last[:, :, 0], axis=1).reshape(-1),
+            mx.take_along_axis(hidden, last, axis=1).reshape(-1, width),
+        )
+        return [
+            [Place(step, row)] if padding.own(count) else [] for row, padding in enumerate(paddings)
+        ]
+
+    def _read_step(
+        self,
+        tokens: mx.array | None,
+        hidden: mx.array,
+        cache: PagedKVCache,
+        places: list[list[Place]],
+    ) -> None:
+        """Read a step that the model has taken."""
+        before = self._before(cache.sequences, len(hidden))
+        embeddings = mx.zeros_like(hidden) if tokens is None else self.parts.embed(tokens)
+        # Computed with the keys: else it would keep all of the step until it is read.
+        last = [each.step.hidden for row in places for each in row[-1:]]
+        previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
+        self.head(embeddings, previous, _Written(cache, last[:1]))
 
     def _before(self, sequences: Rows[Sequence], rows: int) -> mx.array:
         """The hidden states [B, 1, hidden_size] of the sequences' last tokens; zeros where they are
         not known, as behind a prefix that was found."""
-        if len(sequences) != rows:  # a new cache, which takes a batch of any size
-            return mx.broadcast_to(self._nothing, (rows, 1, self._nothing.shape[-1]))
-        return mx.stack([self._last(sequence) for sequence in sequences])
+        if len(sequences) != rows:
+            return mx.broadcast_to(self._nothing.hidden, (rows, 1, self._nothing.hidden.shape[1]))
+        lengths = map(_length, sequences)
+        return self._gathered(
+            [
+                self._latest_of(sequence).between(length - 1, length)
+                for sequence, length in zip(sequences, lengths, strict=True)
+            ],
+            "hidden",
+        )
 
-    def _last(self, sequence: Sequence) -> mx.array:
-        kept = self._kept.get(sequence)
-        if kept is None:
-            return self._nothing
-        at = sequence.progress(sequence.pool.num_layers - 1).tokens - 1 - kept.start
-        return kept.hidden[at : at + 1] if 0 <= at < len(kept.hidden) else self._nothing
+    def _gathered(self, places: list[list[Place | None]], name: str) -> mx.array:
+        """What steps have at these places, [B, S, ...], S of the longest row; 0 where nothing is
+        known."""
+        firsts, total = {self._nothing: 0}, 1
+        for place in chain.from_iterable(places):
+            if place is not None and place.step not in firsts:
+                firsts[place.step] = total
+                total += len(place.step.tokens)
+        longest = max(map(len, places))
+        at = [
+            [0 if each is None else firsts[each.step] + each.at for each in row]
+            + [0] * (longest - len(row))
+            for row in places
+        ]
+        return mx.concatenate([getattr(step, name) for step in firsts])[mx.array(at)]
+
+    def _note_read(self, sequences: Rows[Sequence]) -> None:
+        for sequence in sequences:
+            self._latest_of(sequence).note_read(_length(sequence))
+
+
+def _cache_of(sequences: Rows[Sequence]) -> PagedKVCache:
+    """The cache of the head's layer."""
+    pool = sequences[0].pool
+    return PagedKVCache(pool, pool.num_layers - 1, sequences)
+
+
+def _length(sequence: Sequence) -> int:
+    """The tokens that the head's layer holds of a sequence."""
+    return sequence.progress(sequence.pool.num_layers - 1).tokens
+
+
+@contextmanager
+def _alone(cache: PagedKVCache, unread: list[int]) -> Iterator[None]:
+    """Let a layer take steps alone, without padding, from before its last tokens on. It ends with
+    as many tokens as it had, whatever happens."""
+    layer, sequences = cache.layer, cache.sequences
+    before = [sequence.progress(layer) for sequence in sequences]
+    try:
+        cache.trim_per_sequence(unread)
+        for sequence in sequences:
+            sequence.prepare(layer, NO_PADDING)
+        yield
+    finally:
+        for sequence, progress in zip(sequences, before, strict=True):
+            more = sequence.progress(layer).tokens - progress.tokens
+            sequence.trim(layer, max(0, more))
+            # Fewer if it has failed: then its pages still hold what they held.
+            sequence.layers.set(layer, progress._replace(latest=0))
+
+
+@lru_cache(maxsize=8)
+def _zeros(geometry: LayerGeometry, rows: int, count: int) -> tuple[mx.array, mx.array]:
+    """Keys and values of so many tokens."""
+    keys = mx.zeros((rows, geometry.k_heads, count, geometry.k_dim), geometry.k_dtype)
+    values = mx.zeros((rows, geometry.v_heads, count, geometry.v_dim), geometry.v_dtype)
+    mx.eval(keys, values)
+    return keys, values
 
 
 class _Shown:
@@ -157,13 +325,16 @@ class _Shown:
 
 class _Written:
     """A cache that writes keys and values, and gives back those alone: attention to them is never
-    computed."""
+    computed. They are computed with others."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: PagedKVCache, others: Iterable[mx.array] = ()) -> None:
+        self._cache, self._others = cache, list(others)
         self.offset = cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._others:
+            keys = mx.depends(keys, self._others)
+        self._cache.make_mask(keys.shape[2])  # as models do: what is written is not gathered
         self._cache.update_and_fetch(keys, values)
         return keys, values
 
@@ -196,9 +367,7 @@ def with_head(stock: Any) -> Any:
             args = (args[0], caches[:-1], *args[2:])
         else:
             options = {**options, "cache": caches[:-1]}
-        with outputs_of(head.modules) as outputs:
-            output = stock(model, *args, **options)
-        head.read(args[0] if args else options.get(of_tokens), outputs, last)
-        return output
+        with head.step(args[0] if args else options.get(of_tokens), last):
+            return stock(model, *args, **options)
 
     return call

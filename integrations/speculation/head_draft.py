@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,20 @@ from paged_kv.integrations.batching.short_memory import Shortage, attempted
 from paged_kv.integrations.heads.model_head import head_of
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.steps.sequence import Sequence
 
 logger = logging.getLogger("paged_kv")
+
+
+# A draft reads so many tokens beside its first one, in hardly more time.
+_FEW = 8
 
 
 class HeadDraft:
     """Proposes the tokens that a model's head expects.
 
-    The head has read what the model has read, so nothing is missing before a row can draft. When
-    there is no memory for drafted tokens, nothing is drafted.
+    The head reads what the model has read since the last draft. When there is no memory for drafted
+    tokens, nothing is drafted.
 
     Args:
         factory: a factory of the model, with a `head`.
@@ -46,19 +51,29 @@ class HeadDraft:
         return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
-        """Nothing is missing."""
+        """Read what rows without drafts have left unread."""
+        _unless_short(partial(self._head.read_waiting, _sequences(rows), _FEW))
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row the next tokens of the head; none if there is no memory."""
-        sequences = [row.sequence for row in rows if row.sequence is not None]
-        count = max(row.most for row in rows)
-        work = partial(self._head.draft, sequences, [row.last for row in rows], count)
-        try:
-            drafted = attempted(work)
-        except PoolExhausted as error:
-            drafted = Shortage(str(error))
-        if isinstance(drafted, Shortage):
-            logger.info("nothing is drafted: %s", drafted.why)
+        last, count = [row.last for row in rows], max(row.most for row in rows)
+        drafted = _unless_short(partial(self._head.draft, _sequences(rows), last, count))
+        if drafted is None:
             return [[] for _ in rows]
-        tokens: Any = drafted.tolist()
-        return [each[: row.most] for row, each in zip(rows, tokens, strict=True)]
+        return [each[: row.most] for row, each in zip(rows, drafted.tolist(), strict=True)]
+
+
+def _sequences(rows: list[DraftRow]) -> list[Sequence]:
+    return [row.sequence for row in rows if row.sequence is not None]
+
+
+def _unless_short(work: Callable[[], Any]) -> Any:
+    """What some work returns; None if there is no memory for it."""
+    try:
+        done = attempted(work)
+    except PoolExhausted as error:
+        done = Shortage(str(error))
+    if isinstance(done, Shortage):
+        logger.info("nothing is drafted: %s", done.why)
+        return None
+    return done
