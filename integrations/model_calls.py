@@ -26,7 +26,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
-from paged_kv.integrations.heads.model_head import with_head
+from paged_kv.integrations.heads.model_head import head_of, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
@@ -48,7 +48,7 @@ _PAGED = {PagedKVCache}
 
 def compile_steps(model: Module, pool: PagePool) -> Recordings:
     """Let the calls of a model with caches of this pool take recorded steps."""
-    recordings = _recordings[pool] = Recordings(model)
+    recordings = _recordings[pool] = Recordings(model, head_of(pool))
     return recordings
 
 
@@ -64,7 +64,8 @@ def _hook(kind: Any) -> Undo:
 
 def _call_of(kind: Any) -> Any:
     """What takes the place of a class's call."""
-    stock = with_head(kind.__call__)
+    own = kind.__call__
+    stock = with_head(own)
     of_tokens = next(iter([*signature(stock).parameters][1:]), "")
     is_separate = takes_one_at_a_time(kind)
 
@@ -99,7 +100,7 @@ def _call_of(kind: Any) -> Any:
                 elif len(args) == 1 and options.keys() == {"cache"} and tokens.shape[1:] == (1,):
                     recordings = _recordings.get(first.pool)
                     if recordings is not None and recordings.model is model:
-                        output = recordings.take(kind, partial(stock, model), tokens, caches)
+                        output = recordings.take(kind, partial(own, model), tokens, caches)
             if output is None:
                 output = stock(model, *args, **options)
         except BaseException:

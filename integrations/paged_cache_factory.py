@@ -6,13 +6,14 @@ import logging
 import os
 from collections import abc
 from collections.abc import Hashable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.allocator.prefixes.pins import Pins
@@ -289,6 +290,10 @@ class PagedCacheFactory:
         """
         known, owner = self._media.keyed(tokens, media), _owner(salt, session)
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
+        if self._model.head is not None:
+            # Without memory for a copy of the last page, later drafts are worse, and nothing else.
+            with suppress(PoolExhausted):
+                self._model.head.read_waiting([sequence])
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
         return self.prefixes.insert(

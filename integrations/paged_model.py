@@ -103,7 +103,7 @@ class PagedModel:
         pool = PagePool(layers, windows=windows, rows=rows, name=self.file, **options)
         if self.head is not None:
             add_head(pool, self.head)
-        self._compiles = self.head is None and compiles(self._compile, pool.backend)
+        self._compiles = compiles(self._compile, pool.backend)
         pool.hooks = self._hooks
         self._pools.append(pool)
         if self._trial is not None:

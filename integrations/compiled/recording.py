@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled import cache_states
 from paged_kv.integrations.compiled.exported_graph import NotExportable, exported_graph
 from paged_kv.integrations.compiled.model_contents import ModelContents
+from paged_kv.integrations.heads.noted_outputs import outputs_of
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
 
@@ -68,12 +71,14 @@ class Repeated(NamedTuple):
 
     Attributes:
         logits: [B, 1, vocabulary].
+        outputs: of the modules whose outputs are wanted.
         changed: what the step changes in each layer's pages.
         states: the new arrays of caches without pages.
         written: the layers that wrote, in their order.
     """
 
     logits: mx.array
+    outputs: list[mx.array]
     changed: list[mx.array]
     states: list[mx.array]
     written: list[int]
@@ -99,6 +104,7 @@ class Recording:
         caches: the prompt cache.
         step: the prompt cache's step.
         contents: of the model.
+        modules: those of the model whose outputs are wanted too.
 
     Raises:
         NotRecordable: the model asks for more than arrays can tell.
@@ -112,8 +118,9 @@ class Recording:
         caches: list[Any],
         step: RecordableStep,
         contents: ModelContents,
+        modules: Sequence[Module] = (),
     ) -> None:
-        trace = StepFunction(call, caches, step)
+        trace = StepFunction(call, caches, step, modules)
         self._contents = contents
         self._is_void = False
         waiting = [trace]  # not kept afterwards: it holds the step
@@ -128,7 +135,7 @@ class Recording:
         self._repeat = mx.compile(traced)
         self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
         self._written = trace.written
-        self._num_changed = trace.num_changed
+        self._num_outputs, self._num_changed = len(modules), trace.num_changed
 
     def __call__(
         self, tokens: mx.array, caches: list[Any], step: RecordableStep
@@ -143,8 +150,10 @@ class Recording:
         logits, *others = self._repeat(self._contents.arrays(), *arrays)
         if self._is_void:
             return None
-        changed, states = others[: self._num_changed], others[self._num_changed :]
-        return Repeated(logits, changed, states, self._written)
+        given = iter(others)
+        outputs = list(islice(given, self._num_outputs))
+        changed = list(islice(given, self._num_changed))
+        return Repeated(logits, outputs, changed, list(given), self._written)
 
 
 def compiling_is_on() -> bool:
@@ -195,12 +204,18 @@ class StepFunction:
 
     Attributes:
         written: the layers that wrote, in their order.
-        num_changed: how many of the results, after the logits, are the step's; the others are new
-            states.
+        num_changed: how many of the results, after the logits and the modules' outputs, are the
+            step's; the others are new states.
     """
 
-    def __init__(self, call: ModelCall, caches: list[Any], step: RecordableStep) -> None:
-        self._call, self._caches, self._step = call, caches, step
+    def __init__(
+        self,
+        call: ModelCall,
+        caches: list[Any],
+        step: RecordableStep,
+        modules: Sequence[Module] = (),
+    ) -> None:
+        self._call, self._caches, self._step, self._modules = call, caches, step, modules
         self.written: list[int] = []
         self.num_changed = 0
 
@@ -212,14 +227,15 @@ class StepFunction:
         states = cache_states.copies_with(unpaged, iter(others[first_state:]))
         seen = iter(states)
         stand_ins = [_stand_in(each, recorded, seen) for each in self._caches]
-        logits = self._call(tokens, cache=stand_ins)
+        with outputs_of(self._modules) as outputs:
+            logits = self._call(tokens, cache=stand_ins)
         if not isinstance(logits, mx.array):
             raise NotRecordable(f"it returns a {type(logits).__name__} and not an array")
         if cache_states.others_of(states) != cache_states.others_of(unpaged):
             raise NotRecordable("a cache without pages changes more than its arrays' contents")
         changed = recorded.changed()
         self.written, self.num_changed = recorded.written, len(changed)
-        return [logits, *changed, *cache_states.arrays_of(states)]
+        return [logits, *outputs, *changed, *cache_states.arrays_of(states)]
 
     def visible(self, results: list[mx.array]) -> list[mx.array]:
         """Of the function's results, those that the model's user sees: logits and states."""

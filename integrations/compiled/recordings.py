@@ -26,6 +26,8 @@ from paged_kv.integrations.compiled.recording import (
     compiling_is_on,
     require_no_numbers,
 )
+from paged_kv.integrations.heads.model_head import ModelHead
+from paged_kv.integrations.heads.noted_outputs import note_outputs
 from paged_kv.kernels.backends import recorder_of, variant
 from paged_kv.kernels.faster_steps import are_faster
 from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, left_out
@@ -102,6 +104,11 @@ FREE_CHANGES, LEAST_REPEATED = 8, 120
 class Recordings:
     """The recorded steps of one model and one pool.
 
+    Args:
+        model: the model.
+        head: the prediction head of the pool's last layer; None for none. It takes each step in
+            Python, behind the model.
+
     Attributes:
         model: the model.
         count: how many steps were recorded.
@@ -111,8 +118,10 @@ class Recordings:
         reason: why no step is recorded; None if they are.
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, head: ModelHead | None = None) -> None:
         self.model = model
+        self._head = head
+        self._modules = [] if head is None else head.modules
         self.count = self.repeated = self.compared = 0
         self.compares = True
         self.reason: str | None = None
@@ -142,6 +151,15 @@ class Recordings:
         """
         if self.reason is not None or self._is_comparing:
             return None
+        if self._head is None:
+            return self._take_model(entry, call, tokens, caches)
+        with self._head.step(tokens, caches[-1]):
+            return self._take_model(entry, call, tokens, caches[:-1])
+
+    def _take_model(
+        self, entry: type[Module], call: ModelCall, tokens: mx.array, caches: list[Any]
+    ) -> mx.array | None:
+        """The step in the model's layers."""
         paged = [each for each in leaves(caches) if isinstance(each, PagedKVCache)]
         with paged[0].pool.lock:
             try:
@@ -200,6 +218,7 @@ class Recordings:
         self.repeated += 1
         comparisons = self._comparisons[entry, place, tokens.shape]
         if not (self.compares and comparisons.is_due(is_first=is_first)):
+            note_outputs(self._modules, found.outputs)
             return found.keep(caches, step)
         return self._compared(comparisons, found, partial(call, stock_tokens, cache=caches), step)
 
@@ -247,7 +266,7 @@ class Recordings:
                 require_no_numbers(_restoring(contents, call, replaced), tokens, caches, step)
                 require_equal(replaced)
                 self._are_numberless.add(kind)
-            recording = Recording(call, tokens, caches, step, contents)
+            recording = Recording(call, tokens, caches, step, contents, self._modules)
         except ThreadConflict:
             raise
         except Exception as error:  # models raise anything; a step without recording works
@@ -269,7 +288,9 @@ class Recordings:
     def _layers_of(self, pool: PagePool) -> list[RecordableLayer] | None:
         """The pool's layers; None before all of them are known."""
         if self._layers is None and all(each.knows_all_layers for each in pool.groups):
-            self._layers = recordable_layers(pool)
+            of_head = -1 if self._head is None else pool.num_layers - 1
+            layers = recordable_layers(pool)
+            self._layers = [each for each in layers if each.number != of_head]
         return self._layers
 
     def _give_up(self, error: Exception) -> None:

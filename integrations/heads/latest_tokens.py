@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from paged_kv.steps.progress import Padding
 
 MOST_UNREAD = 32
 """So many tokens a head may leave unread. A step reads 32 tokens in little more time than one, and
@@ -15,7 +18,7 @@ most of it is spent once for 32 steps."""
 
 @dataclass(eq=False)
 class TakenStep:
-    """A step that a model has taken.
+    """Tokens of a step that a model has taken.
 
     Attributes:
         tokens: int [N], of all rows.
@@ -43,6 +46,12 @@ class LatestTokens:
     def __init__(self, length: int) -> None:
         self._read = self._end = length
         self._places: list[Place] = []
+
+    def copy(self) -> LatestTokens:
+        """Of a fork."""
+        copy = LatestTokens(self._end)
+        copy._read, copy._places = self._read, list(self._places)
+        return copy
 
     def take(self, start: int, places: Iterable[Place], *, is_read: bool) -> None:
         """Note tokens from position `start` on. Those that were there were trimmed."""
@@ -74,3 +83,54 @@ class LatestTokens:
             self._places[at - first] if first <= at < self._end else None
             for at in range(start, end)
         ]
+
+
+def places_of_step(
+    tokens: mx.array | None, hidden: mx.array, paddings: list[Padding]
+) -> list[list[Place]]:
+    """Where the tokens of each row of a step are; of a long step only the last one, as no draft is
+    that long.
+
+    Args:
+        tokens: [B, S]; None if they are not known.
+        hidden: the states behind them, [B, S, hidden_size].
+        paddings: of the rows, before the step.
+    """
+    rows, count, width = hidden.shape
+    if tokens is None:
+        tokens = mx.zeros((rows, count), mx.int32)
+    own = [padding.own(count) for padding in paddings]
+    if count <= MOST_UNREAD:
+        step = TakenStep(tokens.reshape(-1), hidden.reshape(-1, width))
+        firsts = [row * count + padding.left for row, padding in enumerate(paddings)]
+        return [
+            [Place(step, first + at) for at in range(of_row)]
+            for first, of_row in zip(firsts, own, strict=True)
+        ]
+    ends = [padding.left + of_row for padding, of_row in zip(paddings, own, strict=True)]
+    last = mx.array([max(0, end - 1) for end in ends])[:, None, None]
+    step = TakenStep(
+        mx.take_along_axis(tokens, last[:, :, 0], axis=1).reshape(-1),
+        mx.take_along_axis(hidden, last, axis=1).reshape(-1, width),
+    )
+    return [[Place(step, row)] if of_row else [] for row, of_row in enumerate(own)]
+
+
+def gathered(places: list[list[Place | None]], nothing: TakenStep) -> TakenStep:
+    """What is at these places, as tokens [B, S] and hidden states [B, S, hidden_size], S of the
+    longest row; `nothing`, a step of one token, has what is where nothing is known."""
+    firsts, total = {nothing: 0}, 1
+    for place in chain.from_iterable(places):
+        if place is not None and place.step not in firsts:
+            firsts[place.step] = total
+            total += len(place.step.tokens)
+    longest = max(map(len, places))
+    numbers = [
+        [0 if each is None else firsts[each.step] + each.at for each in row]
+        + [0] * (longest - len(row))
+        for row in places
+    ]
+    at = mx.array(numbers)
+    tokens = mx.concatenate([step.tokens for step in firsts])
+    hidden = mx.concatenate([step.hidden for step in firsts])
+    return TakenStep(tokens[at], hidden[at])

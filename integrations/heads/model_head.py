@@ -17,7 +17,6 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
 from inspect import signature
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.heads.latest_tokens import MOST_UNREAD, LatestTokens, Place, TakenStep
+from paged_kv.integrations.heads.latest_tokens import (
+    MOST_UNREAD,
+    LatestTokens,
+    Place,
+    TakenStep,
+    gathered,
+    places_of_step,
+)
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.noted_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.heads.prediction_head import PredictionHead
@@ -64,7 +70,6 @@ class ModelHead:
         nothing = mx.zeros((1, self.parts.hidden_size), like.dtype)
         self._nothing = TakenStep(mx.zeros((1,), mx.int32), nothing)
         self.geometry = self._geometry(nothing[None])
-        self._latest: WeakKeyDictionary[Sequence, LatestTokens] = WeakKeyDictionary()
 
     @staticmethod
     def _require_shape(what: str, of_model: int, of_head: int) -> None:
@@ -87,7 +92,7 @@ class ModelHead:
 
     @contextmanager
     def step(self, tokens: mx.array | None, cache: PagedKVCache) -> Iterator[None]:
-        """Take a step that the model's layers take within.
+        """Take a step that the model's layers take within, if they take one.
 
         Args:
             tokens: [B, S]; None if the model is given embeddings alone.
@@ -101,14 +106,19 @@ class ModelHead:
             self.read_waiting(cache.sequences)
         with outputs_of(self.modules) as outputs:
             yield
+        if not outputs:
+            return
         hidden = self.head.joined(outputs)
-        places = self._places(tokens, hidden, cache)
+        paddings = [sequence.progress(cache.layer).padding for sequence in cache.sequences]
+        # A new cache takes a batch of any size.
+        paddings += [NO_PADDING] * (len(hidden) - len(paddings))
+        places = places_of_step(tokens, hidden, paddings)
         if may_wait:
             cache.update_and_fetch(*_zeros(self.geometry, *hidden.shape[:2]))
         else:
             self._read_step(tokens, hidden, cache, places)
         for sequence, each in zip(cache.sequences, places, strict=True):
-            latest = self._latest_of(sequence)
+            latest = _latest_of(sequence)
             latest.take(_length(sequence) - len(each), each, is_read=not may_wait)
 
     def read_waiting(self, sequences: Iterable[Sequence], more_than: int = 0) -> None:
@@ -156,13 +166,7 @@ class ModelHead:
 
     def _unread(self, sequences: Rows[Sequence]) -> list[int]:
         """How many tokens of each sequence the head has not read."""
-        return [self._latest_of(each).unread(_length(each)) for each in sequences]
-
-    def _latest_of(self, sequence: Sequence) -> LatestTokens:
-        latest = self._latest.get(sequence)
-        if latest is None:
-            latest = self._latest[sequence] = LatestTokens(_length(sequence))
-        return latest
+        return [_latest_of(each).unread(_length(each)) for each in sequences]
 
     def _read_unread(
         self, cache: PagedKVCache, unread: list[int], last: list[int] | None = None
@@ -178,7 +182,7 @@ class ModelHead:
         more = 0 if last is None else 1
         tokens, before = [], []
         for sequence, count in zip(cache.sequences, unread, strict=True):
-            start, latest = _length(sequence), self._latest_of(sequence)
+            start, latest = _length(sequence), _latest_of(sequence)
             before.append(latest.between(start - 1, start - 1 + count + more))
             tokens.append(latest.between(start, start + count))
         if last is not None:
@@ -188,40 +192,14 @@ class ModelHead:
         padding = [max(counts) - count for count in counts]
         if any(padding):
             cache.prepare(lengths=counts, right_padding=padding)
-        embeddings = self.parts.embed(self._gathered(tokens, "tokens"))
-        hidden = self._gathered(before, "hidden")
+        embeddings = self.parts.embed(gathered(tokens, self._nothing).tokens)
+        hidden = gathered(before, self._nothing).hidden
         states = self.head(embeddings, hidden, _Written(cache) if last is None else cache)
         if any(padding):
             cache.finalize()
             ends = mx.array(counts)[:, None, None] - 1
             return mx.take_along_axis(states, ends, axis=1)
         return states[:, -1:]
-
-    def _places(
-        self, tokens: mx.array | None, hidden: mx.array, cache: PagedKVCache
-    ) -> list[list[Place]]:
-        """Where the tokens of each row are, of a step that the head's layer is about to take: of a
-        long step the last one, as no draft is that long."""
-        rows, count, width = hidden.shape
-        paddings = [sequence.progress(cache.layer).padding for sequence in cache.sequences]
-        paddings += [NO_PADDING] * (rows - len(paddings))  # a new cache takes a batch of any size
-        if tokens is None:
-            tokens = mx.zeros((rows, count), mx.int32)
-        if count <= MOST_UNREAD:
-            step = TakenStep(tokens.reshape(-1), hidden.reshape(-1, width))
-            return [
-                [Place(step, row * count + padding.left + at) for at in range(padding.own(count))]
-                for row, padding in enumerate(paddings)
-            ]
-        ends = [padding.left + padding.own(count) for padding in paddings]
-        last = mx.array([max(0, end - 1) for end in ends])[:, None, None]
-        step = TakenStep(
-            mx.take_along_axis(tokens, last[:, :, 0], axis=1).reshape(-1),
-            mx.take_along_axis(hidden, last, axis=1).reshape(-1, width),
-        )
-        return [
-            [Place(step, row)] if padding.own(count) else [] for row, padding in enumerate(paddings)
-        ]
 
     def _read_step(
         self,
@@ -244,33 +222,15 @@ class ModelHead:
         if len(sequences) != rows:
             return mx.broadcast_to(self._nothing.hidden, (rows, 1, self._nothing.hidden.shape[1]))
         lengths = map(_length, sequences)
-        return self._gathered(
-            [
-                self._latest_of(sequence).between(length - 1, length)
-                for sequence, length in zip(sequences, lengths, strict=True)
-            ],
-            "hidden",
-        )
-
-    def _gathered(self, places: list[list[Place | None]], name: str) -> mx.array:
-        """What steps have at these places, [B, S, ...], S of the longest row; 0 where nothing is
-        known."""
-        firsts, total = {self._nothing: 0}, 1
-        for place in chain.from_iterable(places):
-            if place is not None and place.step not in firsts:
-                firsts[place.step] = total
-                total += len(place.step.tokens)
-        longest = max(map(len, places))
-        at = [
-            [0 if each is None else firsts[each.step] + each.at for each in row]
-            + [0] * (longest - len(row))
-            for row in places
+        places = [
+            _latest_of(sequence).between(length - 1, length)
+            for sequence, length in zip(sequences, lengths, strict=True)
         ]
-        return mx.concatenate([getattr(step, name) for step in firsts])[mx.array(at)]
+        return gathered(places, self._nothing).hidden
 
     def _note_read(self, sequences: Rows[Sequence]) -> None:
         for sequence in sequences:
-            self._latest_of(sequence).note_read(_length(sequence))
+            _latest_of(sequence).note_read(_length(sequence))
 
 
 def _cache_of(sequences: Rows[Sequence]) -> PagedKVCache:
@@ -282,6 +242,13 @@ def _cache_of(sequences: Rows[Sequence]) -> PagedKVCache:
 def _length(sequence: Sequence) -> int:
     """The tokens that the head's layer holds of a sequence."""
     return sequence.progress(sequence.pool.num_layers - 1).tokens
+
+
+def _latest_of(sequence: Sequence) -> LatestTokens:
+    if sequence.of_head is None:
+        sequence.of_head = LatestTokens(_length(sequence))
+    latest: LatestTokens = sequence.of_head
+    return latest
 
 
 @contextmanager

@@ -32,15 +32,29 @@ def hook_outputs(kind: Any) -> Undo:
 
 @contextmanager
 def outputs_of(modules: Sequence[Module]) -> Iterator[list[mx.array]]:
-    """A list that has the latest output of each module, whose class is hooked, at the end."""
+    """A list that has the latest output of each module, whose class is hooked, at the end; it stays
+    empty if they were not called."""
     outputs: list[mx.array] = []
     outer, _this_thread.found = _this_thread.found, {id(each): [] for each in modules}
     try:
         yield outputs
         found = _this_thread.found
-        outputs += [found[id(each)][-1] for each in modules]
+        if all(found.values()):
+            outputs += [found[id(each)][-1] for each in modules]
     finally:
         _this_thread.found = outer
+
+
+def note_outputs(modules: Sequence[Module], outputs: Sequence[mx.array]) -> None:
+    """Note what modules would have returned."""
+    for module, output in zip(modules, outputs, strict=True):
+        _note(module, output)
+
+
+def _note(module: Module, output: mx.array) -> None:
+    found = _this_thread.found
+    if found is not None and id(module) in found:
+        found[id(module)].append(output)
 
 
 def _hook(kind: Any) -> Undo:
@@ -49,9 +63,7 @@ def _hook(kind: Any) -> Undo:
     @wraps(stock)
     def call(module: Module, *args: Any, **options: Any) -> Any:
         output = stock(module, *args, **options)
-        found = _this_thread.found
-        if found is not None and id(module) in found:
-            found[id(module)].append(output)
+        _note(module, output)
         return output
 
     return replace_call(kind, call)

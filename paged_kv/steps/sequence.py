@@ -6,7 +6,7 @@ import uuid
 import weakref
 from collections.abc import Mapping, Set
 from threading import Thread, current_thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -52,6 +52,7 @@ class Sequence:
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
         bounds: how far the sequence can be rolled back.
+        of_head: what a prediction head keeps of the latest tokens, or None; forks get copies.
         hooks: what stays replaced in the model's modules while the sequence exists.
         tables: the sequence's block tables; `table` makes those of other groups.
 
@@ -73,6 +74,7 @@ class Sequence:
         self.layers = LayerProgress(pool.num_layers)
         self.bounds = RollbackBounds(pool)
         self._states_len = 0
+        self.of_head: Any = None
         self.unwritten: dict[int, UnwrittenStep] = {}
         self.prompt_tokens = 0
         self.caches_out_of_window = False
@@ -313,6 +315,7 @@ class Sequence:
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         copy.layers = self.layers.without_latest()
         copy.bounds = self.bounds
+        copy.of_head = None if self.of_head is None else self.of_head.copy()
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)

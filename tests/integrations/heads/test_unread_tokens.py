@@ -1,0 +1,165 @@
+"""A head that has left tokens unread reads them later as if it had read them at once."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedCacheFactory, PoolExhausted
+from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.heads.latest_tokens import MOST_UNREAD
+from paged_kv.integrations.heads.model_head import ModelHead, head_of
+from tests.support.heads import random_head
+from tests.support.zoo import small_model
+
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(400)]
+CLOSE = {"rtol": 1e-3, "atol": 2e-4}
+
+
+def factory_and_head(name: str = "llama") -> tuple[Any, PagedCacheFactory, ModelHead]:
+    model = small_model(name)
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
+    factory.make_cache()
+    head = head_of(factory.pool)
+    assert head is not None
+    return model, factory, head
+
+
+def at_once(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> PagedKVCache:
+    """The cache of the head's layer that has read all of these in one step."""
+    assert len(tokens) > MOST_UNREAD
+    cache = factory.make_cache()
+    model(mx.array([tokens]), cache=cache)
+    own: PagedKVCache = cache[-1]
+    return own
+
+
+def is_read(own: PagedKVCache, model: Any, factory: PagedCacheFactory, tokens: list[int]) -> bool:
+    """Whether the head's keys are those of a head that has read these tokens at once."""
+    expected = at_once(model, factory, tokens).keys
+    return own.keys.shape == expected.shape and bool(mx.allclose(own.keys, expected, **CLOSE))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("length", [40, 250, 255])
+def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int) -> None:
+    """Before a page is full, after so many tokens, and for a draft."""
+    model, factory, head = factory_and_head(name)
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:length]]), cache=cache)
+    own, unread = cache[-1], 0
+    chunks = [window.write_chunk - 1 for window in factory.pool.windows.values()]
+    most = min([MOST_UNREAD, *chunks])
+    for at in range(length, length + 40):
+        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
+        before = (unread + 1) * (unread < most and (at + 1) % 256 != 0)
+        assert is_read(own, model, factory, PROMPT[: at + 1]) == (before == 0), at
+        unread = before
+    assert unread
+    expected = at_once(model, factory, PROMPT[: length + 40])
+    drafts = [head.draft(each.sequences, [7], 4).tolist() for each in (own, expected)]
+    assert drafts[0] == drafts[1]
+    assert is_read(own, model, factory, PROMPT[: length + 40])
+    assert {each.offset for each in cache if isinstance(each, PagedKVCache)} == {length + 40}
+    factory.pool.check()
+
+
+def test_rows_leave_other_numbers_of_tokens_unread() -> None:
+    """In a batch whose rows came at other times, after trims of each row."""
+    model, factory, head = factory_and_head()
+    caches = []
+    for row, taken in enumerate((1, 5, 9)):
+        cache = factory.make_cache()
+        model(mx.array([PROMPT[row : row + 50]]), cache=cache)
+        for at in range(50, 50 + taken):
+            model(mx.array([PROMPT[row + at : row + at + 1]]), cache=cache)
+        caches.append(cache)
+    batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+    model(mx.array([PROMPT[row + 60 : row + 64] for row in range(3)]), cache=batch)
+    for layer in batch:
+        layer.trim_per_sequence([3, 0, 2])
+    lengths = [(1, 1), (5, 4), (9, 2)]
+    texts = [
+        [*PROMPT[row : row + 50 + taken], *PROMPT[row + 60 : row + 60 + kept]]
+        for row, (taken, kept) in enumerate(lengths)
+    ]
+    expected = [at_once(model, factory, text).sequences[0] for text in texts]
+    own = batch[-1].sequences
+    for order in ([0, 1, 2], [2, 0]):
+        drafts = [
+            head.draft([rows[row] for row in order], [7 + row for row in order], 4).tolist()
+            for rows in (own, expected)
+        ]
+        assert drafts[0] == drafts[1]
+    for row, text in enumerate(texts):
+        assert is_read(batch[-1].extract(row), model, factory, text)
+
+
+def test_forks_read_what_was_left_unread() -> None:
+    model, factory, head = factory_and_head()
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:50]]), cache=cache)
+    model(mx.array([PROMPT[50:60]]), cache=cache)
+    (fork,) = cache[-1].extract(0).sequences
+    model(mx.array([PROMPT[70:75]]), cache=cache)  # the fork does not take these
+    head.read_waiting([fork])
+    assert is_read(PagedKVCache(factory.pool, cache[-1].layer, [fork]), model, factory, PROMPT[:60])
+    head.read_waiting(cache[-1].sequences)
+    assert is_read(cache[-1], model, factory, [*PROMPT[:60], *PROMPT[70:75]])
+
+
+def test_cached_prompts_are_read() -> None:
+    model, factory, _ = factory_and_head()
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:300]]), cache=cache)
+    for at in range(300, 310):
+        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
+    factory.insert_cache(PROMPT[:310], cache)
+    found, count = factory.fetch_cache(PROMPT[:320])
+    assert count == 310
+    assert is_read(found[-1], model, factory, PROMPT[:310])
+
+
+def test_reads_that_find_no_memory_change_nothing() -> None:
+    """A page that others share needs a copy."""
+    model, factory, head = factory_and_head()
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:50]]), cache=cache)
+    model(mx.array([PROMPT[50:60]]), cache=cache)
+    fork = [each.extract(0) for each in cache]
+    held: list[Any] = []
+    while factory.can_admit(1):
+        held.append(factory.make_cache())
+        model(mx.array([PROMPT[:1]]), cache=held[-1])
+    before = fork[-1].keys
+    for work in (
+        lambda: head.read_waiting(fork[-1].sequences),
+        lambda: head.draft(fork[-1].sequences, [7], 4),
+    ):
+        with pytest.raises(PoolExhausted):
+            work()
+        assert {each.offset for each in fork} == {60}
+        assert mx.array_equal(fork[-1].keys, before)
+    held.clear()
+    head.read_waiting(fork[-1].sequences)
+    assert is_read(fork[-1], model, factory, PROMPT[:60])
+
+
+def test_rings_bound_what_is_left_unread() -> None:
+    """A ring rolls back no more than a step."""
+    model = small_model("gemma3_text")
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model), write_chunk=8)
+    cache = factory.make_cache()
+    for start, end in ((0, 8), *((at, at + 1) for at in range(8, 40))):
+        model(mx.array([PROMPT[start:end]]), cache=cache)
+    head = head_of(factory.pool)
+    assert head is not None
+    expected = at_once(
+        model, PagedCacheFactory(model, max_bytes=64 << 20, head=head.head), PROMPT[:40]
+    )
+    drafts = [
+        owner.draft(each.sequences, [7], 3).tolist()
+        for owner, each in ((head, cache[-1]), (head_of(expected.pool), expected))
+        if owner is not None
+    ]
+    assert drafts[0] == drafts[1]
