@@ -163,3 +163,31 @@ def test_rings_bound_what_is_left_unread() -> None:
         if owner is not None
     ]
     assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("kind", ["layer_head", "eagle3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_head_reads_steps_that_repeat_a_recording(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    model = small_model(name)
+    drafts, logits = [], []
+    for compile in (False, True):
+        factory = PagedCacheFactory(
+            model, max_bytes=64 << 20, head=random_head(model, kind), compile=compile
+        )
+        cache = factory.make_cache()
+        head = head_of(factory.pool)
+        assert head is not None
+        model(mx.array([PROMPT[:240]]), cache=cache)
+        for at in range(240, 270):
+            logits.append(model(mx.array([PROMPT[at : at + 1]]), cache=cache))
+            mx.eval(logits[-1])
+        drafts.append(head.draft(cache[-1].sequences, [7], 4).tolist())
+        assert {each.offset for each in cache if isinstance(each, PagedKVCache)} == {270}
+        if compile:
+            assert factory.recordings[factory.pool].repeated > 20
+    assert drafts[0] == drafts[1]
+    for python, repeated in zip(logits[:30], logits[30:], strict=True):
+        assert mx.allclose(python, repeated, **CLOSE)
