@@ -55,9 +55,9 @@ def server_parser() -> argparse.ArgumentParser:
         parser,
         "draft_model",
         "A smaller model with the same vocabulary, or a prediction head of the model, which "
-        "drafts tokens for all requests; or head, the one that comes with the model; or ngram, "
-        "which drafts what followed the same tokens earlier in the prompt or the answer. Nothing "
-        "is drafted where it is slower (default: no drafts)",
+        "drafts tokens for all requests; or head, the one that comes with the model; or auto, the "
+        "same if there is one; or ngram, which drafts what followed the same tokens earlier in the "
+        "prompt or the answer. Nothing is drafted where it is slower (default: no drafts)",
     )
     _redefine(
         parser,

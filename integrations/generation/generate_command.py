@@ -92,9 +92,9 @@ def add_generate_parser(
         "--draft-model",
         type=name,
         help="a smaller model with the same vocabulary, or a prediction head of the model, which "
-        "drafts tokens for all prompts; or head, the one that comes with the model; or ngram, "
-        "which drafts what followed the same tokens earlier. Nothing is drafted where it is slower "
-        "(default: no drafts)",
+        "drafts tokens for all prompts; or head, the one that comes with the model; or auto, the "
+        "same if there is one; or ngram, which drafts what followed the same tokens earlier. "
+        "Nothing is drafted where it is slower (default: no drafts)",
     )
     parser.add_argument(
         "--num-draft-tokens",

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
-from paged_kv.integrations.heads.mtp_head import load_mtp_head
+from paged_kv.integrations.heads.mtp_head import load_mtp_head, mtp_weights
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
 
 LAYER_HEAD = "layer_head"
@@ -41,6 +41,11 @@ def load_head(folder: str | Path) -> PredictionHead:
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
     head.load(weights, str(folder))
     return head
+
+
+def has_own_head(model: Module, folder: str | Path) -> bool:
+    """Whether a head comes with a model, as `load_own_head` finds it."""
+    return (Path(folder) / "draft_head").is_dir() or bool(mtp_weights(model, folder))
 
 
 def load_own_head(model: Module, folder: str | Path) -> PredictionHead:

@@ -127,6 +127,13 @@ class MtpHead(PredictionHead):
         return super().likeliest(normed, parts)
 
 
+def mtp_weights(model: Module, folder: str | Path) -> Weights:
+    """The weights of the head that a model was trained with, by their names behind the head's own;
+    none if its files have none, or if its family is not known to have a head."""
+    family = FAMILIES.get(_file_of(model))
+    return {} if family is None else _weights_of(Path(folder), _prefix(family, model))
+
+
 def load_mtp_head(model: Module, folder: str | Path) -> MtpHead:
     """The head that a model was trained with.
 
@@ -138,20 +145,19 @@ def load_mtp_head(model: Module, folder: str | Path) -> MtpHead:
         ValueError: its family is not known to have a head, the files have none, or weights of it
             are missing; the message says which.
     """
-    name = type(model).__module__.rpartition(".")[2]
-    family = FAMILIES.get(name)
+    family = FAMILIES.get(_file_of(model))
     if family is None:
         raise ValueError(
-            f"{name} is not known to be trained with a prediction head: those are "
+            f"{_file_of(model)} is not known to be trained with a prediction head: those are "
             f"{', '.join(sorted(FAMILIES))}. Name the folder of a head, or another draft"
         )
     parts = ModelParts(model)
     layers = parts.backbone.layers
-    weights = _weights_of(Path(folder), family.prefix.format(layers=len(layers)))
+    weights = mtp_weights(model, folder)
     if not weights:
         raise ValueError(
             f"the files in {folder} hold no weights of a prediction head ("
-            f"{family.prefix.format(layers=len(layers))}*): conversions often leave them out. Take "
+            f"{_prefix(family, model)}*): conversions often leave them out. Take "
             "the original files, or another draft"
         )
     arguments: Any = parts.arguments
@@ -167,6 +173,15 @@ def load_mtp_head(model: Module, folder: str | Path) -> MtpHead:
     _quantise(head, own, Path(folder))
     head.load(own, str(folder))
     return head
+
+
+def _file_of(model: Module) -> str:
+    """The name of mlx-lm's file of a model."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def _prefix(family: MtpFamily, model: Module) -> str:
+    return family.prefix.format(layers=len(ModelParts(model).backbone.layers))
 
 
 def _weights_of(folder: Path, prefix: str) -> Weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from paged_kv.commands.cache_options import (
     examples,
     require_offload_complete,
 )
-from paged_kv.commands.model_names import named_model, not_loaded, require_model
+from paged_kv.commands.model_names import NO_DRAFT_MODEL, named_model, not_loaded, require_model
 from paged_kv.embedded import EMBEDDED
 from paged_kv.sizes import counted, format_size, parse_size
 
@@ -48,7 +47,9 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="folder or Hugging Face repository of a model (default: the small one in this "
         "package)",
     )
-    parser.add_argument("--draft-model", type=name, help="a model that drafts for it")
+    parser.add_argument(
+        "--draft-model", type=name, help="a model or a prediction head that drafts for it"
+    )
     parser.add_argument(
         "--context",
         type=positive,
@@ -127,22 +128,22 @@ def _models(arguments: argparse.Namespace) -> list[Any]:
     import mlx.core as mx
     from mlx_lm import load
 
-    from paged_kv.integrations.heads.loading import is_head, load_head
+    from paged_kv.integrations.speculation.draft_models import load_draft_model
 
-    models: list[Any] = []
-    for option, given in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
-        if given is None:
-            continue
-        named = str(named_model(given))
-        require_model(option, named)
-        try:
-            is_of_head = option == "--draft-model" and is_head(Path(named))
-            model = load_head(named) if is_of_head else load(named, lazy=True)[0]
-        except Exception as error:
-            raise not_loaded(option, given, error) from error
-        if arguments.dtype is not None:
-            model.set_dtype(getattr(mx, arguments.dtype))
-        models.append(model)
+    named, draft = str(named_model(arguments.model)), arguments.draft_model
+    require_model("--model", named)
+    if draft not in NO_DRAFT_MODEL:
+        draft = str(named_model(draft))
+        require_model("--draft-model", draft)
+    try:
+        model, tokenizer = load(named, lazy=True)[:2]
+    except Exception as error:
+        raise not_loaded("--model", arguments.model, error) from error
+    drafting = load_draft_model(draft, model, named, tokenizer, lazy=True)
+    models = [model] if drafting is None else [model, drafting]
+    if arguments.dtype is not None:
+        for each in models:
+            each.set_dtype(getattr(mx, arguments.dtype))
     return models
 
 

@@ -11,9 +11,9 @@ from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
-from paged_kv.commands.model_names import not_loaded
+from paged_kv.commands.model_names import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
-from paged_kv.integrations.heads.loading import is_head, load_head, load_own_head
+from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import Draft
@@ -22,16 +22,13 @@ from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
 
-# The names of prompt look-up, and of the head that comes with a model, where a draft model can be
-# named.
-NGRAM, OWN_HEAD = "ngram", "head"
-
 
 def load_draft_model(
     name: str | None, model: Module, path: str, tokenizer: Any, *, lazy: bool = False
 ) -> Module | None:
     """Load the draft model, or the prediction head, of this folder or repository, or the head that
-    comes with the model for `OWN_HEAD`; None for None and for `NGRAM`.
+    comes with the model for `OWN_HEAD` and `AUTO_HEAD`; None for None and for `NGRAM`, and for
+    `AUTO_HEAD` if no head comes with the model.
 
     Args:
         name: of the draft.
@@ -45,8 +42,11 @@ def load_draft_model(
     """
     if name is None or name == NGRAM:
         return None
-    if name == OWN_HEAD:
-        return load_own_head(model, _folder_of(path))
+    if name in (OWN_HEAD, AUTO_HEAD):
+        folder = _folder_of(path)
+        if name == AUTO_HEAD and not has_own_head(model, folder):
+            return None
+        return load_own_head(model, folder)
     draft: Module
     try:
         folder = _folder_of(name)
@@ -82,7 +82,7 @@ def make_draft(
     """The draft of this name, None for None.
 
     Args:
-        name: `NGRAM`, or the name of `draft_model`.
+        name: as for `load_draft_model`.
         draft_model: from `load_draft_model`.
         factories: of the model, with the head if it is one, and of the draft model if there is one.
         shared_tokens: `NGramDraft`'s.
@@ -90,7 +90,7 @@ def make_draft(
     Raises:
         ValueError: the caches of one of the models cannot be rolled back.
     """
-    if name is None:
+    if name is None or (name == AUTO_HEAD and draft_model is None):
         return None
     require_rollback(factories[0].make_cache())
     if draft_model is None:

@@ -16,7 +16,7 @@ from paged_kv.commands.arguments import (
     store_size,
     tier,
 )
-from paged_kv.commands.model_names import require_model
+from paged_kv.commands.model_names import NO_DRAFT_MODEL, require_model
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
 from paged_kv.tiers.store_options import StoreOptions
@@ -206,7 +206,7 @@ def require_folders(arguments: argparse.Namespace) -> None:
         OSError: a model is not there, or its folder is incomplete, or the store's is a file.
     """
     for option, name in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
-        if name not in (None, "ngram", "head"):
+        if name not in NO_DRAFT_MODEL:
             require_model(option, name)
     for place in arguments.store or ():
         if isinstance(place, Path) and place.is_file():

@@ -5,6 +5,11 @@ from pathlib import Path
 
 from paged_kv.embedded import EMBEDDED, embedded_model
 
+# Where a draft model can be named: prompt look-up; the prediction head that comes with the model;
+# the same if there is one, and else no drafts.
+NGRAM, OWN_HEAD, AUTO_HEAD = "ngram", "head", "auto"
+NO_DRAFT_MODEL = frozenset({None, NGRAM, OWN_HEAD, AUTO_HEAD})
+
 # The Hub takes no name that begins with a dot or a dash: ./model is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 

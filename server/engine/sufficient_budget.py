@@ -16,8 +16,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.commands.model_names import NO_DRAFT_MODEL
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.speculation.draft_models import NGRAM, OWN_HEAD, divided_factories
+from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.sizes import format_size
 
@@ -32,7 +33,7 @@ def require_sufficient_budget(arguments: argparse.Namespace) -> None:
     if not isinstance(arguments.max_kv_bytes, int):
         return
     names = [arguments.model, arguments.draft_model]
-    models = [_without_weights(name) for name in names if name not in (None, NGRAM, OWN_HEAD)]
+    models = [_without_weights(name) for name in names if name not in NO_DRAFT_MODEL]
     known = [model for model in models if model is not None]
     if known and len(known) == len(models):
         _require(known, arguments)
@@ -103,9 +104,7 @@ def _of_all(lacking: int, share: int, budget: int) -> int:
 
 def _too_small(budget: int, needed: int | None, arguments: argparse.Namespace) -> ValueError:
     option = "--max-kv-bytes" if isinstance(arguments.max_kv_bytes, int) else "the machine's memory"
-    models = (
-        "the model needs" if arguments.draft_model in (None, NGRAM, OWN_HEAD) else "the models need"
-    )
+    models = "the model needs" if arguments.draft_model in NO_DRAFT_MODEL else "the models need"
     least = "more" if needed is None else f"at least {format_size(needed)} ({needed:,} bytes)"
     return ValueError(
         f"{option} gives pages {format_size(budget)}, and {models} {least} for a block of "

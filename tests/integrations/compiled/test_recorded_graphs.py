@@ -194,7 +194,7 @@ class StepByStep:
     def __call__(self, tokens: mx.array, caches: list[Any], step: RecordableStep) -> Repeated:
         function = StepFunction(self._call, caches, step)
         logits, *changed = function(tokens, *step.arrays())
-        return Repeated(logits, changed, [], function.written)
+        return Repeated(logits, [], changed, [], function.written)
 
 
 def _llama() -> Any:

@@ -1,6 +1,7 @@
 """Heads in folders: what is one, and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from paged_kv import HeadDraft, PagedCacheFactory
+from paged_kv.commands.model_names import AUTO_HEAD
 from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
 from paged_kv.integrations.heads.loading import is_head, load_head, load_own_head
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
+from paged_kv.integrations.speculation.draft_models import load_draft_model, make_draft
 from tests.support.zoo import small_model
 
 SHAPE: dict[str, Any] = {
@@ -64,6 +68,22 @@ def test_a_head_of_eagle3_drafts_tokens_of_the_model(tmp_path: Path) -> None:
 def test_a_head_beside_a_model_is_its_own(tmp_path: Path) -> None:
     written(tmp_path / "draft_head", LAYER)
     assert isinstance(load_own_head(small_model("llama"), tmp_path), LayerHead)
+
+
+def test_auto_drafts_with_a_head_if_one_comes_with_the_model(tmp_path: Path) -> None:
+    model, tokenizer = small_model("llama"), None
+    factory = PagedCacheFactory(model)
+    load = partial(load_draft_model, AUTO_HEAD, model, str(tmp_path), tokenizer)
+    assert load() is None
+    assert make_draft(AUTO_HEAD, None, [factory]) is None
+    (written(tmp_path / "draft_head", LAYER) / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(FileNotFoundError):  # not taken for a model without a head
+        load()
+    (tmp_path / "config.json").rename(tmp_path / "draft_head" / "config.json")
+    head = load()
+    assert isinstance(head, LayerHead)
+    factory = PagedCacheFactory(model, head=head)
+    assert isinstance(make_draft(AUTO_HEAD, head, [factory]), HeadDraft)
 
 
 @pytest.mark.parametrize(

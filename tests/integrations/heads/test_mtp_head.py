@@ -11,6 +11,7 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.heads.loading import has_own_head
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.mtp_head import FAMILIES, MtpHead, load_mtp_head
 from tests.integrations.heads.test_head_draft import TOLERANCE, alone, with_head
@@ -56,7 +57,9 @@ def saved(model: Any, name: str, folder: Path, **others: mx.array) -> MtpHead:
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "glm4_moe", "mimo"])
 def test_a_head_is_read_as_it_is_published(name: str, tmp_path: Path) -> None:
     model = small_model(name)
+    assert not has_own_head(model, tmp_path)
     wanted = saved(model, name, tmp_path)
+    assert has_own_head(model, tmp_path)
     found = load_mtp_head(model, tmp_path)
     embeddings, hidden = (mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2))
     states = found(embeddings, hidden)

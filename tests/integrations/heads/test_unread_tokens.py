@@ -13,7 +13,7 @@ from tests.support.heads import random_head
 from tests.support.zoo import small_model
 
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(400)]
-CLOSE = {"rtol": 1e-3, "atol": 2e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-4}
 
 
 def factory_and_head(name: str = "llama") -> tuple[Any, PagedCacheFactory, ModelHead]:
