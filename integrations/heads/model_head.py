@@ -39,7 +39,7 @@ from paged_kv.integrations.model_hooks import Undo, call_all
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.progress import NO_PADDING
+from paged_kv.steps.progress import NO_PADDING, Padding
 from paged_kv.steps.sequence import Sequence
 
 
@@ -116,7 +116,7 @@ class ModelHead:
         if may_wait:
             cache.update_and_fetch(*_zeros(self.geometry, *hidden.shape[:2]))
         else:
-            self._read_step(tokens, hidden, cache, places)
+            self._read_step(tokens, hidden, cache, places, paddings)
         for sequence, each in zip(cache.sequences, places, strict=True):
             latest = _latest_of(sequence)
             latest.take(_length(sequence) - len(each), each, is_read=not may_wait)
@@ -207,6 +207,7 @@ class ModelHead:
         hidden: mx.array,
         cache: PagedKVCache,
         places: list[list[Place]],
+        paddings: list[Padding],
     ) -> None:
         """Read a step that the model has taken."""
         before = self._before(cache.sequences, len(hidden))
@@ -214,6 +215,10 @@ class ModelHead:
         # Computed with the keys: else it would keep all of the step until it is read.
         last = [each.step.hidden for row in places for each in row[-1:]]
         previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
+        if any(padding.left for padding in paddings):
+            firsts = mx.array([padding.left for padding in paddings])[:, None]
+            is_first = mx.arange(hidden.shape[1]) == firsts
+            previous = mx.where(is_first[:, :, None], before, previous)
         self.head(embeddings, previous, _Written(cache, last[:1]))
 
     def _before(self, sequences: Rows[Sequence], rows: int) -> mx.array:

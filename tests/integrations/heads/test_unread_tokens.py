@@ -95,6 +95,29 @@ def test_rows_leave_other_numbers_of_tokens_unread() -> None:
         assert is_read(batch[-1].extract(row), model, factory, text)
 
 
+@pytest.mark.parametrize("count", [12, 40])
+def test_padding_is_not_read(count: int) -> None:
+    """On the left of one row, and on the right of the other, in a step that waits or does not."""
+    model, factory, _ = factory_and_head()
+    caches = zip(factory.make_cache(), factory.make_cache(), strict=True)
+    batch = [layers[0].merge(list(layers)) for layers in caches]
+    for layer in batch:
+        layer.prepare(left_padding=[3, 0])
+        layer.prepare(lengths=[count - 3, count - 5], right_padding=[0, 5])
+    texts = [PROMPT[: count - 3], PROMPT[20 : 15 + count]]
+    model(mx.array([[0] * 3 + texts[0], texts[1] + [0] * 5]), cache=batch)
+    for layer in batch:
+        layer.finalize()
+    for at in range(30):
+        model(mx.array([[PROMPT[at]], [PROMPT[at + 5]]]), cache=batch)
+    head = head_of(factory.pool)
+    assert head is not None
+    head.read_waiting(batch[-1].sequences)
+    for row, text in enumerate(texts):
+        text += PROMPT[5 * row : 5 * row + 30]
+        assert is_read(batch[-1].extract(row), model, factory, text)
+
+
 def test_forks_read_what_was_left_unread() -> None:
     model, factory, head = factory_and_head()
     cache = factory.make_cache()
