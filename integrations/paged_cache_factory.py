@@ -32,6 +32,7 @@ from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_f
 from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
+from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
@@ -291,8 +292,9 @@ class PagedCacheFactory:
         known, owner = self._media.keyed(tokens, media), _owner(salt, session)
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         if self._model.head is not None:
-            # Without memory for a copy of the last page, later drafts are worse, and nothing else.
-            with suppress(PoolExhausted):
+            # Where it cannot be read, because a page that others share has no room for a copy, or
+            # because another thread reads it, later drafts are worse, and nothing else.
+            with suppress(PoolExhausted, ThreadConflict):
                 self._model.head.read_waiting([sequence])
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)

@@ -184,8 +184,9 @@ class AdaptiveLengths:
         if tokens == 1:
             gain = _ALLOWANCE_PER_STEP
         elif (plain := self._times.plain(rows)) is not None:
-            # One that took longer than its tokens one by one has waited for another process.
-            gain = emitted / rows - min(seconds / plain, tokens)
+            # One that took longer than drafting and verifying its tokens one by one has waited for
+            # another process.
+            gain = emitted / rows - min(seconds / plain, 2 * tokens)
         else:
             return
         self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)

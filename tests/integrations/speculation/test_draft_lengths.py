@@ -33,6 +33,11 @@ def crowded(rows: int, tokens: int) -> float:
     return max(4.0, rows * tokens)
 
 
+def doubled(rows: int, tokens: int) -> float:
+    """Drafting a token costs as much as verifying it."""
+    return rows * (2.0 * tokens - 1)
+
+
 class Simulation:
     """A batch with times from a clock, whose drafted tokens are accepted by chance."""
 
@@ -72,7 +77,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("clock", [flat, steep, crowded])
+@pytest.mark.parametrize("clock", [flat, steep, crowded, doubled])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.95])
 def test_drafts_never_cost_more_than_three_percent(clock: Clock, chance: float, rows: int) -> None:
     simulation = Simulation(clock, rows, chance)
@@ -88,6 +93,16 @@ def test_short_replies_without_accepted_drafts_share_an_allowance() -> None:
         simulation.run(2)
     assert sum(simulation.chosen[:10]) > 0
     assert simulation.speed > 0.97
+
+
+def test_what_drafting_costs_counts_too() -> None:
+    """A try of a slow draft is followed by as many steps without drafts as it has cost."""
+    simulation = Simulation(doubled, 1, 0.0)
+    for _ in range(10):
+        simulation.begin_replies()
+        simulation.run(100)
+    assert sum(simulation.chosen) > 0
+    assert simulation.speed > 0.985
 
 
 @pytest.mark.parametrize(("rows", "least"), [(1, 3.5), (8, 2.0)])
