@@ -35,7 +35,7 @@ def load_head(folder: str | Path) -> PredictionHead:
         ValueError: it is no head that is known, or lacks weights; the message says which.
     """
     folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads(_required(folder / "config.json").read_text())
     head = _new_head(folder, config)
     loaded: Any = mx.load(str(_required(folder / "model.safetensors")))
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}

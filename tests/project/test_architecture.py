@@ -74,19 +74,19 @@ ARROWS: dict[str, set[str]] = {
     "integrations.distributed": {"allocator", "pool"},
     "integrations.rebinding": set(),
     "integrations.model_hooks": set(),
+    "integrations.heads": {"cache", "integrations.model_hooks", "kernels.pages", "pool", "steps"},
     "integrations.compiled": {
-        *("cache", "integrations.batching", "kernels", "kernels.pages", "pool", "steps"),
+        *("cache", "integrations.batching", "integrations.heads", "kernels", "kernels.pages"),
+        *("pool", "steps"),
     },
     "integrations.states": {
         *("cache", "integrations.batching", "integrations.model_hooks", "kernels.pages", "pool"),
         *("recognition", "steps"),
     },
-    "integrations.heads": {"cache", "integrations.model_hooks", "kernels.pages", "pool", "steps"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
-        "integrations.heads",
-        *("integrations.model_hooks", "integrations.states"),
+        *("integrations.compiled", "integrations.distributed", "integrations.heads"),
+        *("integrations.model_hooks", "integrations.rebinding", "integrations.states"),
         *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
         "tiers",
     },
@@ -97,9 +97,8 @@ ARROWS: dict[str, set[str]] = {
     "integrations.grammar": set(),
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
-        *("integrations.batching", "integrations.grammar", "integrations.states", "kernels.pages"),
-        "integrations.heads",
-        "steps",
+        *("integrations.batching", "integrations.distributed", "integrations.grammar"),
+        *("integrations.heads", "integrations.states", "kernels.pages", "steps"),
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
