@@ -51,7 +51,8 @@ from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import Draft
 
-CONTEXT, NEW_TOKENS, DRAFTED, REPETITIONS = 512, 96, 4, 5
+CONTEXT, NEW_TOKENS, DRAFTED = 512, 192, 4
+REPETITIONS = {"stdlib-llama": 7, "smollm2": 3}
 
 Figures = dict[str, Any]
 
@@ -96,7 +97,9 @@ def ways(model: Any, head_folder: Path | None, draft: Any, prompts: Prompts) -> 
     return found
 
 
-def row_of(model: Any, way: Drafting, prompts: Prompts, stop: list[list[int]]) -> Figures:
+def row_of(
+    model: Any, way: Drafting, prompts: Prompts, stop: list[list[int]], repetitions: int
+) -> Figures:
     """The figures of one way for a batch of these prompts."""
     options: Figures = {"max_tokens": NEW_TOKENS, "stop_tokens": stop}
     plain = PagedCacheFactory(model, max_bytes="1GB")
@@ -106,7 +109,7 @@ def row_of(model: Any, way: Drafting, prompts: Prompts, stop: list[list[int]]) -
     times = in_turns(
         partial(without.run, partial(BatchGenerator, model)),
         partial(drafted.run, make),
-        repetitions=REPETITIONS,
+        repetitions=repetitions,
     )
     fixed = partial(make, num_draft_tokens=DRAFTED, lengths=FixedLengths())
     drafted.run(fixed)
@@ -131,10 +134,11 @@ def rows_of(
 ) -> list[Figures]:
     """The rows of one task."""
     found = []
+    repetitions = REPETITIONS[name.partition(",")[0]]
     for label, way in ways(model, head, draft, prompts).items():
         for count in ROWS:
             row = {"task": name, "draft": label, "rows": count}
-            found.append(row | row_of(model, way, prompts[:count], stop))
+            found.append(row | row_of(model, way, prompts[:count], stop, repetitions))
             print(
                 {key: each for key, each in found[-1].items() if "seconds" not in key}, flush=True
             )
