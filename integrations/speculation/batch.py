@@ -156,8 +156,8 @@ class SpeculativeBatch(MaskedBatch):
         self._lengths = lengths
         self._ranks = ranks_of(model)
         self._rows: list[_Row] = []
-        # The rows of the last step, if it was without drafts.
-        self._plain_rows = 0
+        # The rows of the last step, if it was without drafts; 0 behind one with drafts.
+        self._plain_rows: int | None = None
 
     def extend(self, batch: GenerationBatch) -> None:
         """Extend this batch with another generation batch, whose caches can be rolled back."""
@@ -200,9 +200,11 @@ class SpeculativeBatch(MaskedBatch):
             for row, count in enumerate(counts)
             if count and not self._rows[row].is_forced
         }
+        before_draft = perf_counter()
         if requests:
             self._draft.prepare(list(requests.values()))
         began = perf_counter()
+        self._lengths.note_beside(len(counts), 0, began - before_draft)
         rollback, before = Rollback(self.model, self.prompt_cache), SampledState(self)
         verified = attempted(partial(self._verified, emitting, counts, requests))
         if isinstance(verified, Shortage):
@@ -259,9 +261,13 @@ class SpeculativeBatch(MaskedBatch):
         counts = [row.counts for row in self._rows]
         began = perf_counter()
         responses: list[Any] = super().next()
-        # It has waited for the step before it, which was begun as this one was.
+        seconds = perf_counter() - began
         if self._plain_rows == len(counts):
-            self._lengths.note(len(counts), 1, len(counts), perf_counter() - began)
+            # It has waited for the step before it, which was begun as this one was.
+            self._lengths.note(len(counts), 1, len(counts), seconds)
+        elif self._plain_rows == 0:
+            # Nothing was begun before it, as drafts need the tokens of the step before them.
+            self._lengths.note_beside(len(counts), len(counts), seconds)
         self._plain_rows = len(counts)
         for response, count in zip(responses, counts, strict=True):
             response.speculation = count

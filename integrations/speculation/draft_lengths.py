@@ -147,6 +147,11 @@ class DraftLengths(Protocol):
         """Learn from a step: the `tokens` of its longest row, and those that all rows `emitted`."""
         ...
 
+    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
+        """Learn what drafts cost beside their own steps: time in which all rows `emitted` so many
+        tokens."""
+        ...
+
 
 class FixedLengths:
     """Every row that can draft does, as many tokens as it may."""
@@ -156,6 +161,9 @@ class FixedLengths:
         return max(each.most for each in candidates)
 
     def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
         """Nothing is learned."""
 
 
@@ -190,6 +198,13 @@ class AdaptiveLengths:
         else:
             return
         self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)
+
+    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
+        """Learn what a try lost beside its step. Of what it lost once only, as a draft model loses
+        a prompt's time, no more than a step counts."""
+        if (plain := self._times.plain(rows)) is not None:
+            of_each = emitted / rows
+            self._allowance += of_each - min(seconds / plain, of_each + 1)
 
     def _best(self, rows: int, candidates: Sequence[Candidate]) -> int:
         most = min(max(each.most for each in candidates), self._times.longest(rows))

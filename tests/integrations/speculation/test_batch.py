@@ -287,10 +287,15 @@ class Noting(FixedLengths):
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, int]] = []
+        self.beside: list[tuple[int, int]] = []
 
     def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
         assert seconds > 0
         self.steps.append((rows, tokens, emitted))
+
+    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
+        assert seconds > 0
+        self.beside.append((rows, emitted))
 
 
 def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_drafted(
@@ -305,6 +310,8 @@ def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_draft
             pass
     # 3 + 1 + 3 + 1 + 1 tokens: of the steps without drafts only the last one follows another.
     assert lengths.steps == [(1, 3, 3), (1, 3, 3), (1, 1, 1)]
+    # To prepare what may draft, in all steps but the last, and the step behind each draft.
+    assert lengths.beside == [(1, 0), (1, 0), (1, 1), (1, 0), (1, 0), (1, 1)]
 
 
 def test_each_response_has_the_counts_of_its_row(
@@ -325,14 +332,11 @@ def test_each_response_has_the_counts_of_its_row(
         )
 
 
-class ByAcceptance:
+class ByAcceptance(FixedLengths):
     """Drafts one or two tokens, as the tokens sampled before were accepted or not."""
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
         return 1 + round(1000 * sum(each.acceptance.chance for each in candidates)) % 2
-
-    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Acceptance is enough."""
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,24 @@ def test_what_drafting_costs_counts_too() -> None:
     assert simulation.speed > 0.985
 
 
+def test_what_tries_cost_beside_their_steps_counts_too() -> None:
+    """As the step behind a try, which begins late. Whatever a prompt costs a draft model, no more
+    than a step counts."""
+    tries = []
+    for seconds in (0.0, 0.5, 1.0, 100.0):
+        lengths, candidate = AdaptiveLengths(), Candidate(Acceptance(), 1)
+        drafted = 0
+        for _ in range(400):
+            length = lengths.choose(1, [candidate])
+            lengths.note(1, length + 1, 1, 1 + 0.2 * length)
+            if length:
+                drafted += 1
+                lengths.note_beside(1, 0, seconds)
+                lengths.note_beside(1, 1, 1.0)  # nothing was lost
+        tries.append(drafted)
+    assert tries[0] > tries[1] > tries[2] == tries[3] > 0
+
+
 @pytest.mark.parametrize(("rows", "least"), [(1, 3.5), (8, 2.0)])
 def test_drafts_that_pay_are_made_at_once(rows: int, least: float) -> None:
     simulation = Simulation(flat, rows, 0.95)
