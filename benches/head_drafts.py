@@ -2,7 +2,7 @@
 
 All in float32. Prompt look-up, a draft model and a prediction head draft for one row and for eight,
 on tasks of trained models: stdlib-llama continues source that it has not seen, behind 512 tokens;
-its draft model is its own first 5 of 6 layers. SmolLM2 has the tasks of `benches.speculation`; its
+its draft model is its own first 5 of 6 layers. SmolLM2 has two tasks of `benches.speculation`; its
 head is one that `benches.train_head` has made, in FOLDER. For each:
 
     accepted  drafted tokens that the model accepted in a step, where 4 are drafted in every step
@@ -51,8 +51,9 @@ from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import Draft
 
-CONTEXT, NEW_TOKENS, DRAFTED = 512, 192, 4
-REPETITIONS = {"stdlib-llama": 7, "smollm2": 3}
+CONTEXT, DRAFTED = 512, 4
+# By model: tokens to generate, and repetitions.
+LENGTHS = {"stdlib-llama": (192, 7), "smollm2": (96, 3)}
 
 Figures = dict[str, Any]
 
@@ -98,10 +99,11 @@ def ways(model: Any, head_folder: Path | None, draft: Any, prompts: Prompts) -> 
 
 
 def row_of(
-    model: Any, way: Drafting, prompts: Prompts, stop: list[list[int]], repetitions: int
+    model: Any, way: Drafting, prompts: Prompts, stop: list[list[int]], lengths: tuple[int, int]
 ) -> Figures:
     """The figures of one way for a batch of these prompts."""
-    options: Figures = {"max_tokens": NEW_TOKENS, "stop_tokens": stop}
+    new_tokens, repetitions = lengths
+    options: Figures = {"max_tokens": new_tokens, "stop_tokens": stop}
     plain = PagedCacheFactory(model, max_bytes="1GB")
     cache_prompts(plain, model, prompts)
     without, drafted = Batch(plain, prompts, **options), Batch(way.factory, prompts, **options)
@@ -115,7 +117,7 @@ def row_of(
     drafted.run(fixed)
     counts = drafted.generator.counts
     accepted = counts.accepted_tokens / max(1, counts.drafts)
-    tokens = sum(map(len, prompts)) + len(prompts) * NEW_TOKENS // 2
+    tokens = sum(map(len, prompts)) + len(prompts) * new_tokens // 2
     of_layer = plain.pool.groups[0].block_bytes / 256 / len(model.layers)
     step = nbytes(model) + tokens * of_layer * len(model.layers)
     drafting = DRAFTED * (way.token_bytes + tokens * of_layer * way.layers)
@@ -134,11 +136,11 @@ def rows_of(
 ) -> list[Figures]:
     """The rows of one task."""
     found = []
-    repetitions = REPETITIONS[name.partition(",")[0]]
+    lengths = LENGTHS[name.partition(",")[0]]
     for label, way in ways(model, head, draft, prompts).items():
         for count in ROWS:
             row = {"task": name, "draft": label, "rows": count}
-            found.append(row | row_of(model, way, prompts[:count], stop, repetitions))
+            found.append(row | row_of(model, way, prompts[:count], stop, lengths))
             print(
                 {key: each for key, each in found[-1].items() if "seconds" not in key}, flush=True
             )
@@ -156,8 +158,8 @@ def main() -> None:
     rows = rows_of("stdlib-llama, source", model, own_head, draft, prompts, [])
     model, tokenizer = model_in_float32("smollm2")
     stop = [[token] for token in tokenizer.eos_token_ids]
-    for task, make in TASKS.items():
-        prompts = task_prompts(tokenizer, make)
+    for task in ("a paragraph to repeat", "JSON of a schema"):
+        prompts = task_prompts(tokenizer, TASKS[task])
         rows += rows_of(f"smollm2, {task}", model, arguments.smollm2_head, None, prompts, stop)
     mx.synchronize()
     print(write_result("head_drafts", {"blas": BLAS, "drafted": DRAFTED, "rows": rows}))
