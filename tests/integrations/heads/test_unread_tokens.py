@@ -95,6 +95,25 @@ def test_rows_leave_other_numbers_of_tokens_unread() -> None:
         assert is_read(batch[-1].extract(row), model, factory, text)
 
 
+@pytest.mark.parametrize("is_read_before", [True, False])
+def test_tokens_in_the_place_of_trimmed_ones_are_read(is_read_before: bool) -> None:
+    model, factory, head = factory_and_head()
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:50]]), cache=cache)
+    model(mx.array([PROMPT[50:60]]), cache=cache)
+    if is_read_before:
+        head.read_waiting(cache[-1].sequences)
+    for each in cache:
+        each.trim(4)
+    for at in range(70, 73):
+        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
+    text = [*PROMPT[:56], *PROMPT[70:73]]
+    expected = at_once(model, factory, text)
+    drafts = [head.draft(each.sequences, [7], 4).tolist() for each in (cache[-1], expected)]
+    assert drafts[0] == drafts[1]
+    assert is_read(cache[-1], model, factory, text)
+
+
 @pytest.mark.parametrize("count", [12, 40])
 def test_padding_is_not_read(count: int) -> None:
     """On the left of one row, and on the right of the other, in a step that waits or does not."""
