@@ -26,7 +26,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
-from paged_kv.integrations.heads.model_head import head_of, with_head
+from paged_kv.integrations.heads.model_head import head_of, heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
@@ -65,12 +65,13 @@ def _hook(kind: Any) -> Undo:
 def _call_of(kind: Any) -> Any:
     """What takes the place of a class's call."""
     own = kind.__call__
-    stock = with_head(own)
-    of_tokens = next(iter([*signature(stock).parameters][1:]), "")
+    headed = with_head(own)
+    of_tokens = next(iter([*signature(own).parameters][1:]), "")
     is_separate = takes_one_at_a_time(kind)
 
-    @wraps(stock)
+    @wraps(own)
     def call(model: Module, *args: Any, **options: Any) -> Any:
+        stock = headed if heads else own  # not a call for each step of all other models
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
         known = caches if isinstance(caches, list | tuple) else ()
         others: list[_SavedCache] = []

@@ -311,17 +311,18 @@ class _Written:
         return keys, values
 
 
-_heads: WeakKeyDictionary[PagePool, ModelHead] = WeakKeyDictionary()
+heads: WeakKeyDictionary[PagePool, ModelHead] = WeakKeyDictionary()
+"""The head of each pool whose last layer is a head's."""
 
 
 def add_head(pool: PagePool, head: ModelHead) -> None:
     """Let the last layer of a pool be a head's."""
-    _heads[pool] = head
+    heads[pool] = head
 
 
 def head_of(pool: PagePool) -> ModelHead | None:
     """The head whose layer is the last one of a pool; None if it is the model's."""
-    return _heads.get(pool)
+    return heads.get(pool)
 
 
 def with_head(stock: Any) -> Any:
@@ -332,7 +333,7 @@ def with_head(stock: Any) -> Any:
     def call(model: Module, *args: Any, **options: Any) -> Any:
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
         last: Any = caches[-1] if isinstance(caches, list | tuple) and caches else None
-        head = head_of(last.pool) if _heads and isinstance(last, PagedKVCache) else None
+        head = head_of(last.pool) if isinstance(last, PagedKVCache) else None
         if head is None:
             return stock(model, *args, **options)
         if len(args) > 1:

@@ -81,6 +81,7 @@ class _Row:
         acceptance: of what the draft proposes.
         forced_acceptance: of what the row's grammar forces.
         is_forced: whether its grammar forced tokens when the last draft was asked for.
+        is_prepared: whether the draft was prepared for it once, which takes longer than later.
     """
 
     options: RowOptions
@@ -89,6 +90,7 @@ class _Row:
     acceptance: Acceptance = field(default_factory=Acceptance)
     forced_acceptance: Acceptance = field(default_factory=Acceptance)
     is_forced: bool = False
+    is_prepared: bool = False
 
     @property
     def drafting(self) -> Acceptance:
@@ -200,11 +202,8 @@ class SpeculativeBatch(MaskedBatch):
             for row, count in enumerate(counts)
             if count and not self._rows[row].is_forced
         }
-        before_draft = perf_counter()
-        if requests:
-            self._draft.prepare(list(requests.values()))
+        self._prepare(requests, len(counts))
         began = perf_counter()
-        self._lengths.note_beside(len(counts), 0, began - before_draft)
         rollback, before = Rollback(self.model, self.prompt_cache), SampledState(self)
         verified = attempted(partial(self._verified, emitting, counts, requests))
         if isinstance(verified, Shortage):
@@ -219,6 +218,17 @@ class SpeculativeBatch(MaskedBatch):
         self._lengths.note(len(counts), longest, len(responses), perf_counter() - began)
         self._plain_rows = 0
         return responses
+
+    def _prepare(self, requests: dict[int, DraftRow], rows: int) -> None:
+        if not requests:
+            return
+        began = perf_counter()
+        self._draft.prepare(list(requests.values()))
+        asking = [self._rows[row] for row in requests]
+        if all(row.is_prepared for row in asking):
+            self._lengths.note_beside(rows, 0, perf_counter() - began)
+        for row in asking:
+            row.is_prepared = True
 
     def _verified(
         self, emitting: list[int], counts: list[int], requests: dict[int, DraftRow]

@@ -200,8 +200,8 @@ class AdaptiveLengths:
         self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)
 
     def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
-        """Learn what a try lost beside its step. Of what it lost once only, as a draft model loses
-        a prompt's time, no more than a step counts."""
+        """Learn what a try lost beside its step: no more than a step, as it may have waited for
+        another process."""
         if (plain := self._times.plain(rows)) is not None:
             of_each = emitted / rows
             self._allowance += of_each - min(seconds / plain, of_each + 1)

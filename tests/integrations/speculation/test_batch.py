@@ -310,8 +310,8 @@ def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_draft
             pass
     # 3 + 1 + 3 + 1 + 1 tokens: of the steps without drafts only the last one follows another.
     assert lengths.steps == [(1, 3, 3), (1, 3, 3), (1, 1, 1)]
-    # To prepare what may draft, in all steps but the last, and the step behind each draft.
-    assert lengths.beside == [(1, 0), (1, 0), (1, 1), (1, 0), (1, 0), (1, 1)]
+    # To prepare what may draft, in all steps but the first, and the step behind each draft.
+    assert lengths.beside == [(1, 0), (1, 1), (1, 0), (1, 0), (1, 1)]
 
 
 def test_each_response_has_the_counts_of_its_row(

@@ -106,8 +106,7 @@ def test_what_drafting_costs_counts_too() -> None:
 
 
 def test_what_tries_cost_beside_their_steps_counts_too() -> None:
-    """As the step behind a try, which begins late. Whatever a prompt costs a draft model, no more
-    than a step counts."""
+    """As the step behind a try, which begins late. No more than a step counts."""
     tries = []
     for seconds in (0.0, 0.5, 1.0, 100.0):
         lengths, candidate = AdaptiveLengths(), Candidate(Acceptance(), 1)

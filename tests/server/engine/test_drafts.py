@@ -182,9 +182,9 @@ def test_drafts_that_cannot_work_are_refused_when_the_model_is_loaded(
     class Other:
         vocab_size = 7
 
-    monkeypatch.setattr(
-        "paged_kv.integrations.speculation.draft_models.load", lambda name, **_: (None, Other())
-    )
+    drafts = "paged_kv.integrations.speculation.draft_models"
+    monkeypatch.setattr(f"{drafts}.load", lambda name, **_: (None, Other()))
+    monkeypatch.setattr(f"{drafts}.snapshot_download", lambda name, **_: "a folder of no head")
     provider = PagedModelProvider(server_parser().parse_args([*LLAMA, *LARGE, *options]))
     with pytest.raises(ValueError, match=message):
         provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's

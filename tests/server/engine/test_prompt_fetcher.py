@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow
 from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.store.entry_file import Entry
@@ -140,6 +141,8 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
+    # In every step, whether it pays or not.
+    monkeypatch.setattr(AdaptiveLengths, "choose", FixedLengths.choose)
     expected = ask(first, TOKENS)
     for each in first.service.thread.provider.factories:
         assert each.store is not None
