@@ -167,6 +167,7 @@ def test_a_draft_of_a_factory_without_a_head_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute on a quiet machine
 def test_tokens_sampled_with_a_head_have_the_models_distribution() -> None:
     """20,000 samples of the second and of the third token, of 16."""
     model, prompt, samples = small_model("llama", vocab_size=16), [3, 1, 4], 20_000
