@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.batching.short_memory import Shortage, attempted
 from paged_kv.steps.sequence import Sequence
+
+logger = logging.getLogger("paged_kv")
+
+T = TypeVar("T")
 
 
 class DraftRow(NamedTuple):
@@ -50,3 +57,14 @@ class Draft(Protocol):
         """For each row, which was prepared, the tokens that may come after `last`: at most `most`,
         or none."""
         ...
+
+
+def within_memory(work: Callable[[], T]) -> T | Shortage:
+    """The result of what a draft computes, or a shortage if there is no memory for it."""
+    try:
+        result = attempted(work)
+    except PoolExhausted as error:
+        result = Shortage(str(error))
+    if isinstance(result, Shortage):
+        logger.info("nothing is drafted: %s", result.why)
+    return result

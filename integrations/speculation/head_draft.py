@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
-from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.integrations.batching.short_memory import Shortage, attempted
+from paged_kv.integrations.batching.short_memory import Shortage
 from paged_kv.integrations.heads.model_head import head_of
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.integrations.speculation.drafts import DraftRow, within_memory
 from paged_kv.steps.sequence import Sequence
-
-logger = logging.getLogger("paged_kv")
-
 
 # A draft reads so many tokens beside its first one, in hardly more time.
 _FEW = 8
@@ -52,28 +47,17 @@ class HeadDraft:
 
     def prepare(self, rows: list[DraftRow]) -> None:
         """Read what rows without drafts have left unread."""
-        _unless_short(partial(self._head.read_waiting, _sequences(rows), _FEW))
+        within_memory(partial(self._head.read_waiting, _sequences(rows), _FEW))
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row the next tokens of the head; none if there is no memory."""
         last, count = [row.last for row in rows], max(row.most for row in rows)
-        drafted = _unless_short(partial(self._head.draft, _sequences(rows), last, count))
-        if drafted is None:
+        drafted = within_memory(partial(self._head.draft, _sequences(rows), last, count))
+        if isinstance(drafted, Shortage):
             return [[] for _ in rows]
-        return [each[: row.most] for row, each in zip(rows, drafted.tolist(), strict=True)]
+        tokens: Any = drafted.tolist()
+        return [each[: row.most] for row, each in zip(rows, tokens, strict=True)]
 
 
 def _sequences(rows: list[DraftRow]) -> list[Sequence]:
     return [row.sequence for row in rows if row.sequence is not None]
-
-
-def _unless_short(work: Callable[[], Any]) -> Any:
-    """What some work returns; None if there is no memory for it."""
-    try:
-        done = attempted(work)
-    except PoolExhausted as error:
-        done = Shortage(str(error))
-    if isinstance(done, Shortage):
-        logger.info("nothing is drafted: %s", done.why)
-        return None
-    return done

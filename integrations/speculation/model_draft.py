@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.shared_prefill import Reuses
-from paged_kv.integrations.batching.short_memory import Shortage, attempted
-from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.integrations.batching.short_memory import Shortage
+from paged_kv.integrations.speculation.drafts import DraftRow, within_memory
 from paged_kv.integrations.speculation.rollback import ragged_step
 
 # A row that is further behind computes its tokens alone, without padding the other rows.
@@ -22,8 +20,6 @@ _FEW_TOKENS = 32
 _PREFILL_STEP = 2048
 
 T = TypeVar("T")
-
-logger = logging.getLogger("paged_kv")
 
 
 class DraftFactory(Reuses, Protocol):
@@ -151,13 +147,9 @@ class ModelDraftRow:
 def _within_memory(work: Callable[[], T], rows: list[DraftRow]) -> T | None:
     """The result of some work; None if there is no memory for it. Then the draft model's pages of
     these rows are given back."""
-    try:
-        result = attempted(work)
-    except PoolExhausted as error:
-        result = Shortage(str(error))
+    result = within_memory(work)
     if not isinstance(result, Shortage):
         return result
-    logger.info("nothing is drafted: %s", result.why)
     for row in rows:
         row.state.forget()
     return None
