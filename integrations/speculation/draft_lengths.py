@@ -190,21 +190,24 @@ class AdaptiveLengths:
         """Learn the time of a step, and what it saved or lost."""
         self._times.note(rows, tokens, seconds)
         if tokens == 1:
-            gain = _ALLOWANCE_PER_STEP
-        elif (plain := self._times.plain(rows)) is not None:
+            self._earn(_ALLOWANCE_PER_STEP)
+        else:
             # One that took longer than drafting and verifying its tokens one by one has waited for
             # another process.
-            gain = emitted / rows - min(seconds / plain, 2 * tokens)
-        else:
-            return
-        self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)
+            self._account(rows, emitted, seconds, 2 * tokens)
 
     def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
         """Learn what a try lost beside its step: no more than a step, as it may have waited for
         another process."""
+        self._account(rows, emitted, seconds, emitted / rows + 1)
+
+    def _account(self, rows: int, emitted: int, seconds: float, most: float) -> None:
+        """Count what some time has saved or lost, which is `most` steps without drafts at most."""
         if (plain := self._times.plain(rows)) is not None:
-            of_each = emitted / rows
-            self._allowance += of_each - min(seconds / plain, of_each + 1)
+            self._earn(emitted / rows - min(seconds / plain, most))
+
+    def _earn(self, steps: float) -> None:
+        self._allowance = min(_MOST_ALLOWANCE, self._allowance + steps)
 
     def _best(self, rows: int, candidates: Sequence[Candidate]) -> int:
         most = min(max(each.most for each in candidates), self._times.longest(rows))
