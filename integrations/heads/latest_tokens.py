@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -87,9 +87,9 @@ class LatestTokens:
 
 def places_of_step(
     tokens: mx.array | None, hidden: mx.array, paddings: list[Padding]
-) -> list[list[Place]]:
-    """Where the tokens of each row of a step are; of a long step only the last one, as no draft is
-    that long.
+) -> tuple[TakenStep, list[list[Place]]]:
+    """What is kept of a step, and where the tokens of each row are there; of a long step only the
+    last ones, as no draft is that long.
 
     Args:
         tokens: [B, S]; None if they are not known.
@@ -103,7 +103,7 @@ def places_of_step(
     if count <= MOST_UNREAD:
         step = TakenStep(tokens.reshape(-1), hidden.reshape(-1, width))
         firsts = [row * count + padding.left for row, padding in enumerate(paddings)]
-        return [
+        return step, [
             [Place(step, first + at) for at in range(of_row)]
             for first, of_row in zip(firsts, own, strict=True)
         ]
@@ -113,11 +113,13 @@ def places_of_step(
         mx.take_along_axis(tokens, last[:, :, 0], axis=1).reshape(-1),
         mx.take_along_axis(hidden, last, axis=1).reshape(-1, width),
     )
-    return [[Place(step, row)] if of_row else [] for row, of_row in enumerate(own)]
+    return step, [[Place(step, row)] if of_row else [] for row, of_row in enumerate(own)]
 
 
-def gathered(places: list[list[Place | None]], nothing: TakenStep) -> TakenStep:
-    """What is at these places, as tokens [B, S] and hidden states [B, S, hidden_size], S of the
+def gathered(
+    places: list[list[Place | None]], nothing: TakenStep, name: Literal["tokens", "hidden"]
+) -> mx.array:
+    """The tokens [B, S], or the hidden states [B, S, hidden_size], at these places, S of the
     longest row; `nothing`, a step of one token, has what is where nothing is known."""
     firsts, total = {nothing: 0}, 1
     for place in chain.from_iterable(places):
@@ -130,7 +132,5 @@ def gathered(places: list[list[Place | None]], nothing: TakenStep) -> TakenStep:
         + [0] * (longest - len(row))
         for row in places
     ]
-    at = mx.array(numbers)
-    tokens = mx.concatenate([step.tokens for step in firsts])
-    hidden = mx.concatenate([step.hidden for step in firsts])
-    return TakenStep(tokens[at], hidden[at])
+    arrays: list[mx.array] = [getattr(step, name) for step in firsts]
+    return mx.concatenate(arrays)[mx.array(numbers)]

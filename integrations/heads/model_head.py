@@ -112,11 +112,11 @@ class ModelHead:
         paddings = [sequence.progress(cache.layer).padding for sequence in cache.sequences]
         # A new cache takes a batch of any size.
         paddings += [NO_PADDING] * (len(hidden) - len(paddings))
-        places = places_of_step(tokens, hidden, paddings)
+        taken, places = places_of_step(tokens, hidden, paddings)
         if may_wait:
             cache.update_and_fetch(*_zeros(self.geometry, *hidden.shape[:2]))
         else:
-            self._read_step(tokens, hidden, cache, places, paddings)
+            self._read_step(tokens, hidden, cache, taken, paddings)
         for sequence, each in zip(cache.sequences, places, strict=True):
             latest = _latest_of(sequence)
             latest.take(_length(sequence) - len(each), each, is_read=not may_wait)
@@ -127,9 +127,9 @@ class ModelHead:
         Raises:
             PoolExhausted: there are no pages for it, as others share them; nothing was changed.
         """
-        waiting = [each for each in sequences if self._unread([each])[0] > more_than]
+        waiting = [each for each in sequences if _unread(each) > more_than]
         if waiting:
-            cache, unread = _cache_of(waiting), self._unread(waiting)
+            cache, unread = _cache_of(waiting), [*map(_unread, waiting)]
             with _alone(cache, unread):
                 self._read_unread(cache, unread)
             self._note_read(waiting)
@@ -140,7 +140,7 @@ class ModelHead:
         Raises:
             PoolExhausted: there are no pages for them; nothing was changed.
         """
-        cache, unread = _cache_of(sequences), self._unread(sequences)
+        cache, unread = _cache_of(sequences), [*map(_unread, sequences)]
         with _alone(cache, unread):
             hidden = self._read_unread(cache, unread, last)
             token = self.head.likeliest(hidden, self.parts)[:, 0]
@@ -156,17 +156,12 @@ class ModelHead:
 
     def _may_wait(self, sequences: Rows[Sequence], count: int) -> bool:
         """Whether the head may leave a step of so many tokens unread."""
-        # Rings can roll back so many.
-        chunks = {window.write_chunk - 1 for window in sequences[0].pool.windows.values()}
-        most = min([MOST_UNREAD, *chunks])
+        in_rings = sequences[0].pool.longest_rollback
+        most = MOST_UNREAD if in_rings is None else min(MOST_UNREAD, in_rings)
         return count <= most and all(
-            unread + count <= most and _length(sequence) % PAGE_SIZE + count < PAGE_SIZE
-            for sequence, unread in zip(sequences, self._unread(sequences), strict=True)
+            _unread(each) + count <= most and _length(each) % PAGE_SIZE + count < PAGE_SIZE
+            for each in sequences
         )
-
-    def _unread(self, sequences: Rows[Sequence]) -> list[int]:
-        """How many tokens of each sequence the head has not read."""
-        return [_latest_of(each).unread(_length(each)) for each in sequences]
 
     def _read_unread(
         self, cache: PagedKVCache, unread: list[int], last: list[int] | None = None
@@ -192,8 +187,8 @@ class ModelHead:
         padding = [max(counts) - count for count in counts]
         if any(padding):
             cache.prepare(lengths=counts, right_padding=padding)
-        embeddings = self.parts.embed(gathered(tokens, self._nothing).tokens)
-        hidden = gathered(before, self._nothing).hidden
+        embeddings = self.parts.embed(gathered(tokens, self._nothing, "tokens"))
+        hidden = gathered(before, self._nothing, "hidden")
         states = self.head(embeddings, hidden, _Written(cache) if last is None else cache)
         if any(padding):
             cache.finalize()
@@ -206,20 +201,19 @@ class ModelHead:
         tokens: mx.array | None,
         hidden: mx.array,
         cache: PagedKVCache,
-        places: list[list[Place]],
+        taken: TakenStep,
         paddings: list[Padding],
     ) -> None:
-        """Read a step that the model has taken."""
+        """Read a step that the model has taken, of which `taken` is kept."""
         before = self._before(cache.sequences, len(hidden))
         embeddings = mx.zeros_like(hidden) if tokens is None else self.parts.embed(tokens)
-        # Computed with the keys: else it would keep all of the step until it is read.
-        last = [each.step.hidden for row in places for each in row[-1:]]
         previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
         if any(padding.left for padding in paddings):
             firsts = mx.array([padding.left for padding in paddings])[:, None]
             is_first = mx.arange(hidden.shape[1]) == firsts
             previous = mx.where(is_first[:, :, None], before, previous)
-        self.head(embeddings, previous, _Written(cache, last[:1]))
+        # Computed with the keys: else what is kept would hold all of the step until it is read.
+        self.head(embeddings, previous, _Written(cache, taken.hidden))
 
     def _before(self, sequences: Rows[Sequence], rows: int) -> mx.array:
         """The hidden states [B, 1, hidden_size] of the sequences' last tokens; zeros where they are
@@ -231,7 +225,7 @@ class ModelHead:
             _latest_of(sequence).between(length - 1, length)
             for sequence, length in zip(sequences, lengths, strict=True)
         ]
-        return gathered(places, self._nothing).hidden
+        return gathered(places, self._nothing, "hidden")
 
     def _note_read(self, sequences: Rows[Sequence]) -> None:
         for sequence in sequences:
@@ -254,6 +248,11 @@ def _latest_of(sequence: Sequence) -> LatestTokens:
         sequence.of_head = LatestTokens(_length(sequence))
     latest: LatestTokens = sequence.of_head
     return latest
+
+
+def _unread(sequence: Sequence) -> int:
+    """How many tokens of a sequence the head has not read."""
+    return _latest_of(sequence).unread(_length(sequence))
 
 
 @contextmanager
@@ -297,15 +296,15 @@ class _Shown:
 
 class _Written:
     """A cache that writes keys and values, and gives back those alone: attention to them is never
-    computed. They are computed with others."""
+    computed. They are computed with another array, if one is given."""
 
-    def __init__(self, cache: PagedKVCache, others: Iterable[mx.array] = ()) -> None:
-        self._cache, self._others = cache, list(others)
+    def __init__(self, cache: PagedKVCache, other: mx.array | None = None) -> None:
+        self._cache, self._other = cache, other
         self.offset = cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._others:
-            keys = mx.depends(keys, self._others)
+        if self._other is not None:
+            keys = mx.depends(keys, self._other)
         self._cache.make_mask(keys.shape[2])  # as models do: what is written is not gathered
         self._cache.update_and_fetch(keys, values)
         return keys, values

@@ -53,12 +53,8 @@ def require_rollback(prompt_cache: list[Any]) -> None:
 
 def longest_draft(prompt_cache: list[Any]) -> int | None:
     """The most drafted tokens that rings can roll back; None without windows."""
-    chunks = [
-        window.write_chunk
-        for cache in paged_caches(prompt_cache)[:1]
-        for window in cache.pool.windows.values()
-    ]
-    return min(chunks) - 1 if chunks else None
+    first = next(iter(paged_caches(prompt_cache)), None)
+    return None if first is None else first.pool.longest_rollback
 
 
 class Rollback:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
@@ -249,6 +249,12 @@ class PagePool:
     def chooses(self) -> bool:
         """Whether steps of some layers may read less than all tokens."""
         return any(group.read_tokens is not None for group in self.groups)
+
+    @cached_property
+    def longest_rollback(self) -> int | None:
+        """The most of a step's tokens that all rings can roll back; None without windows."""
+        chunks = [window.write_chunk for window in self.windows.values()]
+        return min(chunks) - 1 if chunks else None
 
     @property
     def quantises(self) -> bool:
