@@ -25,11 +25,11 @@ from tests.support.folders import MODEL_FOLDERS
 from tests.support.grids import beyond_the_cover
 
 
-@pytest.hookimpl(tryfirst=True)  # Before pytest applies -m 'not slow'.
+@pytest.hookimpl(tryfirst=True)  # Before pytest applies -m.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases of grids that the plain run leaves out."""
+    """Leave to the soak the cases of grids that add no value of an axis."""
     for item in beyond_the_cover(items):
-        item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(scope="session", autouse=True)

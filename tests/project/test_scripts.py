@@ -14,7 +14,7 @@ case "$*" in
 *"pip install"*)
     for line in 1 2 3; do echo "pip says $line"; done
     exit $(cat ../pip-status) ;;
-*"-m pytest"*) echo tested ;;
+*"-m tests"*) echo tested ;;
 esac
 """
 COMMAND = """#!/bin/sh
@@ -52,7 +52,6 @@ def test_the_first_run_says_in_one_line_that_it_installs(
     checkout: Path, script: str, extra: str
 ) -> None:
     said = f"{script}: installing paged-kv[{extra}] into .venv, which takes a minute or two\n"
-    # With an argument, ./test says nothing of its own.
     first, second = (run(checkout, f"./{script}", "--prompt=a") for _ in range(2))
     assert (first[0], first[2]) == (0, said)
     assert (second[0], second[2]) == (0, "")

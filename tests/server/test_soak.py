@@ -23,7 +23,7 @@ GROWTH_BYTES = 64 << 20
 LATE_FILES = 4
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(600 + 3 * REQUESTS),
     pytest.mark.skipif(sys.platform != "linux", reason="reads the meters of /proc"),
 ]

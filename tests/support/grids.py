@@ -1,4 +1,4 @@
-"""Chooses the cases of a parametrised test for the plain run; the others are marked slow."""
+"""Chooses the cases of a parametrised test that each run takes; the soak takes the others."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -58,11 +58,15 @@ def case_of(item: Any) -> Case:
 
 
 def beyond_the_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The collected tests that the plain run leaves out."""
-    grids: dict[str, list[pytest.Item]] = defaultdict(list)
+    """The collected tests that are left to the soak.
+
+    Slow cases and plain ones are grids of their own, so that the plain run has a cover too.
+    """
+    grids: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
-            grids[item.nodeid.split("[")[0]].append(item)
+        if hasattr(item, "callspec") and item.get_closest_marker("soak") is None:
+            is_slow = item.get_closest_marker("slow") is not None
+            grids[item.nodeid.split("[")[0], is_slow].append(item)
     left_out = []
     for grid in grids.values():
         covered = set(covering([case_of(item) for item in grid]))

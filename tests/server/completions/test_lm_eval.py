@@ -23,7 +23,7 @@ MODEL = str(MODEL_FOLDERS["stdlib-llama"])
 TASKS = ROOT / "tests" / "support" / "lm_eval"
 PYTHON = os.environ.get("PAGED_KV_LM_EVAL")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(PYTHON is None, reason="PAGED_KV_LM_EVAL names no Python with lm-eval"),
 ]
 
