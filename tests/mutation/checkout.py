@@ -16,15 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import Mutant
+from tests.mutation.mutants import Mutant, Round
 
 # The least optimisation that keeps the tests quick: a build takes 15 s, and three times as long
 # with the flags of a release.
 CXX_FLAGS = "-O1"
 # Hidden folders and build outputs would only make the copy large. Tests read `.ci`.
 _LEFT_OUT = re.compile(r"\.(?!ci$).*|__pycache__|build|dist|artefacts|.*\.egg-info")
-
-
 # Hypothesis would take a minute to shrink a failing example, which nobody reads here.
 PLUGIN = "unshrunk_examples"
 PLUGIN_TEXT = """
@@ -37,12 +35,9 @@ settings.load_profile("unshrunk")
 
 @dataclass(frozen=True)
 class Run:
-    """How a run of tests ended.
+    """How a run of tests ended: pytest's status, negative after a signal, None if it took too long.
 
-    Attributes:
-        status: what pytest returned, negative if a signal ended it; None if it took too long.
-        output: of pytest.
-        seconds: that it took.
+    `seconds` is how long it took.
     """
 
     status: int | None
@@ -63,18 +58,12 @@ class Run:
 
 
 class Checkout:
-    """Makes a copy in `folder`, which must be empty.
+    """Copies the checkout `source` into the empty folder `root`."""
 
-    Args:
-        source: the checkout; it is never written.
-        folder: where the copy goes.
-    """
-
-    def __init__(self, source: Path, folder: Path) -> None:
-        self.root = folder
-        shutil.copytree(source, folder, symlinks=True, ignore=_left_out, dirs_exist_ok=True)
-        (folder / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
-        self._library: dict[Path, bytes] = {}
+    def __init__(self, source: Path, root: Path) -> None:
+        self.root = root
+        shutil.copytree(source, root, symlinks=True, ignore=_left_out, dirs_exist_ok=True)
+        (root / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
@@ -83,84 +72,70 @@ class Checkout:
         Raises:
             ValueError: the mutant does not fit the code, or does not compile.
         """
-        path = self.root / mutant.file
-        sound = path.read_text()
-        path.write_text(mutant.applied(sound))
+        changed = self.root / mutant.file
+        sound = {path: path.read_bytes() for path in (changed, *self._libraries())}
+        text = mutant.applied(changed.read_text())
         try:
+            changed.write_text(text)
             if mutant.needs_build:
                 self._build()
             yield
         finally:
-            path.write_text(sound)
-            for library, content in self._library.items():
-                library.write_bytes(content)
+            for path, content in sound.items():
+                path.write_bytes(content)
 
-    def build(self) -> None:
-        """Compile the sound CPU kernels with the flags of mutants.
-
-        Raises:
-            ValueError: that failed.
-        """
-        self._build()
-        self._library = {path: path.read_bytes() for path in self._libraries()}
-
-    def run(self, tests: tuple[str, ...], isa: str, marker: str, limit_s: float) -> Run:
-        """Run the tests that a marker expression selects, until one fails or the time is over."""
-        options = ["-x", "-q", "-rfE", "--tb=no", "-m", marker]
-        options += ["-p", "no:cacheprovider", "-p", PLUGIN]
+    def run(self, tests: Round, limit_s: float) -> Run:
+        """Run tests until one fails or the time is over."""
+        options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", PLUGIN]
         began = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests],
+            [sys.executable, "-m", "pytest", *options, "-m", tests.marker, *tests.paths],
             cwd=self.root,
-            env=self._environment(isa),
+            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+        status: int | None = None
         try:
             output, _ = process.communicate(timeout=limit_s)
+            status = process.returncode
         except subprocess.TimeoutExpired:
-            # Also ends the processes that the tests have started.
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return Run(None, output, time.monotonic() - began)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        return Run(process.returncode, output, time.monotonic() - began)
+            output = ""
+        finally:
+            if process.poll() is None:
+                # Also ends the processes that the tests have started.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        return Run(status, output, time.monotonic() - began)
 
-    def says(self, code: str) -> str:
-        """The output of a line of Python here."""
-        return self._python("-c", code).stdout.strip()
+    def python(self, *arguments: str) -> str:
+        """What Python prints here."""
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env={**self._environment, "PAGED_KV_CXXFLAGS": CXX_FLAGS},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout.strip()
 
     def _build(self) -> None:
         for path in self._libraries():
             path.unlink()
-        ended = self._python("setup.py", "-q", "build_ext", "--inplace")
+        self.python("setup.py", "-q", "build_ext", "--inplace")
         # setup.py goes on if the library does not compile.
         if not self._libraries():
-            raise ValueError(f"the CPU kernels do not compile: {ended.stderr}")
-
-    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.root,
-            env={**self._environment(), "PAGED_KV_CXXFLAGS": CXX_FLAGS},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+            raise ValueError("the CPU kernels do not compile")
 
     def _libraries(self) -> list[Path]:
-        return [
-            path for path in (self.root / "kernels").iterdir() if path.suffix in (".so", ".dylib")
-        ]
+        return [path for path in self.root.glob("kernels/*") if path.suffix in (".so", ".dylib")]
 
-    def _environment(self, isa: str = "") -> dict[str, str]:
+    @property
+    def _environment(self) -> dict[str, str]:
         # Python tells compiled files from their source by the time to a second, and by the size.
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        return {**environment, "PAGED_KV_ISA": isa} if isa else environment
+        return {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _left_out(_: str, names: list[str]) -> list[str]:

@@ -160,6 +160,7 @@ def test_small_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "requantised: {'q" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_server_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     server = PagedRunningServer("--model", MODEL)
     try:

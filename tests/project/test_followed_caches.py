@@ -73,6 +73,7 @@ def distance(model: Any, prompt: list[int], page_format: FormatName, fault: Any 
     plain_cases([("stdlib-llama", "q8"), ("stdlib-gemma3", "q4")], product(MODELS, FORMATS)),
     ids=str,
 )
+@pytest.mark.slow
 def test_rounding_stays_far_below_the_bound_and_faults_far_above(
     name: str, page_format: FormatName, trained: Any, source_text: str
 ) -> None:

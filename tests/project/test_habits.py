@@ -15,8 +15,14 @@ from tests.support.folders import ROOT
 
 FOLDER = ROOT / "tests"
 CLOCK = re.compile(r"(time\.)?(perf_counter|process_time|thread_time|monotonic|time)(_ns)?|repeat")
-# Each waits where there is no event to wait for, and says why there.
-MAY_SLEEP = {"tests/support/patience.py", "tests/support/far_servers.py"}
+MAY_SLEEP = {
+    "tests/support/patience.py",  # asks again and again for an event
+    "tests/support/far_servers.py",  # plays a network that takes time
+    "tests/support/soak_questions.py",  # sends a request in parts
+    "tests/support/store_torture.py",  # stops a writer at a random moment
+    "tests/kernels/cpu/test_native_kernels.py",  # looks whether idle threads stay asleep
+    "tests/server/completions/test_tool_calls.py",  # lets the event loop run during a slow parse
+}
 
 
 def absolute_times(tree: ast.Module) -> Iterator[int]:

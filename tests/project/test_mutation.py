@@ -1,169 +1,192 @@
-"""The list of mutants fits the code, and the tool reports the outcome of each."""
+"""The mutants fit the code, and the tool reports the outcome of each."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
 from tests.mutation.checkout import Checkout, Run
-from tests.mutation.mutants import Mutant, all_mutants
+from tests.mutation.generated import changes_of, draw
+from tests.mutation.mutants import QUICK, SLOW, Mutant, Round, equal_mutants, listed_mutants
 from tests.mutation.python_code import changed
 from tests.mutation.verdicts import Judge, Outcome, verdict_of
 from tests.support.folders import ROOT
 
-MUTANTS = all_mutants()
+LISTED = listed_mutants()
 
 
-@pytest.mark.parametrize("part", sorted({mutant.part for mutant in MUTANTS}))
-def test_every_mutant_still_fits_the_code(part: str) -> None:
+def require_to_fit(mutant: Mutant) -> None:
+    text = mutant.applied((ROOT / mutant.file).read_text())
+    if mutant.file.endswith(".py"):
+        ast.parse(text)
+        change, to = (ast.dump(ast.parse(code)) for code in (mutant.change, mutant.to))
+        assert change != to, mutant
+    assert mutant.change != mutant.to, mutant
+
+
+def test_every_mutant_of_the_lists_still_fits_the_code() -> None:
     """If this fails, the code has changed: adapt the mutant to it, or remove it with the code."""
-    for mutant in [mutant for mutant in MUTANTS if mutant.part == part]:
-        assert mutant.change != mutant.to, mutant
-        text = mutant.applied((ROOT / mutant.file).read_text())
-        if mutant.file.endswith(".py"):
-            ast.parse(text)
+    for mutant in [*LISTED, *equal_mutants()]:
+        require_to_fit(mutant)
+    assert len({mutant.name for mutant in LISTED}) == len(LISTED)
 
 
-def test_every_test_that_is_named_exists() -> None:
-    for mutant in MUTANTS:
-        assert mutant.tests, mutant
-        for named in mutant.tests:
-            file, _, test = named.partition("::")
-            text = (ROOT / file).read_text()
-            assert f"def {test.partition('[')[0]}" in text, f"{mutant}: {named}"
+def test_all_tests_that_are_named_exist() -> None:
+    named = {path for mutant in LISTED for tests in mutant.rounds for path in tests.paths}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-def test_no_two_mutants_have_one_name() -> None:
-    names = [str(mutant) for mutant in MUTANTS]
-    assert len(set(names)) == len(names)
+def test_a_seed_draws_the_same_mutants_again() -> None:
+    drawn = draw(7, 12, "allocator/")
+    assert drawn == draw(7, 12, "allocator/") != draw(8, 12, "allocator/")
+    assert len({*drawn}) == 12
+
+
+@pytest.mark.soak
+def test_every_generated_mutant_of_the_allocator_fits_the_code() -> None:
+    drawn = draw(7, 10_000, "allocator/")
+    assert len({*drawn}) == len(drawn) < 10_000
+    for mutant in drawn:
+        require_to_fit(mutant)
+
+
+def test_what_uses_a_module_tests_it_last() -> None:
+    [mutant] = draw(1, 1, "allocator/ring.py")
+    places = ("tests/allocator/test_ring.py", "tests/allocator", "tests/paged_kv")
+    assert mutant.rounds == tuple(Round((place,), QUICK) for place in places)
+
+
+GENERATED = '''
+def is_left(self, rows: "list[int]", most: int = 1) -> bool:
+    """Whether any are left."""
+    assert rows, f"{most + 1}"
+    for row in range(most, self.end):
+        self.rows[row] += most * row
+        self.note(rows[1:most])
+        log.info("%d", row - 1)
+    if most < 0 and rows:
+        raise ValueError(most - 1)
+    self.last: int = [row for row in rows if row]
+    self.first = rows[-1]
+    del self.rows[0]
+    return self.last
+'''
+
+
+def test_each_kind_of_change_is_generated() -> None:
+    [function] = ast.parse(GENERATED).body
+    assert isinstance(function, ast.FunctionDef)
+    assert {(ast.unparse(code), to) for code, to in changes_of(function)} == {
+        ("range(most, self.end)", "range(most, self.end - 1)"),
+        ("self.rows[row] += most * row", "self.rows[row] -= most * row"),
+        ("most * row", "most // row"),
+        ("self.note(rows[1:most])", "pass"),
+        ("rows[1:most]", "rows[2:most]"),
+        ("rows[1:most]", "rows[1:most - 1]"),
+        ("most < 0 and rows", "not (most < 0 and rows)"),
+        ("most < 0 and rows", "most < 0 or rows"),
+        ("most < 0", "most <= 0"),
+        ("most < 0", "most < 1"),
+        ("row", "not row"),
+        ("self.first = rows[-1]", "pass"),
+        ("rows[-1]", "rows[-2]"),
+        ("del self.rows[0]", "pass"),
+        ("self.rows[0]", "self.rows[1]"),
+        ("self.last", "not self.last"),
+    }
 
 
 CODE = '''
-def twice(number):
-    return number * 2
-
-
 class Tally:
     """Counts."""
 
     @property
     @cached
     def total(self):
-        """The sum."""
         # Of all.
         if self.kept is not None:
             return self.kept
-        self.kept = sum(
+        self.kept = "∑", sum(
             self.parts['a'],  # the first
             self.parts['b'],
-        )
-        self.note()
-        return self.kept * 2
+        ) * 2; self.note()
+        return self.kept + 1 * 2
 '''
 
 
 @pytest.mark.parametrize(
-    ("within", "change", "to", "result"),
+    ("within", "change", "to", "nth", "result"),
     [
-        ("twice", "number * 2", "number", "return number\n"),
-        ("Tally.total", "self.kept * 2", "-(self.kept * 2)", "return -(self.kept * 2)"),
-        ("Tally.total", 'sum(self.parts["a"], self.parts["b"])', "0", "self.kept = 0\n"),
-        ("Tally.total", "self.note()", "", "self.parts['b'])\n        return"),
-        ("Tally.total", "return self.kept", "", "is not None:\n            pass\n"),
-        (
-            "Tally.total",
-            "self.note()\nreturn self.kept * 2",
-            "return 0",
-            "['b'])\n        return 0",
-        ),
-        ("Tally.total", "cached", "", "    @property\n    def total"),
-        ("Tally", "property", "cached", "@cached\n    @cached"),
-        ("", "def twice(number):\n    return number * 2", "twice = abs", "\ntwice = abs\n"),
+        ("Tally.total", "self.kept + 1", "0", None, None),
+        ("Tally.total", "self.kept + 1 * 2", "1", None, "return (1)\n"),
+        ("Tally.total", 'sum(self.parts["a"], self.parts["b"])', "a", None, '"∑", (a) * 2; self'),
+        ("Tally.total", "self.note()", "", None, "* 2; pass\n"),
+        ("Tally.total", "return self.kept", "a\nb", None, "None:\n            a\n            b\n"),
+        ("Tally.total", "2", "3", None, None),
+        ("Tally.total", "2", "3", 1, "* (3)"),
+        ("Tally.total", "2", "3", 2, None),
+        ("Tally.sum", "self.note()", "0", None, None),
+        ("", "cached", "kept", None, "@(kept)\n"),
     ],
 )
-def test_python_is_changed_by_its_syntax(within: str, change: str, to: str, result: str) -> None:
-    text = changed(CODE, within, change, to)
-    ast.parse(text)
-    assert result in f"\n{text}"
-
-
-@pytest.mark.parametrize(
-    ("within", "change", "fault"),
-    [
-        ("", "2", "occurs 2 times in the file"),
-        ("Tally.total", "self.kept", "occurs 4 times in Tally.total"),
-        ("Tally.total", "self.kept = sum()", "occurs 0 times in Tally.total"),
-        ("twice", "self.note()", "occurs 0 times in twice"),
-        ("Tally.sum", "self.note()", "occurs 0 times in Tally.sum"),
-    ],
-)
-def test_python_that_is_not_there_once_is_not_changed(within: str, change: str, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        changed(CODE, within, change, "pass" if "=" in change else "0")
+def test_python_is_changed_by_its_syntax(
+    within: str, change: str, to: str, nth: int | None, result: str | None
+) -> None:
+    if result is None:
+        with pytest.raises(ValueError, match=f"occurs [02] times in {within}"):
+            changed(CODE, within, change, to, nth)
+    else:
+        text = changed(CODE, within, change, to, nth)
+        ast.parse(text)
+        assert result in text
 
 
 def test_code_of_other_languages_is_changed_by_its_text() -> None:
-    mutant = Mutant("sums", "a mutant", "sums.h", "a + b", "a - b", ("test_sums.py",))
+    mutant = Mutant("a mutant", "sums.h", "a + b", "a - b")
     assert mutant.applied("int c = a + b;") == "int c = a - b;"
     with pytest.raises(ValueError, match="occurs 0 times"):
         mutant.applied("int c = a  + b;")
 
 
-def mutant_of(change: str, to: str, survives: str = "", isa: str = "") -> Mutant:
-    return Mutant(
-        "sums", "a mutant", "sums.py", change, to, ("test_sums.py",), "add", isa, survives
-    )
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A project of one function."""
-    source = tmp_path_factory.mktemp("source")
-    (source / "sums.py").write_text("def add(a, b):\n    return a + b\n")
+@pytest.mark.slow
+def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    sound = "def add(a, b):\n    return a + b\n"
+    (source / "sums.py").write_text(sound)
     (source / "test_sums.py").write_text(
         "import pytest\nfrom sums import add\n\n\n"
         "def test_add():\n    assert add(2, 2) == 4\n\n\n"
         "@pytest.mark.slow\ndef test_more():\n    assert add(3, 2) == 5\n"
     )
-    (source / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
-    return Checkout(source, tmp_path_factory.mktemp("copy"))
-
-
-@pytest.mark.slow
-def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(checkout: Checkout) -> None:
-    sound = (checkout.root / "sums.py").read_text()
-    judge = Judge(checkout, [])
-    verdict = judge.judge(mutant_of("a + b", "a - b"))
-    assert (verdict.outcome, verdict.note) == (Outcome.KILLED, "test_sums.py::test_add")
-    assert (checkout.root / "sums.py").read_text() == sound
-    verdict = judge.judge(mutant_of("a + b", "a * b"))
-    assert (verdict.outcome, verdict.note) == (Outcome.KILLED, "test_sums.py::test_more")
-    verdict = judge.judge(mutant_of("a + b", "b + a"))
-    assert verdict.outcome is Outcome.SURVIVED
-    verdict = judge.judge(mutant_of("a / b", "a - b"))
-    assert verdict.outcome is Outcome.BROKEN
-    assert "occurs 0 times" in verdict.note
+    (source / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    soak\n")
+    judge = Judge(Checkout(source, copy))
+    for change, to, outcome, note in (
+        ("a + b", "a - b", Outcome.KILLED, "test_sums.py::test_add"),
+        ("a + b", "a * b", Outcome.KILLED, "test_sums.py::test_more"),
+        ("a + b", "b + a", Outcome.SURVIVED, ""),
+        ("a / b", "a - b", Outcome.BROKEN, "occurs 0 times"),
+    ):
+        rounds = tuple(Round(("test_sums.py",), marker) for marker in (QUICK, SLOW))
+        verdict = judge.judge(Mutant("a mutant", "sums.py", change, to, "add", rounds=rounds))
+        assert verdict.outcome is outcome
+        assert note in verdict.note
+        assert (copy / "sums.py").read_text() == sound
 
 
 @pytest.mark.parametrize(
-    ("status", "survives", "outcome", "note"),
+    ("status", "output", "outcome", "note"),
     [
         (0, "", Outcome.SURVIVED, ""),
-        (0, "it is the same", Outcome.EXCUSED, "it is the same"),
-        (1, "", Outcome.KILLED, "test_a.py::test_b"),
-        (1, "it is the same", Outcome.BROKEN, "the list says that it survives"),
-        (2, "", Outcome.BROKEN, "pytest cannot run"),
+        (1, "FAILED test_a.py::test_b - no", Outcome.KILLED, "test_a.py::test_b"),
+        (2, "ERROR test_a.py - ImportError", Outcome.KILLED, "test_a.py"),
+        (4, "no such option", Outcome.BROKEN, "no such option"),
         (-11, "", Outcome.KILLED, "signal 11"),
         (None, "", Outcome.KILLED, "it hangs"),
     ],
 )
-def test_what_a_run_says(status: int | None, survives: str, outcome: Outcome, note: str) -> None:
-    mutant = mutant_of("a", "b", survives)
-    verdict = verdict_of(Run(status, "FAILED test_a.py::test_b - no\n", 1.0), mutant)
+def test_what_a_run_says(status: int | None, output: str, outcome: Outcome, note: str) -> None:
+    verdict = verdict_of(Run(status, output, 1.0))
     assert verdict.outcome is outcome
     assert note in verdict.note
     assert verdict.is_fault == (outcome in (Outcome.SURVIVED, Outcome.BROKEN))
-
-
-def test_where_its_tests_cannot_run_a_mutant_is_skipped(checkout: Checkout) -> None:
-    verdict = Judge(checkout, ["generic"]).judge(mutant_of("a + b", "a - b", isa="vax"))
-    assert verdict.outcome is Outcome.SKIPPED

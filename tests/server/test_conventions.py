@@ -13,7 +13,7 @@ from paged_kv.commands.model_names import named_model
 from paged_kv.embedded import embedded_model
 from paged_kv.server.completions.model_names import typed_name
 from paged_kv.server.http import known_fields
-from paged_kv.server.lifecycle import _ending, ready_line
+from paged_kv.server.lifecycle import ready_line
 from tests.support.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -60,13 +60,6 @@ def test_an_unknown_path_is_told_the_routes(running: PagedRunningServer, path: s
         assert route in said
 
 
-def test_the_root_leads_to_the_page(running: PagedRunningServer) -> None:
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    client.request("GET", "/")
-    answer = client.getresponse()
-    assert (answer.status, answer.headers["Location"]) == (307, "kv")
-
-
 def test_fields_without_meaning_are_taken_and_logged_once(
     running: PagedRunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,12 +71,6 @@ def test_fields_without_meaning_are_taken_and_logged_once(
     said = [record.getMessage() for record in caplog.records if "of other servers" in record.msg]
     assert len(said) == 3
     assert "keep_alive" in said[0]
-
-
-def test_older_fields_name_the_newer_one(running: PagedRunningServer) -> None:
-    status, answer = chat(running, guided_json={"type": "object"})
-    assert status == 400
-    assert 'send structured_outputs: {"json": ...}' in answer["error"]["message"]
 
 
 def test_the_effort_is_a_variable_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,25 +135,6 @@ def test_the_embedded_model_has_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["server", "--model", "stdlib-llama", "--port", "0"]) == 1  # an empty folder
 
 
-def test_one_line_says_what_is_ready(running: PagedRunningServer) -> None:
-    line = ready_line("127.0.0.1", 8080, "stdlib-llama", running.provider)
-    (backend,) = {pool.backend.name for pool in running.pools}
-    for part in (
-        "ready at http://127.0.0.1:8080, page http://127.0.0.1:8080/kv",
-        "model stdlib-llama",
-        f"backend {backend}",
-        "float",
-        "pages fp16, up to 32.00 MB",
-    ):
-        assert part in line
-
-
-def test_the_end_speaks_of_requests_only_if_there_are_some() -> None:
-    assert _ending(0, 30) == "ending: no request runs"
-    assert _ending(1, 30).startswith("ending: 1 request has 30 s to finish; a second signal")
-    assert "2 requests have 0.5 s" in _ending(2, 0.5)
-
-
 def test_prompts_become_tokens_and_text_again(running: PagedRunningServer) -> None:
     loaded = running.provider.loaded
     assert loaded is not None
@@ -206,3 +174,29 @@ def test_no_tokens_are_made_of_nonsense(
 ) -> None:
     status, answer = asked(running, path, body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_the_root_leads_to_the_page(running: PagedRunningServer) -> None:
+    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
+    client.request("GET", "/")
+    answer = client.getresponse()
+    assert (answer.status, answer.headers["Location"]) == (307, "kv")
+
+
+def test_older_fields_name_the_newer_one(running: PagedRunningServer) -> None:
+    status, answer = chat(running, guided_json={"type": "object"})
+    assert status == 400
+    assert 'send structured_outputs: {"json": ...}' in answer["error"]["message"]
+
+
+def test_one_line_says_what_is_ready(running: PagedRunningServer) -> None:
+    line = ready_line("127.0.0.1", 8080, "stdlib-llama", running.provider)
+    (backend,) = {pool.backend.name for pool in running.pools}
+    for part in (
+        "ready at http://127.0.0.1:8080, page http://127.0.0.1:8080/kv",
+        "model stdlib-llama",
+        f"backend {backend}",
+        "float",
+        "pages fp16, up to 32.00 MB",
+    ):
+        assert part in line

@@ -3,7 +3,6 @@
 import http.client
 import json
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 from openai import APIStatusError
 
 from paged_kv.server import lifecycle
-from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.generation_thread import GenerationThread
 from tests.support.folders import MODEL_FOLDERS
+from tests.support.grids import plain_only
 from tests.support.running_server import PATIENCE_S, PagedRunningServer, wait_until
 from tests.support.server_process import ended, metrics, post, server_process
 
@@ -26,9 +25,8 @@ NAME = "default_model"
 GO_ON = {"0": -1000}
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", plain_only([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -65,7 +63,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     assert running.join() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("max_tokens", "seconds"), [(60, PATIENCE_S), (4000, 1)])
 def test_a_signal_finishes_or_cuts_fifty_streams(max_tokens: int, seconds: int) -> None:
     options = ["--shutdown-timeout", str(seconds), "--dtype", "float32"]
@@ -98,16 +96,6 @@ def test_a_signal_finishes_or_cuts_fifty_streams(max_tokens: int, seconds: int) 
         assert text.endswith("data: [DONE]\n\n") == (max_tokens == 60)
         assert ('"finish_reason":"length"' in text) == (max_tokens == 60)
         assert ("shutting down" in text) == (max_tokens != 60)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_there_ends_the_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paged_kv", "server", "--model", str(tmp_path), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 1
-    assert "paged-kv server: " in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "terminate called" not in ended.stderr
 
 
 def test_what_does_not_finish_in_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,30 +161,6 @@ def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(
     monkeypatch.setattr(lifecycle, "DEATH_NOTICE_S", PATIENCE_S)
     monkeypatch.setattr(GenerationThread, "submit", too_late)
     running = PagedRunningServer(*OPTIONS)
-    refused = post(running.port)
-    assert refused.status == 503
-    assert json.loads(refused.read())["error"]["code"] == "dead"
-    running.end()
-    assert running.join() == 1
-
-
-def test_a_thread_that_has_died_is_told_before_the_process_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise SystemError("no way")
-
-    # Until the test has seen it.
-    monkeypatch.setattr(lifecycle, "DEATH_NOTICE_S", PATIENCE_S)
-    running = PagedRunningServer(*OPTIONS)
-    monkeypatch.setattr(BatchedRows, "step", broken)
-    statuses = []
-    while status_of(running.port, "/health") == 200:
-        statuses.append(post(running.port).status)
-    # The error of the failed step, and possibly one from the dead thread.
-    assert statuses[:2] == [500, 500]
-    assert set(statuses[2:]) <= {503}
-    assert status_of(running.port, "/ready") == 503
     refused = post(running.port)
     assert refused.status == 503
     assert json.loads(refused.read())["error"]["code"] == "dead"

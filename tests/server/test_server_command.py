@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-from time import monotonic, sleep
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -17,7 +16,7 @@ from paged_kv.command_line import main
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import server_parser
 from tests.support.folders import MODEL_FOLDERS
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.ports import free_port
 
 MODEL = MODEL_FOLDERS["stdlib-llama"]
@@ -103,6 +102,7 @@ def options(port: int) -> list[str]:
     return ["--model", str(MODEL), "--port", str(port), "--max-kv-bytes", "64MB"]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
     port = free_port()
     command = [sys.executable, "-m", "paged_kv", "server", *options(port)]
@@ -133,13 +133,15 @@ def test_a_port_in_use_ends_the_process(
 
 def opened(request: Request, process: subprocess.Popen[bytes]) -> bytes:
     """The answer of a server that may still be starting."""
-    deadline = monotonic() + PATIENCE_S
-    while True:
+    answers: list[bytes] = []
+
+    def has_answered() -> bool:
         try:
             with urlopen(request, timeout=PATIENCE_S) as response:
-                body: bytes = response.read()
-                return body
+                answers.append(response.read())
         except URLError:
             assert process.poll() is None
-            assert monotonic() < deadline
-            sleep(0.1)
+        return bool(answers)
+
+    wait_until(has_answered)
+    return answers[0]

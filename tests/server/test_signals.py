@@ -12,6 +12,9 @@ from tests.support.grids import plain_cases, plain_only
 from tests.support.patience import PATIENCE_S
 from tests.support.server_process import ended, post, read_until, server_process, starting_process
 
+# Each starts a process.
+pytestmark = pytest.mark.slow
+
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 # What Python says of imports, in their order, and the server of itself.
@@ -118,7 +121,6 @@ def test_a_second_signal_ends_the_process_at_once(number: signal.Signals) -> Non
         assert ended(process)[0] == 128 + signal.SIGINT
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_a_process_whose_loop_is_blocked() -> None:
     with server_process("--shutdown-timeout", "1000", first=BLOCKED_LOOP) as (process, _):
         process.send_signal(signal.SIGTERM)
@@ -138,7 +140,6 @@ def test_the_time_to_end_holds_whatever_keeps_the_process_busy(busy: str) -> Non
         assert ended(process)[0] == 1
 
 
-@pytest.mark.slow
 def test_nothing_of_the_server_is_imported_while_the_generation_thread_runs() -> None:
     """Two threads that import wait for each other's locks."""
     with server_process(first=LATE_IMPORTS) as (process, port):

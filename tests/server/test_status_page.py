@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -11,7 +10,6 @@ from urllib.request import Request, urlopen
 import pytest
 
 from paged_kv import extras
-from paged_kv.monitor.stats_table import WORDS
 from paged_kv.pool.columns import COLUMNS, Unit
 from paged_kv.server import status_page
 from tests.support.folders import MODEL_FOLDERS, ROOT
@@ -101,13 +99,6 @@ def test_data_is_what_the_pools_hold_and_not_how_the_server_was_started(
     assert view["command"] == ""
 
 
-def test_other_paths_are_mlx_lms(running: PagedRunningServer) -> None:
-    with get(running, "/health") as answer:
-        assert answer.status == 200
-    with pytest.raises(HTTPError, match="404"):
-        get(running, "/kv/other")
-
-
 def test_without_the_extra_metrics_say_what_to_install(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,19 +109,6 @@ def test_without_the_extra_metrics_say_what_to_install(
     answer = status_page.metrics(running.service)
     assert answer.status_code == 501
     assert extras.install_command("metrics").encode() in answer.body
-
-
-def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = bytes(status_page.page().body).decode()
-    assert "http" not in page
-    assert "src=" not in page
-    assert "import" not in page
-
-
-def test_every_part_and_state_has_a_colour_of_its_name() -> None:
-    page = bytes(status_page.page().body).decode()
-    for name in [*PARTS, "not mapped", *WORDS.values()]:
-        assert f"--{name.replace(' ', '-')}: " in page
 
 
 def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
@@ -230,17 +208,3 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
     assert {url.removeprefix(address) for url in asked} <= {"/kv", "/kv/data"}
     page.route("**/kv/data", lambda route: route.abort())
     page.wait_for_selector("#state.lost")
-
-
-@pytest.mark.slow
-def test_the_picture_of_the_documents_can_be_taken(browser: Any, tmp_path: Path) -> None:
-    from PIL import Image
-
-    from benches import status_picture
-
-    path = tmp_path / "kv.png"
-    status_picture.take(browser, path)
-    taken, shown = (Image.open(each) for each in (path, status_picture.PICTURE))
-    assert taken.width == shown.width
-    # The number of lines depends on how far the requests are.
-    assert abs(taken.height - shown.height) < 100

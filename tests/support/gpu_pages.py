@@ -22,11 +22,17 @@ from tests.support.gpu_on_cpu.launch import Mode
 from tests.support.gpu_on_cpu.toolchain import why_not
 from tests.support.page_numbers import holding, numbers_in
 
+
+def rarely(*values: Any) -> Any:
+    """The values of parameters of a case that is left to the soak."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
 DIALECTS = ["metal", "cuda"]
-# The CUDA text equals Metal's, except for its words and matrices.
-ALL_DIALECTS = ["metal", pytest.param("cuda", marks=pytest.mark.slow)]
+# One kernel reads them all.
+MIXED: list[FormatName] = ["fp16", "q4", ("q8", "fp16")]
 # Threadgroup memory of an Apple GPU, and static shared memory of an NVIDIA GPU.
 SHARED = {"metal": 32 << 10, "cuda": 48 << 10}
 STRIDE = 8
@@ -104,52 +110,47 @@ class Batch:
         self, queries: int, *, gqa_group_size: int = 3, new_tokens: int = 0, **options: Any
     ) -> float:
         """The largest difference from dense attention in float64, without padding."""
-        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
-        dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
-        asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
-        step = None
-        if new_tokens:
-            step = (
-                off_centre(normal((batch, kv, new_tokens, geometry.k_dim), dtype, seed=3)),
-                normal((batch, kv, new_tokens, geometry.v_dim), dtype, seed=4),
-            )
+        step = self._step(new_tokens) if new_tokens else None
         lengths = tuple(length + new_tokens for length in self.metadata.context_lens)
         metadata = AttentionMetadata(
             self.metadata.block_tables, lengths, self.metadata.right_padding
         )
-        sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
-        options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
-        found = self.pages.attend(
-            asked, metadata, Attention(sinks=sinks, **options), unwritten=step
-        )
-        return self._error(found, asked, metadata, step, options | {"sinks": sinks})
+        asked, options = self._asked(queries, gqa_group_size, options)
+        found = self.pages.attend(asked, metadata, Attention(**options), unwritten=step)
+        return self._error(found, asked, metadata, step, options)
 
     def write_and_attend(
-        self,
-        backend: GpuBackend | Separately,
-        *,
-        gqa_group_size: int = 3,
-        with_sinks: bool = False,
-        **options: Any,
+        self, backend: GpuBackend | Separately, *, gqa_group_size: int = 3, **options: Any
     ) -> float:
         """The largest difference of a step of one token per sequence, which the same launch
         writes."""
-        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
-        dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
-        asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
-        sinks = 2 * normal((heads,), dtype, seed=2) if with_sinks else None
         lengths = tuple(length + 1 for length in self.metadata.context_lens)
         self.metadata = AttentionMetadata(
             self.metadata.block_tables, lengths, self.metadata.right_padding
         )
-        # In the layout of models: the heads of a token lie side by side.
-        keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
-        step = off_centre(keys), normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
-        options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
+        asked, options = self._asked(1, gqa_group_size, options)
         found = backend.write_and_attend(
-            self.pages, step, asked, self.metadata, Attention(sinks=sinks, **options)
+            self.pages, self._step(1), asked, self.metadata, Attention(**options)
         )
-        return self._error(found, asked, self.metadata, None, options | {"sinks": sinks})
+        return self._error(found, asked, self.metadata, None, options)
+
+    def _step(self, tokens: int) -> tuple[mx.array, mx.array]:
+        """In the layout of models: the heads of a token lie side by side."""
+        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
+        heads, dtype = geometry.k_heads, geometry.k_dtype
+        keys = normal((batch, tokens, heads, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
+        return off_centre(keys), normal((batch, heads, tokens, geometry.v_dim), dtype, seed=4)
+
+    def _asked(
+        self, queries: int, gqa_group_size: int, options: dict[str, Any]
+    ) -> tuple[mx.array, dict[str, Any]]:
+        """Queries, and all options of attention."""
+        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
+        heads, dtype = gqa_group_size * geometry.k_heads, geometry.k_dtype
+        sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
+        asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
+        usual = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None, "sinks": sinks}
+        return asked, usual | options
 
     def attend_latent(self, heads: int, queries: int = 1, **options: Any) -> float:
         """The largest difference from dense attention in float64 to latents with position keys
@@ -229,24 +230,41 @@ def written(
     lengths: Sequence[int],
     right_padding: Sequence[int] = (),
     more: bool = False,
+    tables: Sequence[tuple[int, ...]] = (),
 ) -> Batch:
     """Sequences of those lengths in pages of these formats; the write kernel writes them if all
-    have 16 bits. If `more`, each has room for the next token in a page of 16 bits."""
+    have 16 bits, and no tables are given. If `more`, each has room for the next token in a page of
+    16 bits."""
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
-    tables = tables_for(pages, lengths)
+    held = tuple(tables) or tables_for(pages, lengths)
     if more:
-        tables = _with_page_to_write(pages, tables, lengths)
-    metadata = AttentionMetadata(tables, tuple(lengths), padding)
-    count = max(metadata.ends)
-    shape = (len(lengths), geometry.k_heads, count)
+        held = _with_page_to_write(pages, held, lengths)
+    metadata = AttentionMetadata(held, tuple(lengths), padding)
+    shape = (len(lengths), geometry.k_heads, max(metadata.ends))
     keys = off_centre(normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10))
     values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
-    if set(formats) == {"fp16"}:
+    if set(formats) == {"fp16"} and not tables:
         pages.write(keys, values, metadata)
-        return Batch(pages, metadata)
-    _hold(pages, keys, values, metadata)
+    else:
+        _hold(pages, keys, values, metadata)
     return Batch(pages, metadata)
+
+
+def step_error(
+    backend: GpuBackend,
+    geometry: LayerGeometry,
+    formats: Sequence[FormatName],
+    lengths: Sequence[int],
+    **options: Any,
+) -> float:
+    """The largest difference of a step that the kernel which attends also writes, to pages of 16
+    bits behind those of these formats. They are then as the kernel that only writes leaves them."""
+    batch, other = (written(backend, geometry, formats, lengths, more=True) for _ in range(2))
+    error = batch.write_and_attend(backend, **options)
+    other.write_and_attend(Separately(backend), **options)
+    assert batch.bytes() == other.bytes()
+    return error
 
 
 def sharing(
@@ -258,14 +276,7 @@ def sharing(
     right_padding: Sequence[int] = (),
 ) -> Batch:
     """Sequences whose tables have pages in common, at places where all their tokens are written."""
-    pages = new_pages(backend, geometry, formats)
-    padding = tuple(right_padding) or (0,) * len(lengths)
-    metadata = AttentionMetadata(tuple(tables), tuple(lengths), padding)
-    shape = (len(lengths), geometry.k_heads, max(metadata.ends))
-    keys = off_centre(normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10))
-    values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
-    _hold(pages, keys, values, metadata)
-    return Batch(pages, metadata)
+    return written(backend, geometry, formats, lengths, right_padding, tables=tables)
 
 
 def off_centre(keys: mx.array) -> mx.array:

@@ -9,8 +9,6 @@ from tests.support.gpu_pages import STRIDE, Batch, backend_on, same, sharing
 
 Table = tuple[int, ...]
 
-# In which the emulated threads run.
-ORDERS = ("forward", "reverse", "shuffled")
 # Of the slabs, in turn.
 FORMATS: list[Sequence[FormatName]] = [
     ["fp16"],

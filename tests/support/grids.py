@@ -32,16 +32,16 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of an argument; the plain run takes only those named first."""
+    """The values of an argument; only the soak takes others than those named first."""
     return [
-        value if value in plain else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value if value in plain else pytest.param(value, marks=pytest.mark.soak) for value in values
     ]
 
 
 def plain_cases(plain: Sequence[Case], cases: Iterable[Case]) -> list[Any]:
     """The same for the values of several arguments."""
     return [
-        case if case in plain else pytest.param(*case, marks=pytest.mark.slow) for case in cases
+        case if case in plain else pytest.param(*case, marks=pytest.mark.soak) for case in cases
     ]
 
 

@@ -9,14 +9,10 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import load, server
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -181,47 +177,6 @@ def full(group: mx.distributed.Group) -> dict[str, Any]:
     except PoolExhausted as error:
         found["refused"] = str(error)
     return {**found, "preemptions": factory.stats().preemptions, "digest": digest(factory.pool)}
-
-
-def interrupted(group: mx.distributed.Group, *names: str) -> dict[str, list[list[int]]]:
-    """Tokens of each of these models, with every rank interrupted once in each step, and not."""
-    found = {}
-    for name in names:
-        model = sharded(name, group)
-        factory = PagedCacheFactory(model, max_bytes=LARGE)
-        found[name] = [
-            decoded_in_steps(model, factory.make_cache(), is_interrupted=each)
-            for each in (True, False)
-        ]
-    return found
-
-
-def decoded_in_steps(model: Any, cache: list[Any], *, is_interrupted: bool) -> list[int]:
-    """Six tokens behind a prompt; each step is repeated after one of its layers has raised."""
-    tokens, found = mx.array([prompt(300)]), list[int]()
-    for step in range(6):
-        if is_interrupted:
-            with interruption(model, step % len(model.layers)), suppress(KeyboardInterrupt):
-                model(tokens, cache=cache)
-        tokens = mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
-        found.append(int(np.array(tokens)[0, 0]))
-    return found
-
-
-@contextmanager
-def interruption(model: Any, at: int) -> Iterator[None]:
-    """Let a layer of the model raise when it has done its work."""
-    (kind,) = {type(layer) for layer in model.layers}
-    stock = kind.__call__
-
-    def interrupted(layer: Any, *args: Any, **named: Any) -> Any:
-        output = stock(layer, *args, **named)
-        if layer is model.layers[at]:
-            raise KeyboardInterrupt
-        return output
-
-    with patch.object(kind, "__call__", interrupted):
-        yield
 
 
 def history(group: mx.distributed.Group, seed: str) -> list[Any]:

@@ -38,6 +38,17 @@ def links(tokens: Sequence[int], salt: Salt = None) -> list[Link]:
     return chain[1:]
 
 
+def others() -> list[Link]:
+    """Blocks that are not that of tokens 3 and 4 behind 1 and 2: with other tokens, in it or
+    before, or of another model or format."""
+    roots = [Link.root(identity(weights="other")), Link.root(identity(page_format="q4"))]
+    return [
+        *links([9, 9]),
+        Link.root(identity()).then([1]).then([3, 4]),
+        *(root.then([1, 2]).then([3, 4]) for root in roots),
+    ]
+
+
 def prompt(seed: int, length: int = PAGE_SIZE) -> list[int]:
     numbers = random.Random(seed)
     return [numbers.randrange(-5, 1000) for _ in range(length)]

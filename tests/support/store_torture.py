@@ -5,7 +5,8 @@ store is full. Meanwhile the parent stops it a few times, measures the folder, a
 The next process that opens the store must read nothing wrong, and `verify` may name only files that
 a dead writer left and that it has removed.
 
-With --steps the parent kills the writer at each system call of a put in turn, instead of at random.
+With --steps the parent kills the writer at each system call of a put in turn, instead of at random;
+with --every 3 at each third.
 
 Prints JSON. It imports nothing that uses a GPU, so a cycle is short.
 """
@@ -38,9 +39,11 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--every", type=int, default=1)
     arguments = parser.parse_args()
-    work = kill_at_each_call if arguments.steps else kill_at_random
-    print(json.dumps(work(arguments.folder, arguments.cycles, arguments.seed)))
+    told = arguments.folder, arguments.cycles, arguments.seed
+    counts = kill_at_each_call(*told, arguments.every) if arguments.steps else kill_at_random(*told)
+    print(json.dumps(counts))
 
 
 def kill_at_random(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
@@ -64,11 +67,11 @@ def kill_at_random(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
     return {"cycles": cycles, "cap": CAP, **counts}
 
 
-def kill_at_each_call(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
-    """Kill a writer at its n-th system call, for every n until it ends by itself, or `cycles`
-    times."""
+def kill_at_each_call(folder: Path, cycles: int, seed: int, every: int) -> dict[str, Any]:
+    """Kill a writer at its n-th system call, for each n, or one of `every`, until it ends by itself
+    or n is `cycles`."""
     counts: Counter[str] = Counter()
-    for number in range(1, cycles + 1):
+    for number in range(1, cycles + 1, every):
         writer = os.fork()
         if not writer:
             calls = SystemCalls(number, lambda: os.kill(os.getpid(), signal.SIGKILL), CALLS)

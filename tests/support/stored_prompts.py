@@ -8,8 +8,24 @@ import mlx.core as mx
 from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.tiers.tiered_store import TieredStore
 from tests.support.generation import Run, greedy
+from tests.support.zoo import small_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1200)]
+
+# The fewest that have one of each kind.
+_LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_next": {"num_hidden_layers": 2},
+}
+
+
+def shallow_model(name: str) -> Any:
+    """A model of the zoo with as few layers as show how its kinds of layers work together."""
+    return small_model(name, **_LAYERS.get(name, {"num_hidden_layers": 1}))
 
 
 def stored_factory(model: Any, folder: Path, **options: Any) -> PagedCacheFactory:

@@ -5,8 +5,9 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
@@ -35,7 +35,6 @@ from paged_kv.integrations.distributed.connections import (
 from paged_kv.integrations.distributed.sharded_model import (
     agreed_budget,
     digest,
-    ranks_of,
     require_same_prefixes,
 )
 from paged_kv.integrations.distributed.watch import Beat, Farewell, Watch, hanging, own_memory
@@ -79,21 +78,6 @@ def leave(watches: list[Watch]) -> None:
         list(threads.map(Watch.leave, watches))
 
 
-def test_a_process_alone_agrees_with_itself() -> None:
-    assert ALONE.gather("what", 3) == [3]
-    assert ALONE.agree("whether", True)
-    assert not ALONE.agree("whether", False)
-    assert ALONE.least("how many", 5) == ALONE.of_first("how many", 5) == 5
-
-
-def test_a_whole_model_starts_nothing_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise AssertionError("MPI would start in every process with a factory")
-
-    monkeypatch.setattr(mx.distributed, "init", init)
-    assert ranks_of(Module()) is ALONE  # type: ignore[no-untyped-call]
-
-
 def test_every_rank_hears_the_answers_of_all() -> None:
     def work(ranks: Ranks) -> Any:
         return (
@@ -133,16 +117,22 @@ def test_two_threads_of_a_rank_may_not_ask_at_once() -> None:
     leave(watches)
 
 
-def test_only_a_process_with_the_key_becomes_a_rank() -> None:
+@contextmanager
+def listener(**options: Any) -> Iterator[tuple[Any, Meeting, ThreadPoolExecutor]]:
+    """Where rank 0 listens, how others find it, and a thread."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        ThreadPoolExecutor(2) as threads,
+        socket.create_server(("127.0.0.1", 0), **options) as listening,
+        ThreadPoolExecutor(1) as thread,
     ):
-        port = listening.getsockname()[1]
-        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        yield listening, Meeting(["127.0.0.1"], listening.getsockname()[1], KEY), thread
+
+
+def test_only_a_process_with_the_key_becomes_a_rank() -> None:
+    with listener() as (listening, meeting, thread):
+        accepted = thread.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
         with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
-            connect(Meeting(["127.0.0.1"], port, b"another key"), 1)
-        connection = connect(Meeting(["127.0.0.1"], port, KEY), 1)
+            connect(Meeting(meeting.hosts, meeting.port, b"another key"), 1)
+        connection = connect(meeting, 1)
         (rank, its_end), *others = accepted.result().items()
         assert rank == 1
         assert not others
@@ -175,16 +165,12 @@ def noisy(port: int, count: int) -> list[socket.socket]:
 
 
 def test_clients_that_say_nothing_or_half_of_it_keep_no_rank_out() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0), backlog=MOST_NEWCOMERS) as listening,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        port = listening.getsockname()[1]
-        clients = noisy(port, 10)
-        accepted = threads.submit(accept, listening, KEY, range(1, 3), FOREVER_S)
-        first = connect(Meeting(["127.0.0.1"], port, KEY), 1)
-        clients += noisy(port, 2 * MOST_NEWCOMERS)
-        second = connect(Meeting(["127.0.0.1"], port, KEY), 2)
+    with listener(backlog=MOST_NEWCOMERS) as (listening, meeting, thread):
+        clients = noisy(meeting.port, 10)
+        accepted = thread.submit(accept, listening, KEY, range(1, 3), FOREVER_S)
+        first = connect(meeting, 1)
+        clients += noisy(meeting.port, 2 * MOST_NEWCOMERS)
+        second = connect(meeting, 2)
         its_ends = accepted.result()
         for rank, connection in ((1, first), (2, second)):
             its_ends[rank].send(rank)
@@ -195,25 +181,20 @@ def test_clients_that_say_nothing_or_half_of_it_keep_no_rank_out() -> None:
 
 def test_a_client_that_proves_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PROOF_S", 0.05)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        port = listening.getsockname()[1]
-        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
-        with socket.create_connection(("127.0.0.1", port)) as silent:
+    with listener() as (listening, meeting, thread):
+        accepted = thread.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        with socket.create_connection(("127.0.0.1", meeting.port)) as silent:
             while silent.recv(1000):
                 pass  # the challenge; then the end
         assert not accepted.done()
         monkeypatch.undo()
-        connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        connect(meeting, 1)
         accepted.result()
 
 
 def test_what_rank_0_sends_right_behind_its_proof_is_a_message() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
-        meeting = Meeting(["127.0.0.1"], listening.getsockname()[1], KEY)
-        connected = threads.submit(connect, meeting, 1)
+    with listener() as (listening, meeting, thread):
+        connected = thread.submit(connect, meeting, 1)
         with listening.accept()[0] as rank_0:
             challenge = b"c" * 32
             rank_0.sendall(challenge)
@@ -231,9 +212,8 @@ def test_a_rank_gives_up_what_answers_as_no_rank_does(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(connections, "PROOF_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
-        meeting = Meeting(["127.0.0.1"], listening.getsockname()[1], KEY)
-        connected = threads.submit(connect, meeting, 1)
+    with listener() as (listening, meeting, thread):
+        connected = thread.submit(connect, meeting, 1)
         with listening.accept()[0] as other:
             other.sendall(said)
             with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
@@ -256,36 +236,42 @@ def test_the_rank_for_which_the_others_wait_is_named(beats: dict[int, Beat], mes
     assert message in hanging(beats, 5)
 
 
-class OtherRanks(Ranks):
-    """A rank beside another one, whose answers are given by question."""
+class AnsweringRanks(Ranks):
+    """A rank beside another one, which gives these answers by question, and otherwise the same."""
 
     size = 2
 
-    def __init__(self, **answers: int) -> None:
+    def __init__(self, **answers: Any) -> None:
         self._answers = answers
 
     def gather(self, question: str, answer: Any) -> list[Any]:
-        other = self._answers.get(question, answer)
-        return [answer, min(answer, other)]
+        return [answer, self._answers.get(question, answer)]
+
+
+class LesserRanks(AnsweringRanks):
+    """The same, with answers that are no larger than ours."""
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        return [answer, min(super().gather(question, answer))]
 
 
 def test_a_budget_is_the_smallest_of_all_ranks() -> None:
-    ranks = OtherRanks(max_bytes=1_600_000)
+    ranks = LesserRanks(max_bytes=1_600_000)
     assert agreed_budget("64MB", ranks) == 1_600_000
     assert agreed_budget(1_000_000, ranks) == 1_000_000
 
 
-@pytest.mark.parametrize(("other", "known"), [(600, 600), (400, 400), (255, 255), (0, 0)])
-def test_a_prefix_hit_is_the_shortest_of_all_ranks(other: int, known: int) -> None:
-    pool = PagePool(1, max_bytes=1 << 22)
-    prefixes = PrefixCache(pool, has_states=False, ranks=OtherRanks(prefix=other))
-    sequence = Sequence(pool)
-    PagedKVCache(pool, 0, [sequence]).update_and_fetch(*[mx.zeros((1, 1, 600, 4))] * 2)
+def test_a_prefix_hit_is_the_shortest_of_all_ranks() -> None:
     tokens = list(range(600))
-    prefixes.insert("everyone", tokens, sequence, None)
-    found = prefixes.fetch("everyone", [*tokens, 1], pool.page_format)
-    assert found.num_tokens == found.sequence.length == known
-    pool.check()
+    for other in (600, 400, 255, 0):
+        pool = PagePool(1, max_bytes=1 << 22)
+        prefixes = PrefixCache(pool, has_states=False, ranks=LesserRanks(prefix=other))
+        sequence = Sequence(pool)
+        PagedKVCache(pool, 0, [sequence]).update_and_fetch(*[mx.zeros((1, 1, 600, 4))] * 2)
+        prefixes.insert("everyone", tokens, sequence, None)
+        found = prefixes.fetch("everyone", [*tokens, 1], pool.page_format)
+        assert found.num_tokens == found.sequence.length == other
+        pool.check()
 
 
 def test_ranks_that_cache_different_prefixes_fail_with_both() -> None:
@@ -351,22 +337,10 @@ def test_a_policy_needs_every_rank() -> None:
     demand, pool = Demand(1, 1), PoolSize(100, 0, (GroupSize(10, lambda _: 1),))
     for policy, is_yes in (
         (Unanimous(Reserve(), ALONE), True),
-        (Unanimous(Reserve(), OtherRanks(room=False, possible=False)), False),
+        (Unanimous(Reserve(), LesserRanks(room=False, possible=False)), False),
     ):
         assert policy.is_possible(demand, pool) is is_yes
         assert policy.has_room(demand, [], [pool]) is is_yes
-
-
-class AnsweringRanks(Ranks):
-    """A rank beside another one, which gives these answers by question, and otherwise the same."""
-
-    size = 2
-
-    def __init__(self, **answers: Any) -> None:
-        self._answers = answers
-
-    def gather(self, question: str, answer: Any) -> list[Any]:
-        return [answer, self._answers.get(question, answer)]
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -1,12 +1,14 @@
 """Schemas in other keywords, for llguidance: what fits them fits the schemas as they were given."""
 
 import json
+from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from benches.generated_schemas import generated_schema
 from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
 from paged_kv.integrations.grammar.grammar_check import require_valid
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
@@ -16,6 +18,7 @@ from tests.support.grammar_walks import walked_text
 BASE = {"$defs": {"base": {"properties": {"id": {"type": "integer"}}}}}
 NEEDS = {"properties": {"a": {"type": "null"}, "b": {"type": "boolean"}, "c": {"const": 1}}}
 CLOSED = {"unevaluatedProperties": False}
+NO_MORE = {"additionalProperties": False}
 TEXT: dict[str, Any] = {"properties": {"t": {"type": "string"}}}
 # A schema, and texts that fit and do not, of which the new schema takes and refuses the same.
 TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
@@ -49,22 +52,12 @@ TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"u":1}'],
     ),
     (
-        {
-            "type": "object",
-            **NEEDS,
-            "dependentRequired": {"a": ["c"]},
-            "additionalProperties": False,
-        },
+        {"type": "object", **NEEDS, "dependentRequired": {"a": ["c"]}, **NO_MORE},
         ['{"a":null,"c":1}', '{"b":true}'],
         ['{"a":null}'],
     ),
     (
-        {
-            "type": "object",
-            **NEEDS,
-            "dependentSchemas": {"a": {"required": ["b"]}},
-            "additionalProperties": False,
-        },
+        {"type": "object", **NEEDS, "dependentSchemas": {"a": {"required": ["b"]}}, **NO_MORE},
         ['{"a":null,"b":true}', "{}"],
         ['{"a":null}'],
     ),
@@ -121,3 +114,19 @@ def test_references_to_many_references_take_no_time() -> None:
     parts = {str(at): {"allOf": [{"$ref": f"#/$defs/{at + 1}"}] * 10} for at in range(40)}
     schema = {"$defs": {**parts, "40": {}}, "$ref": "#/$defs/0", "unevaluatedProperties": False}
     assert "unevaluatedProperties" not in equivalent_schema(schema)
+
+
+@pytest.mark.slow
+def test_texts_of_generated_schemas_are_valid(vocabulary: Vocabulary) -> None:
+    """Every text that ends by itself, written by chance. The bench tries 2,000 schemas."""
+    random, ended, taken = Random(7), 0, 0
+    while taken < 24:
+        schema = generated_schema(random)
+        with suppress(GrammarError):
+            compiled = vocabulary.compiled(json_schema(schema))
+            taken += 1
+            text = walked_text(compiled, random, ["{", "}", '"', "1", "null", "]", ",", "-1.5e3"])
+            if text is not None:
+                ended += 1
+                assert Draft202012Validator(schema).is_valid(json.loads(text)), (schema, text)
+    assert ended > taken / 2

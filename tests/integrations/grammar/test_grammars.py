@@ -2,19 +2,15 @@
 
 import json
 import re
-from contextlib import suppress
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from jsonschema import Draft202012Validator
 from mlx_lm import generate
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from benches.generated_schemas import generated_schema
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
@@ -38,15 +34,16 @@ def vocabulary(llama: Any) -> Vocabulary:
 
 def test_a_processor_of_mlx_lms_generate(llama: Any) -> None:
     model, tokenizer = llama
-    for prompt in PROMPTS:
-        processor = GrammarProcessor.of(tokenizer, json_schema(INTEGERS))
-        text = generate(
-            model, tokenizer, prompt, sampler=HOT, logits_processors=[processor], max_tokens=500
-        )
-        assert 2 <= len(json.loads(text)) <= 4
+    processor = GrammarProcessor.of(tokenizer, json_schema(INTEGERS))
+    text = generate(
+        model, tokenizer, "x = [1, 2", sampler=HOT, logits_processors=[processor], max_tokens=500
+    )
+    assert 2 <= len(json.loads(text)) <= 4
 
 
-@pytest.mark.parametrize("kind", [BatchGenerator, MaskedBatchGenerator])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(BatchGenerator, marks=pytest.mark.slow), MaskedBatchGenerator]
+)
 def test_sequences_of_a_batch_follow_their_own_grammars(
     kind: Any, llama: Any, vocabulary: Vocabulary
 ) -> None:
@@ -218,36 +215,3 @@ def test_a_model_may_think_before_its_grammar_begins(state: str, think: Any, exp
         think_end="</think>",
     )
     assert Constraint(regex("a"), "a").place(tokenizer, state) == expected
-
-
-@pytest.mark.slow
-def test_texts_of_generated_schemas_are_valid(llama: Any, vocabulary: Vocabulary) -> None:
-    """Every text that ends by itself at temperature 2. The bench tries 2,000 schemas."""
-    model, tokenizer = llama
-    random, ended = Random(7), 0
-    taken: list[tuple[dict[str, Any], Any]] = []
-    while len(taken) < 96:
-        schema = generated_schema(random)
-        with suppress(GrammarError):
-            taken.append((schema, vocabulary.compiled(json_schema(schema))))
-    generator: Any = MaskedBatchGenerator(
-        model,
-        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-        completion_batch_size=16,
-    )
-    uids = generator.insert(
-        [tokenizer.encode("x = ")] * len(taken),
-        [120] * len(taken),
-        samplers=[HOT] * len(taken),
-        logits_processors=[[GrammarProcessor(compiled.begin())] for _, compiled in taken],
-    )
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            if response.finish_reason is None:
-                tokens[response.uid].append(response.token)
-            elif response.finish_reason == "stop":
-                ended += 1
-                schema, text = taken[response.uid][0], tokenizer.decode(tokens[response.uid])
-                assert Draft202012Validator(schema).is_valid(json.loads(text)), (schema, text)
-    assert ended > len(taken) / 2

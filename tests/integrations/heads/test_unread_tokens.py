@@ -1,5 +1,6 @@
 """A head that has left tokens unread reads them later as if it had read them at once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +17,11 @@ PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(400)]
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-4}
 
 
-def factory_and_head(name: str = "llama") -> tuple[Any, PagedCacheFactory, ModelHead]:
+def factory_and_head(
+    name: str = "llama", max_bytes: int = 64 << 20
+) -> tuple[Any, PagedCacheFactory, ModelHead]:
     model = small_model(name)
-    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
+    factory = PagedCacheFactory(model, max_bytes=max_bytes, head=random_head(model))
     factory.make_cache()
     head = head_of(factory.pool)
     assert head is not None
@@ -34,31 +37,53 @@ def at_once(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> PagedK
     return own
 
 
+def cache_of(model: Any, factory: PagedCacheFactory, *chunks: list[int]) -> list[Any]:
+    """A cache of steps that read these."""
+    cache = factory.make_cache()
+    for chunk in chunks:
+        model(mx.array([chunk]), cache=cache)
+    return cache
+
+
+def one_by_one(tokens: list[int]) -> list[list[int]]:
+    return [[token] for token in tokens]
+
+
+def assert_same_drafts(head: ModelHead, *rows: Any, last: Sequence[int] = (7,)) -> None:
+    """Of other sequences that have the same texts."""
+    first, second = [head.draft(each, list(last), 4).tolist() for each in rows]
+    assert first == second
+
+
 def is_read(own: PagedKVCache, model: Any, factory: PagedCacheFactory, tokens: list[int]) -> bool:
     """Whether the head's keys are those of a head that has read these tokens at once."""
     expected = at_once(model, factory, tokens).keys
     return own.keys.shape == expected.shape and bool(mx.allclose(own.keys, expected, **CLOSE))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
-@pytest.mark.parametrize("length", [40, 250, 255])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("gemma3_text", 250),
+        pytest.param("qwen3_next", 40, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 255, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int) -> None:
     """Before a page is full, after so many tokens, and for a draft."""
     model, factory, head = factory_and_head(name)
-    cache = factory.make_cache()
-    model(mx.array([PROMPT[:length]]), cache=cache)
+    cache = cache_of(model, factory, PROMPT[:length])
     own, unread = cache[-1], 0
     chunks = [window.write_chunk - 1 for window in factory.pool.windows.values()]
     most = min([MOST_UNREAD, *chunks])
     for at in range(length, length + 40):
         model(mx.array([PROMPT[at : at + 1]]), cache=cache)
-        before = (unread + 1) * (unread < most and (at + 1) % 256 != 0)
-        assert is_read(own, model, factory, PROMPT[: at + 1]) == (before == 0), at
-        unread = before
+        unread = (unread + 1) * (unread < most and (at + 1) % 256 != 0)
+        if unread < 2 or unread == most:
+            assert is_read(own, model, factory, PROMPT[: at + 1]) == (unread == 0), at
     assert unread
     expected = at_once(model, factory, PROMPT[: length + 40])
-    drafts = [head.draft(each.sequences, [7], 4).tolist() for each in (own, expected)]
-    assert drafts[0] == drafts[1]
+    assert_same_drafts(head, own.sequences, expected.sequences)
     assert is_read(own, model, factory, PROMPT[: length + 40])
     assert {each.offset for each in cache if isinstance(each, PagedKVCache)} == {length + 40}
     factory.pool.check()
@@ -67,30 +92,21 @@ def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int
 def test_rows_leave_other_numbers_of_tokens_unread() -> None:
     """In a batch whose rows came at other times, after trims of each row."""
     model, factory, head = factory_and_head()
-    caches = []
-    for row, taken in enumerate((1, 5, 9)):
-        cache = factory.make_cache()
-        model(mx.array([PROMPT[row : row + 50]]), cache=cache)
-        for at in range(50, 50 + taken):
-            model(mx.array([PROMPT[row + at : row + at + 1]]), cache=cache)
-        caches.append(cache)
+    begun = [PROMPT[row : row + 50 + taken] for row, taken in enumerate((1, 5, 9))]
+    caches = [cache_of(model, factory, text[:50], *one_by_one(text[50:])) for text in begun]
     batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
     model(mx.array([PROMPT[row + 60 : row + 64] for row in range(3)]), cache=batch)
     for layer in batch:
         layer.trim_per_sequence([3, 0, 2])
-    lengths = [(1, 1), (5, 4), (9, 2)]
     texts = [
-        [*PROMPT[row : row + 50 + taken], *PROMPT[row + 60 : row + 60 + kept]]
-        for row, (taken, kept) in enumerate(lengths)
+        [*text, *PROMPT[row + 60 : row + 60 + kept]]
+        for row, (text, kept) in enumerate(zip(begun, (1, 4, 2), strict=True))
     ]
     expected = [at_once(model, factory, text).sequences[0] for text in texts]
     own = batch[-1].sequences
     for order in ([0, 1, 2], [2, 0]):
-        drafts = [
-            head.draft([rows[row] for row in order], [7 + row for row in order], 4).tolist()
-            for rows in (own, expected)
-        ]
-        assert drafts[0] == drafts[1]
+        rows = [[each[row] for row in order] for each in (own, expected)]
+        assert_same_drafts(head, *rows, last=[7 + row for row in order])
     for row, text in enumerate(texts):
         assert is_read(batch[-1].extract(row), model, factory, text)
 
@@ -98,19 +114,15 @@ def test_rows_leave_other_numbers_of_tokens_unread() -> None:
 @pytest.mark.parametrize("is_read_before", [True, False])
 def test_tokens_in_the_place_of_trimmed_ones_are_read(is_read_before: bool) -> None:
     model, factory, head = factory_and_head()
-    cache = factory.make_cache()
-    model(mx.array([PROMPT[:50]]), cache=cache)
-    model(mx.array([PROMPT[50:60]]), cache=cache)
+    cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
     if is_read_before:
         head.read_waiting(cache[-1].sequences)
     for each in cache:
         each.trim(4)
-    for at in range(70, 73):
-        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
+    for token in PROMPT[70:73]:
+        model(mx.array([[token]]), cache=cache)
     text = [*PROMPT[:56], *PROMPT[70:73]]
-    expected = at_once(model, factory, text)
-    drafts = [head.draft(each.sequences, [7], 4).tolist() for each in (cache[-1], expected)]
-    assert drafts[0] == drafts[1]
+    assert_same_drafts(head, cache[-1].sequences, at_once(model, factory, text).sequences)
     assert is_read(cache[-1], model, factory, text)
 
 
@@ -139,9 +151,7 @@ def test_padding_is_not_read(count: int) -> None:
 
 def test_forks_read_what_was_left_unread() -> None:
     model, factory, head = factory_and_head()
-    cache = factory.make_cache()
-    model(mx.array([PROMPT[:50]]), cache=cache)
-    model(mx.array([PROMPT[50:60]]), cache=cache)
+    cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
     (fork,) = cache[-1].extract(0).sequences
     model(mx.array([PROMPT[70:75]]), cache=cache)  # the fork does not take these
     head.read_waiting([fork])
@@ -152,10 +162,7 @@ def test_forks_read_what_was_left_unread() -> None:
 
 def test_cached_prompts_are_read() -> None:
     model, factory, _ = factory_and_head()
-    cache = factory.make_cache()
-    model(mx.array([PROMPT[:300]]), cache=cache)
-    for at in range(300, 310):
-        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
+    cache = cache_of(model, factory, PROMPT[:300], *one_by_one(PROMPT[300:310]))
     factory.insert_cache(PROMPT[:310], cache)
     found, count = factory.fetch_cache(PROMPT[:320])
     assert count == 310
@@ -164,15 +171,12 @@ def test_cached_prompts_are_read() -> None:
 
 def test_reads_that_find_no_memory_change_nothing() -> None:
     """A page that others share needs a copy."""
-    model, factory, head = factory_and_head()
-    cache = factory.make_cache()
-    model(mx.array([PROMPT[:50]]), cache=cache)
-    model(mx.array([PROMPT[50:60]]), cache=cache)
+    model, factory, head = factory_and_head(max_bytes=4 << 20)
+    cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
     fork = [each.extract(0) for each in cache]
     held: list[Any] = []
     while factory.can_admit(1):
-        held.append(factory.make_cache())
-        model(mx.array([PROMPT[:1]]), cache=held[-1])
+        held.append(cache_of(model, factory, PROMPT[:1]))
     before = fork[-1].keys
     for work in (
         lambda: head.read_waiting(fork[-1].sequences),
@@ -190,46 +194,38 @@ def test_reads_that_find_no_memory_change_nothing() -> None:
 def test_rings_bound_what_is_left_unread() -> None:
     """A ring rolls back no more than a step."""
     model = small_model("gemma3_text")
-    factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model), write_chunk=8)
-    cache = factory.make_cache()
-    for start, end in ((0, 8), *((at, at + 1) for at in range(8, 40))):
-        model(mx.array([PROMPT[start:end]]), cache=cache)
-    head = head_of(factory.pool)
-    assert head is not None
-    expected = at_once(
-        model, PagedCacheFactory(model, max_bytes=64 << 20, head=head.head), PROMPT[:40]
-    )
-    drafts = [
-        owner.draft(each.sequences, [7], 3).tolist()
-        for owner, each in ((head, cache[-1]), (head_of(expected.pool), expected))
-        if owner is not None
-    ]
+    drafts = []
+    for write_chunk, chunks in ((8, [PROMPT[:8], *one_by_one(PROMPT[8:40])]), (32, [PROMPT[:40]])):
+        factory = PagedCacheFactory(
+            model, max_bytes=64 << 20, head=random_head(model), write_chunk=write_chunk
+        )
+        cache = cache_of(model, factory, *chunks)
+        head = head_of(factory.pool)
+        assert head is not None
+        drafts.append(head.draft(cache[-1].sequences, [7], 3).tolist())
     assert drafts[0] == drafts[1]
 
 
-@pytest.mark.parametrize("kind", ["layer_head", "eagle3"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_head_reads_steps_that_repeat_a_recording(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
-    model = small_model(name)
+    model = small_model("qwen3_next")
     drafts, logits = [], []
     for compile in (False, True):
         factory = PagedCacheFactory(
-            model, max_bytes=64 << 20, head=random_head(model, kind), compile=compile
+            model, max_bytes=64 << 20, head=random_head(model, "eagle3"), compile=compile
         )
         cache = factory.make_cache()
         head = head_of(factory.pool)
         assert head is not None
-        model(mx.array([PROMPT[:240]]), cache=cache)
-        for at in range(240, 270):
+        model(mx.array([PROMPT[:245]]), cache=cache)
+        for at in range(245, 270):
             logits.append(model(mx.array([PROMPT[at : at + 1]]), cache=cache))
             mx.eval(logits[-1])
         drafts.append(head.draft(cache[-1].sequences, [7], 4).tolist())
         assert {each.offset for each in cache if isinstance(each, PagedKVCache)} == {270}
         if compile:
-            assert factory.recordings[factory.pool].repeated > 20
+            assert factory.recordings[factory.pool].repeated > 15
     assert drafts[0] == drafts[1]
-    for python, repeated in zip(logits[:30], logits[30:], strict=True):
+    for python, repeated in zip(logits[:25], logits[25:], strict=True):
         assert mx.allclose(python, repeated, **CLOSE)

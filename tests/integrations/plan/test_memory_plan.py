@@ -17,10 +17,10 @@ from paged_kv.integrations import automatic_budget, paged_cache_factory, working
 from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
 from tests.support.zoo import ZOO, small_model
 
-WISH = Wish(context=1024, sessions=32, page_format="fp16", step=512)
-QUICK = ["gemma3_text", "qwen3_next"]
+WISH = Wish(context=1024, sessions=8, page_format="fp16", step=512)
 KINDS = [
-    *("llama", "qwen3", "qwen3_moe", "gemma2", "gpt_oss", "gemma3n", "deepseek_v3", "phi3"),
+    "gemma3_text",
+    *("qwen3_next", "llama", "qwen3_moe", "gemma2", "gpt_oss", "gemma3n", "deepseek_v3", "phi3"),
     *("cohere2", "stablelm", "plamo2", "mixtral", "mamba2", "falcon_h1", "glm4", "olmo2"),
     *("granite", "jamba", "lfm2"),
 ]
@@ -54,8 +54,22 @@ def taken(model: Any, plan: MemoryPlan) -> int:
     return mx.get_peak_memory() - before
 
 
+@pytest.fixture(autouse=True)
+def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure steps of few tokens only, which take as much of a small model for each token."""
+    monkeypatch.setattr(working_memory, "MOST_TOKENS", working_memory.FEWEST_TOKENS)
+
+
+def embedded() -> Any:
+    """The embedded model in numbers that a CPU computes quickly, not read yet."""
+    model = load(embedded_model(), lazy=True)[0]
+    model.set_dtype(mx.float32)
+    return model
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
+    "name", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:])]
 )
 def test_a_run_takes_what_the_plan_says(name: str) -> None:
     model: Any = small_model(name)
@@ -65,8 +79,9 @@ def test_a_run_takes_what_the_plan_says(name: str) -> None:
     assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
+@pytest.mark.slow
 def test_summaries_of_keys_are_counted() -> None:
-    model: Any = small_model("llama")
+    model: Any = small_model("qwen3", num_hidden_layers=1)
     mx.eval(model.parameters())
     planner = Planner([model], 1 << 30)
     plan = planner.plan(replace(WISH, read_tokens=1024))
@@ -76,8 +91,9 @@ def test_summaries_of_keys_are_counted() -> None:
     assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
+@pytest.mark.slow
 def test_pages_out_of_memory_count_as_their_summaries(tmp_path: Path) -> None:
-    planner = Planner([small_model("llama")], 1 << 30)
+    planner = Planner([small_model("qwen3", num_hidden_layers=1)], 1 << 30)
     wish = replace(WISH, context=64 << 10, sessions=1, read_tokens=1024)
     without, plan = (
         planner.plan(replace(wish, offload=offload)) for offload in (None, str(tmp_path))
@@ -90,19 +106,18 @@ def test_pages_out_of_memory_count_as_their_summaries(tmp_path: Path) -> None:
     assert plan.longest > 40 * without.longest
 
 
+@pytest.mark.slow
 def test_weights_are_counted_before_they_are_read() -> None:
-    lazy = load(embedded_model(), lazy=True)[0]
-    lazy.set_dtype(mx.float32)
-    plan = Planner([lazy], 1 << 30).plan(replace(WISH, sessions=2))
+    plan = Planner([embedded()], 1 << 30).plan(replace(WISH, sessions=2))
     before = mx.get_active_memory()
-    model = load(embedded_model(), lazy=True)[0]
-    model.set_dtype(mx.float32)
+    model = embedded()
     mx.eval(model.parameters())
     assert plan.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
     whole = plan.weights + plan.prompt_step + plan.all_sessions
     assert whole == pytest.approx(plan.weights + taken(model, plan), rel=NEAR)
 
 
+@pytest.mark.slow
 def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
     config = ZOO["qwen3"] | {"num_hidden_layers": 12, "vocab_size": 128, "hidden_size": 256}
     model: Any = small_model("qwen3", **{key: config[key] for key in config if key != "model_type"})
@@ -134,8 +149,9 @@ def test_layers_are_whole_again_where_a_step_fails(monkeypatch: pytest.MonkeyPat
     assert list(model.layers) == layers
 
 
+@pytest.mark.soak
 def test_changes_give_what_they_say() -> None:
-    planner = Planner([load(embedded_model(), lazy=True)[0]], 96 << 20)
+    planner = Planner([embedded()], 96 << 20)
     plan = planner.plan(Wish(context=8192, sessions=4, page_format="fp16", step=2048))
     assert not plan.fits
     changes = dict(planner.changes(plan))
@@ -147,8 +163,9 @@ def test_changes_give_what_they_say() -> None:
     assert not one_more.fits
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_part_of_the_plan() -> None:
-    models = [load(embedded_model(), lazy=True)[0] for _ in range(2)]
+    models: list[Any] = [small_model("qwen3", num_hidden_layers=1) for _ in range(2)]
     alone, both = (Planner(models[:count], 1 << 30).plan(WISH) for count in (1, 2))
     assert both.weights == 2 * alone.weights
     assert both.session == 2 * alone.session
@@ -168,9 +185,9 @@ class TestAutomaticBudget:
 
         return set_to
 
+    @pytest.mark.slow
     def test_pages_and_steps_stay_within_the_machine(self, memory: Any) -> None:
-        model = load(embedded_model())[0]
-        model.set_dtype(mx.float32)
+        model = embedded()
         mx.eval(model.parameters())
         whole = memory(96 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
@@ -188,8 +205,9 @@ class TestAutomaticBudget:
         assert len(held) >= 4
         assert whole / 2 < mx.get_peak_memory() <= whole
 
+    @pytest.mark.slow
     def test_prompt_steps_shrink_where_memory_is_short(self, memory: Any) -> None:
-        model = load(embedded_model())[0]
+        model = embedded()
         steps: list[int] = []
         for megabytes in (400, 48, 8):
             memory(megabytes << 20)
@@ -199,25 +217,21 @@ class TestAutomaticBudget:
         assert steps[-1] == 256
         assert 256 < steps[1] < 2048
 
-    def test_a_line_says_what_goes_where(
-        self, memory: Any, caplog: pytest.LogCaptureFixture
+    def test_a_line_says_what_goes_where_and_what_cannot_be_measured_leaves_a_fifth(
+        self, memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        model = load(embedded_model())[0]
-        memory(400 << 20)
+        model: Any = small_model("qwen3", num_hidden_layers=1)
+        whole = memory(400 << 20)
         with caplog.at_level("INFO", "paged_kv"):
             factory = PagedCacheFactory(model, max_bytes="auto")
         (line,) = [each for each in caplog.messages if each.startswith("max_bytes is auto")]
         assert "a prompt step of 2,048 tokens" in line
         assert f"pages may take {factory.pool.budget.max_bytes / 1e6:.2f} MB" in line
 
-    def test_a_model_that_cannot_be_measured_leaves_a_fifth(
-        self, memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
         def failing(*_: Any) -> Any:
             raise ValueError("planned")
 
         monkeypatch.setattr(paged_cache_factory, "working_memory", failing)
-        model, whole = load(embedded_model())[0], memory(400 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
         assert factory.pool.budget.max_bytes < 0.7 * whole
         assert "cannot be measured" in caplog.text

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +9,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, StopSequences
 
 from paged_kv import NGramDraft, PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
-from paged_kv.integrations.speculation.draft_lengths import (
-    Candidate,
-    DraftLengths,
-    FixedLengths,
-)
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import Draft
 from tests.support.drafts import PlannedDraft
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
@@ -26,9 +21,6 @@ LENGTHS = (3, 70, 1, 260, 17)
 PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
 NEW_TOKENS = 24
 RAGGED = (0, 3, 1, 4, 2)
-# A window, recurrent layers that leave padding out and that take it in, latent attention, and none
-# of these.
-FAMILIES = ["llama", "gemma3_text", "qwen3_next", "jamba", "deepseek_v3"]
 
 
 def undrafted(model: Any, factory: PagedCacheFactory, **options: Any) -> list[Run]:
@@ -56,8 +48,16 @@ def texts_of(runs: list[Run]) -> list[list[int]]:
     return [prompt + run.tokens for prompt, run in zip(PROMPTS, runs, strict=True)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3_text", "jamba")),
+        pytest.param("deepseek_v3", marks=pytest.mark.soak),
+    ],
+)
 def test_ragged_drafts_change_nothing(name: str) -> None:
+    """With recurrent layers that leave padding out, a window, and some that take padding in."""
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     stock = undrafted(model, factory)
@@ -71,6 +71,7 @@ def test_ragged_drafts_change_nothing(name: str) -> None:
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.slow
 def test_no_more_is_drafted_than_a_ring_can_roll_back() -> None:
     model = small_model("gemma3_text")
     factory = PagedCacheFactory(model, max_bytes=64 << 20, write_chunk=3)
@@ -78,18 +79,6 @@ def test_no_more_is_drafted_than_a_ring_can_roll_back() -> None:
     ours, generator = drafted(model, factory, PlannedDraft(texts_of(stock), (4,), wrong_every=2))
     assert_same_runs(ours, stock, TOLERANCE)
     assert 0 < generator.counts.draft_tokens <= 2 * generator.counts.drafts
-
-
-@pytest.mark.parametrize("page_format", ["q8", "q4"])
-def test_quantised_pages_give_rejected_tokens_back(page_format: Any, trained: Any) -> None:
-    model, _ = trained("stdlib-llama")
-    factory = PagedCacheFactory(model, max_bytes=64 << 20, page_format=page_format)
-    stock = undrafted(model, factory)
-    ours, generator = drafted(model, factory, PlannedDraft(texts_of(stock), RAGGED, wrong_every=3))
-    # A kernel reads quantised pages with other roundings for several queries than for one.
-    same = sum(run.tokens == other.tokens for run, other in zip(ours, stock, strict=True))
-    assert same >= len(PROMPTS) - 1
-    assert 0 < generator.counts.accepted_tokens < generator.counts.draft_tokens
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +91,9 @@ def llama_factory(model: Any) -> PagedCacheFactory:
     return PagedCacheFactory(model, max_bytes=64 << 20)
 
 
-@pytest.fixture
-def stock(model: Any, llama_factory: PagedCacheFactory) -> list[Run]:
-    return undrafted(model, llama_factory)
+@pytest.fixture(scope="module")
+def stock(model: Any) -> list[Run]:
+    return undrafted(model, PagedCacheFactory(model, max_bytes=64 << 20))
 
 
 def test_a_row_ends_at_its_stop_sequence_and_its_cache_holds_no_token_more(
@@ -130,13 +119,11 @@ def test_a_row_ends_at_its_stop_sequence_and_its_cache_holds_no_token_more(
         assert {cache.offset for cache in last[uid].prompt_cache or []} == {len(prompt + text)}
 
 
-@pytest.mark.parametrize("most", [1, 2, 7])
 def test_a_row_never_emits_more_than_max_tokens(
-    most: int, model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
+    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
 ) -> None:
-    draft = PlannedDraft(texts_of(stock))
-    limits = [most, most + 1, most, most + 2, most]
-    ours, _ = drafted(model, llama_factory, draft, max_tokens=limits)
+    limits = [1, 2, 3, 7, 9]
+    ours, _ = drafted(model, llama_factory, PlannedDraft(texts_of(stock)), max_tokens=limits)
     assert [run.tokens for run in ours] == [
         run.tokens[:limit] for run, limit in zip(stock, limits, strict=True)
     ]
@@ -260,10 +247,10 @@ def test_caches_that_cannot_be_rolled_back_are_refused_at_insertion(model: Any) 
     assert not generator.next_generated()
 
 
-@pytest.mark.parametrize("draft", [None, NGramDraft, "a model", small_model])
-def test_what_is_no_draft_is_refused(draft: Any, model: Any) -> None:
-    with pytest.raises(TypeError, match="draft must be a draft, such as"):
-        SpeculativeBatchGenerator(model, draft)
+def test_what_is_no_draft_is_refused(model: Any) -> None:
+    for draft in (None, NGramDraft, "a model", small_model):
+        with pytest.raises(TypeError, match="draft"):
+            SpeculativeBatchGenerator(model, draft)  # type: ignore[arg-type]  # not drafts
 
 
 def test_steps_without_drafts_are_timed_first(
@@ -332,29 +319,20 @@ def test_each_response_has_the_counts_of_its_row(
         )
 
 
-class ByAcceptance(FixedLengths):
-    """Drafts one or two tokens, as the tokens sampled before were accepted or not."""
-
-    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        return 1 + round(1000 * sum(each.acceptance.chance for each in candidates)) % 2
-
-
-@pytest.mark.parametrize(
-    "lengths", [FixedLengths(), pytest.param(ByAcceptance(), marks=pytest.mark.slow)]
-)
-def test_sampled_tokens_have_the_models_distribution(lengths: DraftLengths) -> None:
+@pytest.mark.slow
+def test_sampled_tokens_have_the_models_distribution() -> None:
     """Chi-squared of the second token, given the first, over a vocabulary of 8; the draft proposes
     the same token always."""
     model = small_model("llama", vocab_size=8)
     factory = PagedCacheFactory(model, max_bytes=256 << 20)
-    prompt, rows = [1, 2, 3, 4, 5], 400
+    prompt, rows = [1, 2, 3, 4, 5], 250
     likely = int(mx.argmax(model(mx.array([prompt]))[0, -1]))
     mx.random.seed(7)
     with factory:
         generator = SpeculativeBatchGenerator(
             model,
             PlannedDraft([[*prompt, first, likely, likely] for first in range(8)]),
-            lengths=lengths,
+            lengths=FixedLengths(),
             max_tokens=3,
             sampler=mx.random.categorical,
             completion_batch_size=rows,

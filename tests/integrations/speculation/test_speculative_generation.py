@@ -1,8 +1,7 @@
-"""Speculative decoding on paged caches generates the same as greedy decoding on mlx-lm's."""
+"""Speculative decoding of mlx-lm on paged caches gives the same as greedy decoding on mlx-lm's."""
 
 import dataclasses
 import gc
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +13,30 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from tests.support.generation import Run, assert_same_run, assert_written_and_free, greedy
-from tests.support.grids import plain_only
+from tests.support.generation import (
+    Run,
+    assert_same_run,
+    assert_written_and_free,
+    greedy,
+    speculate,
+)
 from tests.support.zoo import small_model
 
 # The target verifies several draft tokens at a time, so float32 sums have another order.
-FLOAT32_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
 # The page border at 256 lies among the drafted, accepted and trimmed tokens.
-PROMPT_LENGTH = 240
-NEW_TOKENS = 40
+PROMPT_LENGTH, NEW_TOKENS = 240, 40
 
 
 @dataclass
 class Case:
-    """A target, its prompt, and the text that it writes without a draft."""
+    """A target, its prompt, the text that it writes without a draft, and drafts by their name: one
+    guesses about every second token, and the other nothing."""
 
     model: Any
     prompt: list[int]
     greedy_run: Run
+    drafts: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,45 +45,22 @@ def case(trained: Any, source_text: str) -> Case:
     prompt = tokenizer.encode(source_text[20000:22000])[:PROMPT_LENGTH]
     assert len(prompt) == PROMPT_LENGTH
     run = greedy(model, prompt, make_prompt_cache(model), NEW_TOKENS)
-    return Case(model, prompt, run)
-
-
-@pytest.fixture(scope="module")
-def truncated_draft(case: Case) -> Any:
-    """All layers of the target but the last: it guesses about every second token."""
-    return truncated(case.model, case.model.args.num_hidden_layers - 1)
-
-
-@pytest.fixture(scope="module")
-def random_draft(case: Case) -> Any:
-    """It guesses nothing, so the target trims every draft."""
     mx.random.seed(0)
-    args = dataclasses.replace(case.model.args, num_hidden_layers=1, layer_types=None)
-    draft = llama.Model(dataclasses.replace(args, hidden_size=64, intermediate_size=64))
-    mx.eval(draft.parameters())
-    return draft
+    args = dataclasses.replace(model.args, num_hidden_layers=1, layer_types=None)
+    random = llama.Model(dataclasses.replace(args, hidden_size=64, intermediate_size=64))
+    mx.eval(random.parameters())
+    return Case(model, prompt, run, {"truncated": truncated(model), "random": random})
 
 
-def truncated(model: Any, num_layers: int) -> Any:
-    """The model's first layers, with its embedding and norm."""
-    args = dataclasses.replace(model.args, num_hidden_layers=num_layers, layer_types=None)
-    draft = llama.Model(args)
+def truncated(model: Any) -> Any:
+    """All layers of the model but the last, with its embedding and norm."""
+    count = model.args.num_hidden_layers - 1
+    draft = llama.Model(dataclasses.replace(model.args, num_hidden_layers=count, layer_types=None))
     kept: Any = tree_flatten(draft.parameters(), destination={})
     weights: Any = tree_flatten(model.parameters(), destination={})
     draft.load_weights([(name, weights[name]) for name in kept])
     draft.eval()
     return draft
-
-
-def speculate(case: Case, draft: Any, **options: Any) -> tuple[Run, int]:
-    """A run, and the number of its tokens that the draft guessed."""
-    produced = list(
-        speculative_generate_step(
-            mx.array(case.prompt), case.model, draft, max_tokens=NEW_TOKENS, **options
-        )
-    )
-    run = Run([int(token) for token, _, _ in produced], mx.stack([row for _, row, _ in produced]))
-    return run, sum(from_draft for _, _, from_draft in produced)
 
 
 def factories_of(case: Case, draft: Any) -> tuple[PagedCacheFactory, PagedCacheFactory]:
@@ -89,92 +71,44 @@ def factories_of(case: Case, draft: Any) -> tuple[PagedCacheFactory, PagedCacheF
 
 
 @pytest.mark.parametrize(
-    ("kind", "guesses", "num_draft_tokens"),
+    ("kind", "num_draft_tokens", "is_installed"),
     [
-        ("truncated", True, 3),
-        *(pytest.param("truncated", True, n, marks=pytest.mark.slow) for n in (1, 2, 4, 5)),
-        ("random", False, 5),
-        pytest.param("random", False, 1, marks=pytest.mark.slow),
+        ("truncated", 3, False),
+        pytest.param("random", 5, False, marks=pytest.mark.slow),
+        pytest.param("truncated", 4, True, marks=pytest.mark.slow),
+        *(pytest.param("truncated", n, False, marks=pytest.mark.soak) for n in (1, 2, 5)),
     ],
 )
-def test_caches_that_are_passed_in_give_the_greedy_run(
-    kind: str, guesses: bool, num_draft_tokens: int, case: Case, request: pytest.FixtureRequest
+def test_paged_caches_give_the_greedy_run(
+    kind: str, num_draft_tokens: int, is_installed: bool, case: Case
 ) -> None:
-    draft = request.getfixturevalue(f"{kind}_draft")
-    factories = factories_of(case, draft)
-    caches = [factory.make_cache() for factory in factories]
-    run, guessed = speculate(
-        case, draft, num_draft_tokens=num_draft_tokens, prompt_cache=caches[0] + caches[1]
-    )
-    assert_same_run(run, case.greedy_run, FLOAT32_TOLERANCE)
+    draft = case.drafts[kind]
+    target, of_draft = factories = factories_of(case, draft)
+    with target, of_draft:
+        caches = None if is_installed else [*target.make_cache(), *of_draft.make_cache()]
+        run, drafted = speculate(case.model, draft, case.prompt, num_draft_tokens, caches, 2048)
+    assert_same_run(run, case.greedy_run, TOLERANCE)
     # A draft that is always right or always wrong would not cover every length of trimming.
-    assert (0 < guessed < NEW_TOKENS) == guesses
-    assert caches[0][0].pool.stats().blocks_used == 2
+    assert (0 < sum(drafted) < NEW_TOKENS) == (kind == "truncated")
     del caches
     assert_written_and_free(*factories)
 
 
-@pytest.mark.parametrize("num_draft_tokens", plain_only([4], [2, 4]))
-def test_installed_factories_of_target_and_draft_give_the_greedy_run(
-    num_draft_tokens: int, case: Case, truncated_draft: Any
-) -> None:
-    factories = factories_of(case, truncated_draft)
-    with ExitStack() as installed:
-        for factory in factories:
-            installed.enter_context(factory)
-        run, _ = speculate(case, truncated_draft, num_draft_tokens=num_draft_tokens)
-    assert_same_run(run, case.greedy_run, FLOAT32_TOLERANCE)
-    assert_written_and_free(*factories)
-
-
-def test_a_model_can_draft_for_itself_out_of_one_pool(case: Case) -> None:
-    """The target accepts everything, and the two sequences interleave their blocks."""
-    factory = PagedCacheFactory(case.model, max_bytes=64 << 20)
-    with factory:
-        run, guessed = speculate(case, case.model, num_draft_tokens=3)
-    assert_same_run(run, case.greedy_run, FLOAT32_TOLERANCE)
-    assert guessed >= NEW_TOKENS * 3 // 4
-    assert_written_and_free(factory)
-
-
-@pytest.mark.parametrize("taken", plain_only([9], [1, 9]))
-def test_a_run_that_is_abandoned_leaves_caches_where_mlx_lm_leaves_its_own(
-    taken: int, case: Case, truncated_draft: Any
-) -> None:
-    factories = factories_of(case, truncated_draft)
+def test_a_run_that_is_abandoned_leaves_caches_where_mlx_lm_leaves_its_own(case: Case) -> None:
+    draft = case.drafts["truncated"]
+    factories = factories_of(case, draft)
     ours = [cache for factory in factories for cache in factory.make_cache()]
-    stock = [*make_prompt_cache(case.model), *make_prompt_cache(truncated_draft)]
+    stock = [*make_prompt_cache(case.model), *make_prompt_cache(draft)]
     for caches in (ours, stock):
-        abandon(case, truncated_draft, caches, taken)
+        steps = speculative_generate_step(
+            mx.array(case.prompt), case.model, draft, num_draft_tokens=5, prompt_cache=caches
+        )
+        for _ in range(9):
+            next(steps)
+        steps.close()
     assert [cache.offset for cache in ours] == [cache.offset for cache in stock]
-    del ours, caches
+    del ours, caches, steps
     assert_written_and_free(*factories)
-
-
-def abandon(case: Case, draft: Any, caches: list[Any], taken: int) -> None:
-    steps = speculative_generate_step(
-        mx.array(case.prompt), case.model, draft, num_draft_tokens=5, prompt_cache=caches
-    )
-    for _ in range(taken):
-        next(steps)
-    steps.close()
-
-
-def test_what_is_kept_after_trimming_continues_as_greedy_decoding_does(
-    case: Case, truncated_draft: Any
-) -> None:
-    """A cache that was trimmed many times holds exactly the accepted tokens."""
-    cache = PagedCacheFactory(case.model, max_bytes=64 << 20).make_cache()
-    draft_cache = make_prompt_cache(truncated_draft)
-    produced, _ = speculate(
-        case, truncated_draft, num_draft_tokens=5, prompt_cache=cache + draft_cache
-    )
-    read = [*case.prompt, *produced.tokens]
-    rest = [*read[cache[0].offset :], *case.prompt[:5]]
-    stock_cache = make_prompt_cache(case.model)
-    case.model(mx.array([read[: cache[0].offset]]), cache=stock_cache)
-    stock = greedy(case.model, rest, stock_cache, 8)
-    assert_same_run(greedy(case.model, rest, cache, 8), stock, FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("passed_in", [True, False])
@@ -184,7 +118,7 @@ def test_a_hybrid_is_refused_by_mlx_lm_and_leaks_nothing(passed_in: bool) -> Non
     with factories[0], factories[1]:
         caches = factories[0].make_cache() + factories[1].make_cache() if passed_in else None
         steps = speculative_generate_step(mx.array([1, 2, 3]), model, draft, prompt_cache=caches)
-        with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
+        with pytest.raises(ValueError, match="trimmable"):
             next(steps)
     del steps, caches
     gc.collect()

@@ -7,21 +7,14 @@ import pytest
 from paged_kv import PagedCacheFactory
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from tests.support.generation import assert_same_run, greedy
-from tests.support.zoo import small_model
+from tests.support.stored_prompts import TEXT, shallow_model
 
 SALT = "alice"
-TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
 
 
 @pytest.fixture(scope="module")
 def qwen3() -> Any:
-    return small_model("qwen3")
-
-
-@pytest.fixture(scope="module")
-def gemma3() -> Any:
-    """A model with windows of 32 tokens."""
-    return small_model("gemma3_text")
+    return shallow_model("qwen3")
 
 
 def prompts_of(*models: Any, **limits: int) -> tuple[PromptReuse, list[PagedCacheFactory]]:
@@ -78,11 +71,9 @@ def test_the_prompts_used_last_are_kept(qwen3: Any) -> None:
     assert [len(rest) for _, rest in found] == [301, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_bytes_are_bounded_those_of_requests_among_them(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_bytes_are_bounded_those_of_requests_among_them(name: str) -> None:
+    model = shallow_model(name)
     unbounded, factories = prompts_of(model)
     for first in range(3):
         keep(unbounded, model, factories[0], [first, *TEXT[:300]])
@@ -104,7 +95,7 @@ def test_bytes_are_bounded_those_of_requests_among_them(
 
 def test_a_model_without_pages_keeps_states() -> None:
     """They are found at the end of the tokens that they hold, and nowhere before it."""
-    model = small_model("mamba")
+    model = shallow_model("mamba")
     prompts, factories = prompts_of(model)
     cache = factories[0].make_cache()
     run = greedy(model, TEXT[:8], cache, 3)

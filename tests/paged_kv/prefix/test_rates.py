@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from paged_kv.prefix.rates import Rate, Rates
-from tests.support.stored_prompts import TEXT, computed, stored_factory
-from tests.support.zoo import small_model
+from tests.support.stored_prompts import TEXT, computed, shallow_model, stored_factory
 
 
 def test_later_measurements_count_more() -> None:
@@ -26,21 +25,14 @@ def rates(computing_s: float, reading_s: float) -> Rates:
     return both
 
 
-def test_the_quicker_is_chosen() -> None:
+def test_the_quicker_is_chosen_for_each_tier_and_what_was_not_measured_is_read() -> None:
     assert rates(2.0, 1.0).is_reading_quicker(50, "folder")
-    assert not rates(1.0, 2.0).is_reading_quicker(50, "folder")
-
-
-def test_tiers_have_rates_of_their_own() -> None:
     both = rates(1.0, 2.0)
     assert not both.is_reading_quicker(50, "folder")
     assert both.is_reading_quicker(50, "redis")
-
-
-def test_what_was_not_measured_is_read() -> None:
     only_read = Rates()
+    assert only_read.is_reading_quicker(1, "folder")
     only_read.reading("folder").note(1, 100.0)
-    assert Rates().is_reading_quicker(1, "folder")
     assert only_read.is_reading_quicker(1, "folder")
 
 
@@ -52,7 +44,7 @@ def test_a_slow_disk_is_tried_again() -> None:
 
 
 def test_a_store_that_is_slower_is_left_alone(tmp_path: Path) -> None:
-    model, folder = small_model("qwen3"), tmp_path / "pages"
+    model, folder = shallow_model("qwen3"), tmp_path / "pages"
     factory = stored_factory(model, folder)
     computed(model, factory, TEXT[:600])
     factory.close()

@@ -1,39 +1,18 @@
 """The salts under which a prompt hits, and the pins that keep it."""
 
 import copy
-from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from paged_kv import NotPinned, PagedCacheFactory
 from tests.support.generation import assert_same_run, greedy
-from tests.support.stored_prompts import read
-from tests.support.zoo import small_model
-
-TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
+from tests.support.stored_prompts import TEXT, read, shallow_model
 
 
-@pytest.fixture(scope="module")
-def qwen3() -> Any:
-    return small_model("qwen3")
-
-
-def test_salts_share_nothing(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    cache = factory.make_cache()
-    greedy(qwen3, TEXT[:300], cache, 1)
-    assert factory.insert_cache(TEXT[:300], cache, salt="alice") == 300
-    assert factory.fetch_cache(TEXT[:301], salt="bob")[1] == 0
-    assert factory.fetch_cache(TEXT[:301])[1] == 0
-    assert factory.fetch_cache(TEXT[:301], salt="alice")[1] == 300
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba"]
-)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
 def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str) -> None:
-    model = small_model(name)
+    model = shallow_model(name)
     factory = PagedCacheFactory(model)
     asked = [*TEXT[:600], 1, 2]
     expected = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
@@ -64,12 +43,14 @@ def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str)
     factory.clear()
     factory.pool.check()
     assert (factory.stats().bytes_mapped, factory.prefixes.nbytes) == (0, 0)
+    with pytest.raises(NotPinned):
+        factory.unpin(TEXT[:600], salt="alice")
 
 
-@pytest.mark.parametrize(("name", "found"), [("qwen3", 500), ("qwen3_next", 0)])
+@pytest.mark.parametrize(("name", "found"), [("qwen3", 500), ("falcon_h1", 0)])
 def test_insert_returns_what_is_found(name: str, found: int) -> None:
     """A state is that after all tokens, so nothing can resume from fewer of them."""
-    model = small_model(name)
+    model = shallow_model(name)
     factory = PagedCacheFactory(model)
     cache = factory.make_cache()
     model(mx.array([TEXT[:600]]), cache=cache)
@@ -79,24 +60,10 @@ def test_insert_returns_what_is_found(name: str, found: int) -> None:
     assert factory.fetch_cache([*TEXT[:600], 1])[1] == 600
 
 
-def test_a_pinned_prompt_stays(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    read(qwen3, factory, TEXT[:300])
-    assert factory.pin(TEXT[:300]) == 300
-    factory.clear()
-    assert factory.fetch_cache(TEXT[:310])[1] == 300
-    assert factory.unpin(TEXT[:300]) == 300
-    factory.clear()
-    assert factory.fetch_cache(TEXT[:310])[1] == 0
-    assert factory.stats().bytes_mapped == 0
-    with pytest.raises(NotPinned, match=r"prompt \(tokens: 300\) is not pinned under this salt"):
-        factory.unpin(TEXT[:300])
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
 def test_unpin_undoes_a_pin_of_what_was_known_then(name: str) -> None:
     """Also if the factory has inserted more since, and under other weights."""
-    model = copy.deepcopy(small_model(name))
+    model = copy.deepcopy(shallow_model(name))
     factory = PagedCacheFactory(model)
     read(model, factory, TEXT[:300])
     assert factory.pin(TEXT[:600]) == 300

@@ -8,10 +8,9 @@ import pytest
 from paged_kv import PagedCacheFactory, UnknownSession
 from paged_kv.prefix.keeping import Unstored
 from tests.support.generation import Run, assert_same_run, greedy
-from tests.support.zoo import small_model
+from tests.support.stored_prompts import TEXT, shallow_model
 
 TOLERANCE = 1e-3
-TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
 # They part within the second page.
 ONE, OTHER = [*TEXT[:300], *TEXT[500:900]], [*TEXT[:300], *TEXT[400:700]]
 
@@ -22,7 +21,7 @@ def asked(
     """The answer to a prompt, which is cached, and how much of the prompt was."""
     salt = options.get("salt")
     cache, cached = factory.fetch_cache(prompt, salt=salt)
-    if cached < 300 and model.model_type in ("qwen3_next", "falcon_h1", "mamba"):
+    if cached < 300 and model.model_type in ("falcon_h1", "mamba"):
         # As the server does, so that recurrent layers can resume where prompts part.
         model(mx.array([prompt[cached:300]]), cache=cache)
         factory.insert_cache(prompt[:300], cache, **options)
@@ -35,9 +34,9 @@ def asked(
     return run, cached
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1", "gpt_oss", "mamba"])
 def test_the_end_of_a_session_keeps_what_others_share(name: str) -> None:
-    model = small_model(name)
+    model = shallow_model(name)
     factory = PagedCacheFactory(model)
     first, _ = asked(model, factory, ONE, session="a")
     used = factory.stats(), factory.prefixes.snapshots.nbytes
@@ -64,9 +63,9 @@ def test_the_end_of_a_session_keeps_what_others_share(name: str) -> None:
         factory.end_session("a")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
 def test_a_forgotten_prompt_is_computed_again(name: str) -> None:
-    model = small_model(name)
+    model = shallow_model(name)
     factory = PagedCacheFactory(model)
     first, _ = asked(model, factory, ONE)
     assert factory.forget(ONE) == 0  # a longer prompt, with the answer, goes through it
@@ -78,30 +77,13 @@ def test_a_forgotten_prompt_is_computed_again(name: str) -> None:
     assert_same_run(again, first, TOLERANCE)
 
 
-def test_a_sequence_keeps_the_pages_of_its_ended_session() -> None:
-    model = small_model("qwen3")
-    factory = PagedCacheFactory(model)
-    expected = greedy(model, [*ONE, 1], factory.make_cache(), 4)
-    asked(model, factory, ONE, session="a")
-    cache, cached = factory.fetch_cache([*ONE, 1])
-    assert cached == len(ONE)
-    assert factory.end_session("a") == 3
-    assert factory.fetch_cache([*ONE, 1])[1] == 0
-    assert_same_run(greedy(model, [1], cache, 4), expected, TOLERANCE)
-    factory.insert_cache(ONE, cache, session="a")  # it lives again
-    del cache
-    assert factory.end_session("a") == 3
-    factory.pool.check()
-    assert factory.stats().blocks_cached == 0
-
-
 def test_pins_outlive_sessions_and_salts_have_their_own() -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     factory = PagedCacheFactory(model)
     asked(model, factory, ONE, session="a", salt="alice")
     assert factory.pin(TEXT[:256], salt="alice") == 256
     for wrong in ({"salt": "bob"}, {}):
-        with pytest.raises(UnknownSession, match="no session 'a' under this salt"):
+        with pytest.raises(UnknownSession):
             factory.end_session("a", **wrong)
     # A prompt that no store may keep is one of the same salt.
     asked(model, factory, OTHER, session="a", salt=Unstored("alice"))
@@ -112,7 +94,7 @@ def test_pins_outlive_sessions_and_salts_have_their_own() -> None:
 
 
 def test_names_and_tokens_are_checked() -> None:
-    factory = PagedCacheFactory(small_model("qwen3"))
+    factory = PagedCacheFactory(shallow_model("qwen3"))
     unhashable: Any = []
     with pytest.raises(TypeError, match="session"):
         factory.end_session(unhashable)
@@ -126,7 +108,7 @@ def test_names_and_tokens_are_checked() -> None:
 
 
 def test_pages_on_disk_outlive_a_session(tmp_path: Any) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     factory = PagedCacheFactory(model, store=tmp_path / "store")
     first, _ = asked(model, factory, ONE, session="a")
     assert factory.store is not None

@@ -14,7 +14,16 @@ from paged_kv.store.entry_file import decode, decode_place, encode, file_name
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
 from tests.support.store_damage import KINDS, damaged
-from tests.support.store_entries import PAGES, entry, identity, is_right, links, open_store, prompt
+from tests.support.store_entries import (
+    PAGES,
+    entry,
+    identity,
+    is_right,
+    links,
+    open_store,
+    others,
+    prompt,
+)
 
 CASES = 1000
 
@@ -76,19 +85,18 @@ def test_another_version_is_told_from_damage() -> None:
     newer = data.replace(b'"version":"1"', b'"version":"2"')
     assert newer != data
     for read in (lambda: decode(newer, key), lambda: decode_place(newer)):
-        with pytest.raises(NewerVersion, match="format version '2', and this paged_kv reads 1"):
+        with pytest.raises(NewerVersion):
             read()
 
 
 def test_a_sound_file_under_another_name_is_refused() -> None:
     (first, _), (_, data) = [file_of(link) for link in links(prompt(3, 512))]
-    with pytest.raises(OtherEntry, match="the file holds entry"):
+    with pytest.raises(OtherEntry):
         decode(data, first)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_what_is_no_page_file_is_refused() -> None:
+    for data in (
         b"",
         b"\0" * 7,
         b"\0" * 4096,
@@ -97,12 +105,11 @@ def test_a_sound_file_under_another_name_is_refused() -> None:
         struct.pack("<Q", 2) + b"{}",
         struct.pack("<Q", 20) + b'{"__metadata__":null}',
         struct.pack("<Q", 100_000) + b"[" * 100_000,
-    ],
-)
-def test_what_is_no_page_file_is_refused(data: bytes) -> None:
-    for read in (lambda: decode(data, "0" * 64), lambda: decode_place(data)):
+    ):
         with pytest.raises(InvalidEntry):
-            read()
+            decode(data, "0" * 64)
+        with pytest.raises(InvalidEntry):
+            decode_place(data)
 
 
 @pytest.fixture
@@ -118,21 +125,12 @@ def _one_hash_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_hash_for_all")
-@pytest.mark.parametrize(
-    "asked",
-    [
-        links([9, 9])[0],
-        Link.root(identity()).then([1]).then([3, 4]),
-        Link.root(identity(weights="other")).then([1, 2]).then([3, 4]),
-        Link.root(identity(page_format="q4")).then([1, 2]).then([3, 4]),
-    ],
-    ids=["tokens", "before", "weights", "format"],
-)
-def test_what_collides_is_told_apart(tmp_path: Path, asked: Link) -> None:
+def test_what_collides_is_told_apart(tmp_path: Path) -> None:
     """All share one sha256, so decoding must compare tokens, parent and identity."""
     stored = Link.root(identity()).then([1, 2]).then([3, 4])
     with open_store(tmp_path / "store") as store:
         store.put([entry(stored)])
         assert is_right(store.get(EntryPlace(stored, PAGES)))
-        with pytest.raises(OtherEntry, match="other tokens, or pages of another model"):
-            store.get(EntryPlace(asked, PAGES))
+        for asked in others():
+            with pytest.raises(OtherEntry):
+                store.get(EntryPlace(asked, PAGES))

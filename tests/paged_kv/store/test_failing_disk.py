@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import resource
 import shutil
 import sqlite3
 import subprocess
@@ -19,14 +18,12 @@ import pytest
 from paged_kv.store import folder as folder_module
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.errors import InvalidEntry, StoreError
+from paged_kv.store.errors import StoreError
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import Wanted, read_ahead
 from paged_kv.store.maintenance import verify
-from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
-from paged_kv.store.write_queue import NO_ROOM
+from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
 from tests.support.folders import ROOT
-from tests.support.grids import plain_only
 from tests.support.patience import wait_until
 from tests.support.store_entries import (
     PAGE_SIZE,
@@ -40,7 +37,7 @@ from tests.support.store_entries import (
 )
 from tests.support.system_calls import CALLS, SystemCalls
 
-ERRORS = (errno.EIO, errno.EACCES, errno.ENOENT, errno.EMFILE, errno.ENOSPC)
+ERRORS = (errno.EIO, errno.ENOENT, errno.ENOSPC)
 TEXT = prompt(5, 600)
 
 
@@ -83,16 +80,15 @@ def assert_sound(folder: Path) -> None:
         assert {finding.problem for finding in verify(store)} <= {"left by a writer that died"}
 
 
-@pytest.mark.parametrize(
-    "error", plain_only([errno.EIO, errno.ENOENT, errno.ENOSPC], ERRORS), ids=errno.errorcode.get
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
 def test_every_system_call_may_fail_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     refused = ended = 0
     for number in range(1, 1000):
         folder = tmp_path / "store"
-        calls = SystemCalls(number, failing(error), CALLS)
+        calls = SystemCalls(number, failing(ERRORS[(first + number) % len(ERRORS)]), CALLS)
         monkeypatch.setattr(folder_module, "os", calls)
         store = None
         with suppress(StoreError):
@@ -180,39 +176,6 @@ def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
     ]
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Needs no root: the process limits the size of files, and ignores the signal for it."""
-    code = f"""
-import errno, resource
-from pathlib import Path
-from tests.support.store_entries import *
-store = open_store(Path({str(tmp_path / "store")!r}))
-small, large = [links(prompt(seed))[0] for seed in (1, 2)]
-store.put([entry(small)])
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-try:
-    store.put([entry(large, words=200_000)])
-except OSError as error:
-    print(errno.errorcode[error.errno])
-print(len(list(store.path.glob("*.tmp"))))
-print(store.put([entry(links(prompt(3))[0])])[0].value)
-print(is_right(store.get(entry(small).place)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["EFBIG", "0", "stored", "True"]
-    assert not list((tmp_path / "store").glob("*.tmp"))
-    with open_store(tmp_path / "store") as store:
-        assert len(store.stored_keys()) == 2
-        assert verify(store) == []
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-
-
 def test_a_disk_that_cannot_be_written_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,45 +189,9 @@ def test_a_disk_that_cannot_be_written_is_refused_by_name(
     folder = tmp_path / "store"
     open_store(folder).close()
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(StoreError, match=r"Read-only file system.*choose another folder") as caught:
+    with pytest.raises(StoreError, match="Read-only file system") as caught:
         open_store(folder)
     assert str(folder) in str(caught.value)
-
-
-def test_a_disk_that_must_keep_more_free_than_it_has_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = BackgroundStore(open_store(tmp_path / "store", min_free_bytes=1 << 60))
-    save(store, TEXT)
-    store.close()
-    assert store.stats().dropped == {NO_ROOM: 3}
-    (message,) = [each.getMessage() for each in caplog.records]
-    assert "of which 1152921.50 TB stay free: free disk space" in message
-
-
-@pytest.mark.parametrize("returns", [False, True])
-def test_a_folder_that_vanishes_is_a_miss(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, returns: bool
-) -> None:
-    folder = tmp_path / "store"
-    store = BackgroundStore(open_store(folder))
-    save(store, TEXT)
-    assert store.queue.flush()
-    assert found(store, TEXT) == 600
-    shutil.rmtree(folder)
-    if returns:
-        folder.mkdir()
-    for seed in range(3):
-        save(store, prompt(seed, 300))
-        store.queue.flush()
-        assert found(store, TEXT) == 0
-        # Entries that could not be stored do not count as stored.
-        assert not store.queue.knows(EntryPlace(links(prompt(seed, 300))[0], PAGES).key)
-    store.close()
-    assert store.stats().dropped == {"the disk failed": 6}
-    assert sum(store.stats().errors.values()) >= 6
-    assert sum("pages were not stored" in each.message for each in caplog.records) == 1
-    assert not returns or list(folder.iterdir()) == []
 
 
 def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
@@ -340,17 +267,7 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     store.close()
 
 
-def test_closing_writes_what_waits(tmp_path: Path) -> None:
-    store = BackgroundStore(open_store(tmp_path / "store"))
-    for seed in range(50):
-        save(store, prompt(seed))
-    store.close()
-    store.close()
-    assert found(store, prompt(1)) == 0
-    with open_store(tmp_path / "store") as after:
-        assert len(after.stored_keys()) == 50
-
-
+@pytest.mark.slow
 def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
@@ -364,33 +281,3 @@ for seed in range(50):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     with open_store(tmp_path / "store") as after:
         assert len(after.stored_keys()) == 50
-
-
-def test_reading_while_others_evict_gives_the_right_thing_or_nothing(tmp_path: Path) -> None:
-    chains = [links(prompt(seed))[0] for seed in range(40)]
-    outcomes: list[bool | None] = []
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            for link in chains:
-                try:
-                    outcomes.append(is_right(store.get(EntryPlace(link, PAGES))))
-                except FileNotFoundError:
-                    outcomes.append(None)
-                except InvalidEntry:
-                    outcomes.append(False)
-
-    with open_store(tmp_path / "store", MIN_BYTES) as store:
-        reader = threading.Thread(target=read)
-        reader.start()
-        for _ in range(4):
-            store.put([entry(link, words=80_000) for link in chains])
-        done.set()
-        reader.join()
-    assert set(outcomes) == {True, None}
-
-
-def test_what_faults_are_is_what_a_disk_can_do() -> None:
-    # TimeoutError, which a lock raises, is an OSError.
-    assert issubclass(TimeoutError, FAULTS)

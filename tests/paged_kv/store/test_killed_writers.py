@@ -25,23 +25,23 @@ def torture(folder: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
-def test_a_hundred_writers_are_killed(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_writers_that_are_killed_at_random(tmp_path: Path) -> None:
+    """How much they have written depends on how busy the machine is."""
     counts = torture(tmp_path / "store", "--cycles", "100")
     assert counts["wrong_reads"] == 0
     assert "other_findings" not in counts
     assert counts["most_bytes"] <= counts["cap"]
-    # The writers were killed while they wrote, and the test has read what they had written before.
-    # The amount depends on how busy the machine is.
-    assert counts["left_behind"] > 0
-    assert counts["reads"] > 100
 
 
-@pytest.mark.slow
-def test_a_writer_is_killed_at_each_of_its_system_calls(tmp_path: Path) -> None:
-    counts = torture(tmp_path / "store", "--steps", "--cycles", "1000")
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param("1", marks=pytest.mark.soak), pytest.param("3", marks=pytest.mark.slow)],
+)
+def test_a_writer_is_killed_at_each_of_its_system_calls(tmp_path: Path, every: str) -> None:
+    counts = torture(tmp_path / "store", "--steps", "--every", every, "--cycles", "1000")
     assert counts["ended"] == 1
     assert counts["wrong_reads"] == 0
     assert "other_findings" not in counts
     assert counts["most_bytes"] <= counts["cap"]
-    assert counts["left_behind"] > 5
+    assert counts["left_behind"] > 5 // int(every)

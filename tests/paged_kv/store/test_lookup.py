@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -73,7 +74,11 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     return best if best > wanted.beyond else 0
 
 
-@examples(300)
+FLAGS = {"needs_checkpoint": False, "has_parts": True, "splits_full_blocks": False}
+CASE: dict[str, Any] = {**FLAGS, "held": 0, "beyond": 0, "lost": 2}
+
+
+@examples(150)
 @given(
     tokens=st.lists(st.integers(0, 1), min_size=2, max_size=11),
     stored=st.lists(
@@ -92,27 +97,10 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     splits_full_blocks=st.booleans(),
     lost=st.integers(0, 20),
 )
+# A stored block of two tokens, of which the prompt has one; and as much is stored as is in memory.
+@example(**CASE, tokens=[0, 0, 0, 0], stored=[(4, [0], False, 0)])
 @example(
-    # A stored block of two tokens, of which the prompt has one.
-    tokens=[0, 0, 0, 0],
-    stored=[(4, [0], False, 0)],
-    held=0,
-    beyond=0,
-    needs_checkpoint=False,
-    has_parts=True,
-    splits_full_blocks=False,
-    lost=2,
-)
-@example(
-    # As much is stored as is in memory.
-    tokens=[0, 0],
-    stored=[(1, [], False, 0)],
-    held=0,
-    beyond=1,
-    needs_checkpoint=False,
-    has_parts=True,
-    splits_full_blocks=True,
-    lost=2,
+    **{**CASE, "beyond": 1, "splits_full_blocks": True}, tokens=[0, 0], stored=[(1, [], False, 0)]
 )
 def test_the_longest_stored_beginning_is_found(
     tokens: list[int],
@@ -159,7 +147,7 @@ def test_the_longest_stored_beginning_is_found(
     assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
 
 
-@examples(200)
+@examples(60)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 200)))
 def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
     assert unpacked(packed(tokens)) == tuple(tokens)
@@ -168,7 +156,7 @@ def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
 Similar = st.lists(st.sampled_from([0, 1, -1, 63, 64, 8191, 8192, 150_000]), max_size=6)
 
 
-@examples(200)
+@examples(60)
 @given(others=st.lists(Similar, min_size=1, max_size=30), tokens=Similar)
 def test_the_neighbours_of_packed_tokens_have_most_in_common(
     others: list[list[int]], tokens: list[int]

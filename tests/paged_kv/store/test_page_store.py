@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.store import index
 from paged_kv.store.entry_file import file_name
-from paged_kv.store.errors import InvalidEntry, StoreError
+from paged_kv.store.errors import NewerVersion, StoreError
 from paged_kv.store.folder import TAG, default_folder
 from paged_kv.store.index import FILES, NAME
 from paged_kv.store.keys import EntryPlace, Link
@@ -43,29 +42,9 @@ def test_what_is_stored_is_found_by_the_next_process(tmp_path: Path) -> None:
             store.get(EntryPlace(chain[0], CHECKPOINT))
 
 
-def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
-    first, *_ = links(prompt(0))
-    tails = [[1, 2, 3, number] for number in range(20)] + [[1], [1, 2], [1, 2, 4], [-1, 2], [300]]
-    with open_store(tmp_path / "store") as store:
-        for tail in tails:
-            for part in (PAGES, CHECKPOINT):
-                store.put([entry(first.then(tail), part, words=10)])
-        for _ in range(2):
-            for asked in ([1, 2, 3, 7, 7], [1, 2, 4, 5], [1, 2, 3], [300, 1], [-1], [1, 5], [2]):
-                found = store.lookups.closest(first.digest, asked)
-                assert len(found) == len(set(found)) <= 8
-                assert max(common_prefix(each, asked) for each in found) == max(
-                    common_prefix(each, asked) for each in tails
-                )
-            assert store.lookups.closest("another", [1]) == []
-            # A rebuilt index takes the tokens from the files.
-            for name in FILES:
-                (tmp_path / "store" / name).unlink(missing_ok=True)
-            with store.exclusive():
-                pass
-
-
 def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
+    """Also in a folder that was open to others."""
+    (tmp_path / "store").mkdir(0o755)
     with open_store(tmp_path / "store") as store:
         put(store, links(prompt(0)))
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
@@ -77,14 +56,8 @@ def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
     assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
 
-def test_a_folder_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir(0o755)
-    open_store(tmp_path / "store").close()
-    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
-
-
 def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
-    chains = [links(prompt(seed))[0] for seed in range(60)]
+    chains = [links(prompt(seed))[0] for seed in range(40)]
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         for link in chains[:10]:
             put(store, [link], LARGE)
@@ -106,16 +79,6 @@ def test_beginnings_outlive_what_comes_behind_them(tmp_path: Path) -> None:
         kept = [link for link in first if EntryPlace(link, PAGES).key in store.stored_keys()]
         assert 0 < len(kept) < len(first)
         assert kept == first[: len(kept)]
-
-
-def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
-    chain = links(prompt(1, 256 * 40))
-    keys = [EntryPlace(link, PAGES).key for link in chain]
-    with open_store(tmp_path / "store", MIN_BYTES) as store:
-        outcomes = store.put([entry(link, words=LARGE) for link in chain], keep=keys)
-        stored = outcomes.count(Outcome.STORED)
-        assert outcomes == [Outcome.STORED] * stored + [Outcome.NO_ROOM] * (40 - stored)
-        assert store.stored_keys() == set(keys[:stored])
 
 
 def test_a_prompt_that_comes_in_parts_does_not_push_out_its_beginning(tmp_path: Path) -> None:
@@ -153,7 +116,7 @@ def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
         assert 0 < len(store.stored_keys()) < 8
         (tmp_path / "store" / "film.mp4").write_bytes(bytes(3 << 20))
         assert put(store, links(prompt(30)), LARGE) == [Outcome.NO_ROOM]
-        assert "of at most 8.39 MB, and what could be evicted is less: raise" in store.lack
+        assert "of at most 8.39 MB" in store.lack
     assert (tmp_path / "store" / "notes" / "film.mp4").exists()
 
 
@@ -167,8 +130,7 @@ def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any)
         before = store.stored_keys()
         # Evicting everything that may go would not be enough, so nothing is evicted.
         assert put(store, links(prompt(9)), LARGE) == [Outcome.NO_ROOM]
-        assert "the disk has 1.05 MB free, of which 1.07 GB stay free" in store.lack
-        assert "free disk space, or name a folder on another disk" in store.lack
+        assert "the disk has 1.05 MB free" in store.lack
         assert store.stored_keys() == before
 
 
@@ -229,7 +191,7 @@ def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     with open_store(folder) as store:
         assert store.stored_keys() == set()
-        with pytest.raises(InvalidEntry, match="format version '9'"):
+        with pytest.raises(NewerVersion):
             store.get(EntryPlace(chain[0], PAGES))
     assert (folder / file_name(key)).exists()
 
@@ -242,9 +204,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
         (folder / names[0]).symlink_to(tmp_path / "other" / names[0])
         os.mkfifo(folder / names[1])
         for link in chain:
-            with pytest.raises(
-                (FileNotFoundError, OSError), match=r"levels of symbolic|no regular"
-            ):
+            with pytest.raises(OSError, match=r"levels of symbolic|no regular"):
                 store.get(EntryPlace(link, PAGES))
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / TAG).touch()
@@ -270,7 +230,7 @@ def test_what_cannot_be_a_store_is_refused_by_name(tmp_path: Path) -> None:
             open_store(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
-    with pytest.raises(ValueError, match=r"store_bytes must be at least 8,388,608, .* got 1,000"):
+    with pytest.raises(ValueError, match="store_bytes"):
         open_store(tmp_path / "small", 1000)
     assert not (tmp_path / "small").exists()
 
@@ -286,7 +246,7 @@ def test_the_default_folder_is_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_writer_that_does_not_let_go_is_a_clear_error(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as one:
         two = open_store(tmp_path / "store", patience_s=0.1)
-        with one.exclusive(), pytest.raises(TimeoutError, match=r"writes there for 0\.1 s"):
+        with one.exclusive(), pytest.raises(TimeoutError):
             put(two, links(prompt(0)))
         assert put(two, links(prompt(0))) == [Outcome.STORED]
         two.close()
@@ -306,6 +266,7 @@ assert not any(name.partition(".")[0] in ("mlx", "mlx_lm") for name in sys.modul
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder_under_one_cap(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,12 +12,6 @@ import pytest
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.support.folders import ROOT
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 RESTART = """
 import json, sys
 from hashlib import sha256
@@ -51,17 +45,21 @@ print(json.dumps(runs))
 @pytest.mark.parametrize(
     ("page_format", "dtype", "length"),
     # Without a GPU 16 bits are slow; benches/page_store.py also goes to 4,096 tokens in 16 bits.
-    [("fp16", "float16", 512), ("fp16", "float32", 4096), ("q4", "float32", 4096)],
+    [
+        ("fp16", "float32", 512),
+        pytest.param("fp16", "float16", 512, marks=pytest.mark.soak),
+        pytest.param("q4", "float32", 4096, marks=pytest.mark.soak),
+    ],
 )
 def test_a_fresh_process_answers_a_long_prompt_from_disk(
-    folder: Path, page_format: str, dtype: str, length: int, trained: Any, source_text: str
+    tmp_path: Path, page_format: str, dtype: str, length: int, trained: Any, source_text: str
 ) -> None:
     tokens = trained("stdlib-llama")[1].encode(source_text)[:length]
     assert len(tokens) == length
 
     def process() -> Any:
         done = subprocess.run(
-            [sys.executable, "-c", RESTART, str(folder), page_format, dtype],
+            [sys.executable, "-c", RESTART, str(tmp_path), page_format, dtype],
             input=json.dumps(tokens),
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

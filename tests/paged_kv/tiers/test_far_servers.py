@@ -1,6 +1,6 @@
 """Servers far away: few round trips, and waits that are bounded for a whole prompt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from operator import itemgetter
@@ -16,14 +16,14 @@ from paged_kv.tiers import remote_tier, waits
 from paged_kv.tiers.address import RedisAddress, parse_address
 from paged_kv.tiers.blobs import Blobs, round_trips
 from paged_kv.tiers.opening import open_blobs
-from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteRead, RemoteTier
+from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteTier
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Patience, Waits
 from tests.support.far_servers import far_away
 from tests.support.memory_blobs import Memory
 from tests.support.store_entries import PAGE_SIZE, PAGES, entry, identity, is_right, links, prompt
-from tests.support.tier_servers import SECRET, RedisServer, redis_server
+from tests.support.tier_servers import SECRET, redis_server
 
 BLOCKS = 60
 TOKENS = prompt(0, BLOCKS * PAGE_SIZE)
@@ -64,6 +64,7 @@ def test_sixty_blocks_are_asked_for_at_once_and_read_at_once() -> None:
     assert memory.calls == [("sizes", BLOCKS), ("get", BLOCKS)]
 
 
+@pytest.mark.slow
 def test_sixty_blocks_take_a_few_round_trips(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, far_away(server.port) as far:
         with store_with(open_blobs(RedisAddress("127.0.0.1", server.port))) as store:
@@ -106,13 +107,6 @@ def test_an_entry_that_is_read_again_is_waited_for_no_longer() -> None:
     assert patience.left == 7.0
 
 
-def test_what_is_there_is_had_although_no_patience_is_left() -> None:
-    there: Future[None] = Future()
-    there.set_result(None)
-    assert Patience(-1.0).wait(there)
-    assert not Patience(-1.0).wait(Future())
-
-
 def test_round_trips_are_of_bounded_size() -> None:
     places = [entry(link).place for link in links(TOKENS)]
     large = remote_tier.BATCH_BYTES
@@ -127,27 +121,6 @@ def test_round_trips_are_of_bounded_size() -> None:
     ]
 
 
-def test_the_next_round_trips_begin_before_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_tier, "MOST_IN_BATCH", 10)
-    begun: list[int] = []
-
-    def begin(batch: Sequence[Any]) -> list[None]:
-        begun.append(len(batch))
-        return [None] * len(batch)
-
-    places = [entry(link).place for link in links(TOKENS)]
-    reading = RemoteRead([(place, 1) for place in places], begin)
-    ahead = []
-    for place in places:
-        reading.start(place)
-        ahead.append(len(begun))
-    assert ahead == [min(at // 10 + 3, 6) for at in range(BLOCKS)]
-
-
-def is_used(store: TieredStore) -> bool:
-    return len(read(store)) == BLOCKS
-
-
 @pytest.mark.slow
 def test_a_redis_whose_handshake_outlasts_patience_is_used_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,21 +129,17 @@ def test_a_redis_whose_handshake_outlasts_patience_is_used_in_the_end(
     monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
     monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
     monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
+
+    def address(port: int) -> Any:
+        return parse_address(f"redis://127.0.0.1:{port}/3?password=env:PASSWORD_OF_REDIS")
+
     with redis_server(tmp_path, "--requirepass", "hunter2") as server:
-        fill_with_password(server)
+        with store_with(open_blobs(address(server.port))) as store:
+            fill(store)
         with (
             far_away(server.port, 0.4 * PATIENCE_S) as far,
             # It authenticates and chooses a database, each in a round trip.
-            store_with(open_blobs(password_address(far.port))) as store,
+            store_with(open_blobs(address(far.port))) as store,
         ):
-            assert not is_used(store)
-            assert any(is_used(store) for _ in range(20))
-
-
-def password_address(port: int) -> Any:
-    return parse_address(f"redis://127.0.0.1:{port}/3?password=env:PASSWORD_OF_REDIS")
-
-
-def fill_with_password(server: RedisServer) -> None:
-    with store_with(open_blobs(password_address(server.port))) as store:
-        fill(store)
+            assert len(read(store)) < BLOCKS
+            assert any(len(read(store)) == BLOCKS for _ in range(20))

@@ -13,9 +13,8 @@ import pytest
 
 from paged_kv.tiers.remote_tier import RemoteTier
 from tests.support.patience import SHORT_PATIENCE_S
-from tests.support.stored_prompts import TEXT, filled, remote_factory, store_of
+from tests.support.stored_prompts import TEXT, filled, remote_factory, shallow_model, store_of
 from tests.support.tier_servers import SECRET, redis_server, s3_credentials
-from tests.support.zoo import small_model
 
 # Of a page of a large model. A wait that allows for its transfer at 20 MB/s takes five seconds.
 ENTRY_BYTES = 100 << 20
@@ -42,10 +41,11 @@ def shortest_wait(model: Any, secret: Path, address: str) -> float:
     return min(waits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["redis://{}", "rediss://{}", "s3://bucket?endpoint=http://{}"])
 def test_a_server_that_takes_connections_and_answers_nothing(secret: Path, address: str) -> None:
     pytest.importorskip("obstore" if address.startswith("s3") else "redis")
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, s3_credentials():
         host = f"127.0.0.1:{silent.getsockname()[1]}"
         assert shortest_wait(model, secret, address.format(host)) < SHORT_PATIENCE_S
@@ -55,7 +55,7 @@ def test_a_server_that_takes_connections_and_answers_nothing(secret: Path, addre
 def test_a_redis_that_hangs_before_it_sends_an_entry(
     tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     ask, sizes = RemoteTier.ask, []
     with redis_server(tmp_path) as server:
         filled(model, secret, server.address, TEXT[:1100])
@@ -81,7 +81,7 @@ def test_a_redis_that_hangs_before_it_sends_an_entry(
 def test_a_bucket_that_hangs_before_it_sends_an_entry(secret: Path) -> None:
     pytest.importorskip("obstore")
     with silent_bucket() as address, s3_credentials():
-        assert shortest_wait(small_model("qwen3"), secret, address) < SHORT_PATIENCE_S
+        assert shortest_wait(shallow_model("qwen3"), secret, address) < SHORT_PATIENCE_S
 
 
 @contextmanager

@@ -4,12 +4,10 @@ miss."""
 import logging
 import random
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions
@@ -21,18 +19,19 @@ from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
 from paged_kv.tiers.waits import FIRST_S, LONGEST_S, Pause
 from tests.support.generation import greedy
+from tests.support.patience import wait_until
 from tests.support.store_damage import forged
 from tests.support.stored_prompts import (
     TEXT,
     computed,
     filled,
     remote_factory,
+    shallow_model,
     store_of,
     stored_factory,
     warm,
 )
 from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
-from tests.support.zoo import small_model
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +55,12 @@ def secret(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "rwkv7"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
 def test_what_one_machine_has_computed_another_finds(
     redis: RedisServer, secret: Path, name: str
 ) -> None:
-    model = small_model(name)
+    model = shallow_model(name)
     filled(model, secret, redis.address, TEXT[:512])
     expected = greedy(model, TEXT[:700], PagedCacheFactory(model).make_cache(), 4)
     factory = remote_factory(model, secret, redis.address)
@@ -73,10 +73,11 @@ def test_what_one_machine_has_computed_another_finds(
     factory.close()
 
 
+@pytest.mark.slow
 def test_what_a_server_holds_is_kept_on_disk_too(
     redis: RedisServer, secret: Path, tmp_path: Path
 ) -> None:
-    model, folder = small_model("qwen3"), tmp_path / "pages"
+    model, folder = shallow_model("qwen3"), tmp_path / "pages"
     filled(model, secret, redis.address, TEXT[:600])
     for tier in ("redis", "folder"):
         # Also what this machine sees for the first time: another one has seen it.
@@ -88,9 +89,10 @@ def test_what_a_server_holds_is_kept_on_disk_too(
         factory.close()
 
 
+@pytest.mark.slow
 def test_tiers_add_to_each_other(redis: RedisServer, secret: Path, tmp_path: Path) -> None:
     """The folder holds the beginning, and the server the rest."""
-    model, folder = small_model("qwen3"), tmp_path / "pages"
+    model, folder = shallow_model("qwen3"), tmp_path / "pages"
     filled(model, secret, redis.address, TEXT[:1100])
     client = redis.client()
     local = stored_factory(model, folder)
@@ -105,43 +107,9 @@ def test_tiers_add_to_each_other(redis: RedisServer, secret: Path, tmp_path: Pat
     factory.close()
 
 
-def test_one_question_asks_for_a_whole_prompt(
-    redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model("gemma3_text")
-    filled(model, secret, redis.address, TEXT[:1024])
-    factory = remote_factory(model, secret, redis.address)
-    (tier,) = store_of(factory)._tiers
-    asked: list[int] = []
-    blobs: Any = tier._blobs  # type: ignore[union-attr]
-    sizes = blobs.sizes
-
-    def counted(names: list[str]) -> list[int]:
-        asked.append(len(names))
-        return list(sizes(names))
-
-    monkeypatch.setattr(blobs, "sizes", counted)
-    _, cached = factory.fetch_cache(TEXT[:1100])
-    assert cached == 1024
-    assert len(asked) == 1
-    factory.close()
-
-
-def test_salts_hold_across_machines(redis: RedisServer, secret: Path) -> None:
-    model = small_model("qwen3")
-    factory = remote_factory(model, secret, redis.address)
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:600]]), cache=cache)
-    factory.insert_cache(TEXT[:600], cache, salt="alice")
-    factory.close()
-    factory = remote_factory(model, secret, redis.address)
-    for salt, known in (("bob", 0), (None, 0), ("alice", 512)):
-        assert factory.fetch_cache(TEXT[:600], salt=salt)[1] == known
-    factory.close()
-
-
+@pytest.mark.slow
 def test_another_secret_finds_nothing(redis: RedisServer, secret: Path, tmp_path: Path) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:600])
     other = tmp_path / "other"
     other.write_bytes(SECRET[::-1])
@@ -151,9 +119,10 @@ def test_another_secret_finds_nothing(redis: RedisServer, secret: Path, tmp_path
     factory.close()
 
 
+@pytest.mark.slow
 def test_a_server_without_a_secret_is_refused(redis: RedisServer) -> None:
-    model = small_model("qwen3")
-    with pytest.raises(ValueError, match="--store-secret FILE"):
+    model = shallow_model("qwen3")
+    with pytest.raises(ValueError, match="secret"):
         PagedCacheFactory(model, store=redis.address)
     factory = PagedCacheFactory(
         model, store=redis.address, store_options=StoreOptions(unauthenticated=True)
@@ -161,8 +130,9 @@ def test_a_server_without_a_secret_is_refused(redis: RedisServer) -> None:
     factory.close()
 
 
+@pytest.mark.slow
 def test_names_say_nothing_and_entries_are_whole(redis: RedisServer, secret: Path) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:600])
     local = Seal(SECRET)
     for key in redis.client().scan_iter():
@@ -175,13 +145,13 @@ def test_names_say_nothing_and_entries_are_whole(redis: RedisServer, secret: Pat
 
 @pytest.mark.slow
 def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
-    model, rng = small_model("qwen3"), random.Random(0)
+    model, rng = shallow_model("qwen3"), random.Random(0)
     filled(model, secret, redis.address, TEXT[:1100])
     client = redis.client()
     entries = {key: client.get(key) for key in client.scan_iter()}
     factory = remote_factory(model, secret, redis.address)
     refused = 0
-    for _ in range(60):
+    for _ in range(25):
         for key, data in forged(rng, entries).items():
             client.set(key, data)
         cache, cached = factory.fetch_cache(TEXT[:1100])
@@ -198,10 +168,11 @@ def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
     factory.close()
 
 
+@pytest.mark.slow
 def test_an_entry_that_claims_too_much_is_not_read(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:600])
     monkeypatch.setattr(remote_tier, "MOST_ENTRY_BYTES", 1000)
     factory = remote_factory(model, secret, redis.address)
@@ -211,6 +182,7 @@ def test_an_entry_that_claims_too_much_is_not_read(
     factory.close()
 
 
+@pytest.mark.slow
 def test_an_entry_that_grows_after_the_question_takes_no_more_memory(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,12 +204,13 @@ def ask(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> list[int]:
     return answer
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_or_hangs_is_a_miss_and_comes_back(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.01)
     monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.01)
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:1100])
     factory = remote_factory(model, secret, redis.address)
     expected = ask(model, factory, TEXT[:1100])
@@ -250,15 +223,19 @@ def test_a_server_that_is_killed_or_hangs_is_a_miss_and_comes_back(
     assert factory.stats().store_hits["redis"] == hits
     redis.start()
     filled(model, secret, redis.address, TEXT[:1100])
-    time.sleep(0.02)  # the pause
-    assert ask(model, factory, TEXT[:1100]) == expected
-    assert factory.stats().store_hits["redis"] == 2 * hits
+
+    def is_found_again() -> bool:
+        assert ask(model, factory, TEXT[:1100]) == expected
+        return factory.stats().store_hits["redis"] == 2 * hits
+
+    wait_until(is_found_again)
     assert {"TimeoutError", "ConnectionError"} <= set(store_of(factory).stats().errors)
     factory.close()
 
 
+@pytest.mark.slow
 def test_during_a_pause_nobody_is_asked(redis: RedisServer, secret: Path) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     factory = remote_factory(model, secret, redis.address)
     redis.kill()
     for _ in range(5):
@@ -285,8 +262,9 @@ def test_pauses_double_and_end() -> None:
     assert not pause.is_on
 
 
+@pytest.mark.slow
 def test_a_full_server_drops_and_counts(tmp_path: Path, secret: Path) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     options = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
     with redis_server(tmp_path, *options) as server:
         server.client().config_set("maxmemory", server.client().info()["used_memory"] + 100)
@@ -301,8 +279,9 @@ def test_a_full_server_drops_and_counts(tmp_path: Path, secret: Path) -> None:
         factory.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_evicts_gets_its_entries_again(redis: RedisServer, secret: Path) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     factory = remote_factory(model, secret, redis.address)
     computed(model, factory, TEXT[:600])
     assert store_of(factory).flush()
@@ -319,7 +298,7 @@ def test_a_server_that_evicts_gets_its_entries_again(redis: RedisServer, secret:
 def test_a_short_secret_is_refused_and_not_repeated(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "secret"
     file.write_bytes(damage)
-    with pytest.raises(ValueError, match="at least 32 are needed") as refused:
+    with pytest.raises(ValueError, match="32") as refused:
         open_tiers([RedisAddress("nowhere")], 1 << 30, StoreOptions(secret=file))
     assert not damage or damage.decode() not in str(refused.value)
 
@@ -336,9 +315,8 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_address("pages") == Path("pages")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_addresses_are_refused_without_their_passwords() -> None:
+    for text, message in (
         ("http://host", "cannot be at http://"),
         ("redis://", "names no host"),
         ("redis://:hunter2@host", "has a password in it"),
@@ -349,19 +327,16 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("redis://host?password=env:NOT_SET_AT_ALL", "NOT_SET_AT_ALL"),
         ("redis://host?password=hunter2", "the file of a store's password"),
         ("s3:///prefix", "names no host or bucket"),
-    ],
-)
-def test_wrong_addresses_are_refused_without_their_passwords(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refused:
-        parse_address(text)
-    assert "hunter2" not in str(refused.value)
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            parse_address(text)
+        assert "hunter2" not in str(refused.value)
 
 
-def test_several_folders_are_refused() -> None:
-    with pytest.raises(ValueError, match="several folders"):
-        store_addresses(["a", "b"])
-    with pytest.raises(ValueError, match="empty list"):
-        store_addresses([])
+def test_a_store_is_one_folder_at_most_and_one_place_at_least() -> None:
+    for wrong in (["a", "b"], []):
+        with pytest.raises(ValueError, match=r"folders|empty"):
+            store_addresses(wrong)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,10 +349,11 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
             open_blobs(address)
 
 
+@pytest.mark.slow
 def test_a_password_is_asked_for_and_told_to_nobody(
     tmp_path: Path, secret: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_model("qwen3")
+    model = shallow_model("qwen3")
     monkeypatch.setenv("STORE_PASSWORD", "hunter2")
     monkeypatch.setenv("WRONG_PASSWORD", "hunter3")
     caplog.set_level(logging.DEBUG)
@@ -393,8 +369,9 @@ def test_a_password_is_asked_for_and_told_to_nobody(
     assert "redis://127.0.0.1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_bucket_is_a_tier_too(secret: Path) -> None:
-    model = small_model("gemma3_text")
+    model = shallow_model("gemma3_text")
     with s3_server("bucket") as address, s3_credentials():
         filled(model, secret, address, TEXT[:1024])
         factory = remote_factory(model, secret, address)

@@ -10,9 +10,8 @@ import pytest
 from paged_kv.tiers.address import RedisAddress, parse_address
 from tests.support.ports import free_port
 from tests.support.running_server import wait_until
-from tests.support.stored_prompts import TEXT, filled, remote_factory, store_of
+from tests.support.stored_prompts import TEXT, filled, remote_factory, shallow_model, store_of
 from tests.support.tier_servers import SECRET, is_listening, redis_server
-from tests.support.zoo import small_model
 
 ISSUED = ("-CA", "{0}/ca.pem", "-CAkey", "{0}/ca.key", "-addext", "basicConstraints=CA:FALSE")
 
@@ -58,7 +57,7 @@ TURNED_AWAY = {"SSLError", "SSLEOFError", "ConnectionError"}
 
 @pytest.mark.slow
 def test_pages_travel_over_tls_between_those_who_know_each_other(folder: Path, port: int) -> None:
-    model, secret = small_model("qwen3"), folder / "secret"
+    model, secret = shallow_model("qwen3"), folder / "secret"
     address = f"rediss://127.0.0.1:{port}?{KNOWN.format(folder)}"
     filled(model, secret, address, TEXT[:600])
     factory = remote_factory(model, secret, address)
@@ -71,29 +70,18 @@ def test_pages_travel_over_tls_between_those_who_know_each_other(folder: Path, p
 @pytest.mark.parametrize(
     ("address", "faults"),
     [
-        (
-            "rediss://127.0.0.1:{1}?cert={0}/client.pem&key={0}/client.key",
-            UNTRUSTED,
-        ),
+        ("rediss://127.0.0.1:{1}?cert={0}/client.pem&key={0}/client.key", UNTRUSTED),
         ("rediss://127.0.0.1:{1}?" + KNOWN.replace("/ca", "/other"), UNTRUSTED),
         ("rediss://localhost:{1}?" + KNOWN, UNTRUSTED),
         ("rediss://127.0.0.1:{1}?ca={0}/ca.pem", TURNED_AWAY),
         ("rediss://127.0.0.1:{1}?" + KNOWN.replace("/client", "/other"), TURNED_AWAY),
         ("redis://127.0.0.1:{1}", TURNED_AWAY),
     ],
-    ids=[
-        "no authority",
-        "another authority",
-        "another name",
-        "no client",
-        "unknown client",
-        "plain",
-    ],
 )
 def test_others_find_nothing_and_are_told_why(
     folder: Path, port: int, address: str, faults: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, secret = small_model("qwen3"), folder / "secret"
+    model, secret = shallow_model("qwen3"), folder / "secret"
     factory = remote_factory(model, secret, address.format(folder, port))
     assert factory.fetch_cache(TEXT[:600])[1] == 0
     (fault,) = store_of(factory).stats().errors
@@ -107,5 +95,5 @@ def test_certificates_are_files_of_addresses_with_tls(tmp_path: Path) -> None:
     file.touch()
     found = parse_address(f"rediss://host?ca={file}&cert={file}&key={file}")
     assert found == RedisAddress("host", tls=True, ca=file, cert=file, key=file)
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*none\.pem"):
+    with pytest.raises(FileNotFoundError):
         parse_address(f"rediss://host?ca={tmp_path}/none.pem")

@@ -1,23 +1,19 @@
 """A chat that ends with the assistant's message continues it, in every interface."""
 
 import json
-import shutil
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.agent_model import Script, agent_folder
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
-    PATIENCE_S,
     PagedRunningServer,
     noted_prompts,
     paged_server,
-    with_small_model,
 )
+from tests.support.tiny_model import asked, tiny_folder
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "What?"}
@@ -32,13 +28,6 @@ def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServe
     model = agent_folder(tmp_path_factory.mktemp("models"))
     with paged_server("--model", model, "--max-kv-bytes", "64MB") as started:
         yield started
-
-
-def post(running: PagedRunningServer, path: str, body: Any) -> tuple[int, Any]:
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    client.request("POST", path, json.dumps(body))
-    answer = client.getresponse()
-    return answer.status, json.loads(answer.read())
 
 
 def text_of(path: str, said: Any) -> str:
@@ -77,21 +66,12 @@ def test_the_prompt_ends_within_the_last_message(
 ) -> None:
     prompts = noted_prompts(running, monkeypatch)
     script.says(" a file.")
-    status, said = post(running, path, body_of(path, USER, LAST) | more)
+    parts = [{"type": "text", "text": "It"}, {"type": "text", "text": " is"}]
+    last = LAST | {"content": parts} if not more and path != RESPONSES else LAST
+    status, said = asked(running, path, body_of(path, USER, last) | more)
     assert status == 200, said
     assert prompts == [prompt]
     assert text_of(path, said) == " a file."
-
-
-def test_parts_are_continued_too(
-    running: PagedRunningServer, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = [{"type": "text", "text": "It"}, {"type": "text", "text": " is"}]
-    prompts = noted_prompts(running, monkeypatch)
-    for path in (CHAT, MESSAGES):
-        script.says(".")
-        assert post(running, path, body_of(path, USER, LAST | {"content": parts}))[0] == 200
-    assert prompts == [OPEN, OPEN]
 
 
 @pytest.mark.parametrize(
@@ -107,28 +87,26 @@ def test_what_cannot_be_continued_is_not(
 ) -> None:
     prompts = noted_prompts(running, monkeypatch)
     script.says(".")
-    assert post(running, CHAT, body_of(CHAT, *messages))[0] == 200
+    assert asked(running, CHAT, body_of(CHAT, *messages))[0] == 200
     assert prompts[0].endswith("<|im_end|>\n<|im_start|>assistant\n")
-    status, said = post(running, CHAT, body_of(CHAT, *messages) | {"continue_final_message": True})
+    status, said = asked(running, CHAT, body_of(CHAT, *messages) | {"continue_final_message": True})
     assert (status, said["error"]["param"]) == (400, "continue_final_message")
-
-
-def test_both_cannot_be_asked(running: PagedRunningServer) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    status, said = post(running, CHAT, body_of(CHAT, USER, LAST) | both)
+    status, said = asked(running, CHAT, body_of(CHAT, USER, LAST) | both)
     assert (status, said["error"]["param"]) == (400, "continue_final_message")
 
 
 def test_a_model_without_a_template_continues_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(MODEL_FOLDERS["stdlib-llama"], folder)
+    folder = Path(tiny_folder(tmp_path / "plain"))
     described = json.loads((folder / "tokenizer_config.json").read_text())
     del described["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    options = ["--model", str(folder), "--max-kv-bytes", "64MB"]
-    with with_small_model(), paged_server(*options) as running:
-        prompts = noted_prompts(running, monkeypatch)
-        assert post(running, CHAT, body_of(CHAT, USER, LAST) | {"max_tokens": 1})[0] == 200
+    with (
+        monkeypatch.context() as patches,
+        paged_server("--model", str(folder), "--max-kv-bytes", "64MB") as running,
+    ):
+        prompts = noted_prompts(running, patches)
+        assert asked(running, CHAT, body_of(CHAT, USER, LAST) | {"max_tokens": 1})[0] == 200
     assert prompts[0].endswith("USER: What?\nASSISTANT: It is")

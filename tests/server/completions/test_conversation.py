@@ -16,17 +16,17 @@ from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Begun, Channel, Event, Job, Token
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.schema import Body, ChatBody, TextBody
-from tests.server.engine.test_choice_text import WORDS, loaded
+from paged_kv.server.http.schema import TextBody
+from tests.server.engine.test_choice_text import loaded
 
 
-def begun(count: int, body: Body | None = None) -> tuple[Conversation, Job]:
+def begun(count: int) -> tuple[Conversation, Job]:
     """A request for so many choices that has begun, of a text without another body."""
     prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
-    request = ReadRequest(body or TextBody(prompt="a"), anything, 0)
+    request = ReadRequest(TextBody(prompt="a"), anything, 0)
     plan = CompletionPlan(request, [job], stop_machine([]))
     put(job, Begun(job, loaded()))
     return Conversation(service, plan), job
@@ -66,26 +66,5 @@ def test_a_stream_in_which_nothing_happens_says_so(monkeypatch: pytest.MonkeyPat
         put(job, Token(0, 0, finish_reason="length"))
         rest = [new.text async for new in news if isinstance(new, Choice)]
         assert rest == ["a"]
-
-    asyncio.run(run())
-
-
-def test_a_stream_has_its_tool_calls_where_the_model_wrote_them() -> None:
-    call = ["<tool>", '{"name": "f"', ', "arguments": {}}', "</tool>"]
-    words = ["a", *call, "b", "<tool>", "c", "</tool>", *call, "d"]
-
-    async def run() -> None:
-        talk, job = begun(
-            1, ChatBody.model_validate({"messages": [{"role": "user"}], "stream": True})
-        )
-        for word in words:
-            put(job, Token(0, WORDS.index(word)))
-        put(job, Token(0, 0, finish_reason="stop"))
-        news = [new async for new in talk.news() if isinstance(new, Choice)]
-        told = [(new.text, [each["index"] for each in new.tool_calls]) for new in news]
-        # What no parser understands is left out.
-        assert told == [("a", []), ("", [0]), ("b", []), ("", [1]), ("d", []), ("", [])]
-        assert news[-1].finish_reason == "tool_calls"
-        assert news[1].tool_calls[0]["function"] == {"name": "f", "arguments": "{}"}
 
     asyncio.run(run())

@@ -1,9 +1,8 @@
 """Nothing whose cost a client chooses runs on the event loop, which answers everybody."""
 
 import asyncio
-import socket
 from asyncio.subprocess import Process
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, current_thread
 from typing import Any
@@ -23,25 +22,15 @@ from paged_kv.server.completions.answer_bodies import OpenAIAnswers
 from paged_kv.server.engine.choice_text import ChoiceText, Delta
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.http.connection import MOST_READ_BYTES, Connection
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PATIENCE_S,
     PagedRunningServer,
     paged_server,
     wait_until,
-    with_small_model,
 )
 from tests.support.server_process import post
-from tests.support.soak_questions import request
 
 WITH_LOGPROBS: dict[str, Any] = {"logprobs": 2}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[PagedRunningServer]:
-    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "2"]
-    with with_small_model(), paged_server(*options, "--max-kv-bytes", "64MB") as server:
-        yield server
 
 
 def ask(client: OpenAI, **more: Any) -> Any:
@@ -127,23 +116,9 @@ def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     return begun
 
 
-def test_others_are_answered_while_a_tool_call_is_parsed(
-    running: PagedRunningServer, slow_calls: list[Process]
-) -> None:
-    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
-        client.sendall(request("/v1/completions", b'{"prompt": "a", "max_tokens": 1}'))
-        wait_until(lambda: slow_calls)
-        with urlopen(f"http://127.0.0.1:{running.port}/health", timeout=PATIENCE_S) as answer:
-            assert answer.status == 200
-        assert slow_calls[0].returncode is None
-    wait_until(lambda: slow_calls[0].returncode is not None)
-    running.wait_until_idle()
-
-
-def test_a_server_that_ends_leaves_no_process(slow_calls: list[Process]) -> None:
-    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
+def test_a_server_that_ends_leaves_no_process(tiny: str, slow_calls: list[Process]) -> None:
     with ThreadPoolExecutor(1) as threads:
-        with paged_server(*options) as server:
+        with paged_server("--model", tiny, "--max-kv-bytes", "64MB") as server:
             threads.submit(post, server.port, max_tokens=1)
             wait_until(lambda: slow_calls)
         assert slow_calls[0].returncode is not None

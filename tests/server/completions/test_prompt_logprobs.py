@@ -1,7 +1,6 @@
 """Log probabilities of prompts: echo with logprobs, and prompt_logprobs."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -9,26 +8,12 @@ import pytest
 
 from paged_kv.server.completions import completion_plan
 from paged_kv.server.engine import single_row
-from tests.support.folders import MODEL_FOLDERS
-from tests.support.running_server import (
-    PagedRunningServer,
-    assert_idle_pools_hold_nothing,
-    paged_server,
-    with_small_model,
-)
+from tests.support.running_server import PagedRunningServer
 from tests.support.server_process import post
 
 PROMPT = [(11 * i * i + 5 * i) % 500 + 1 for i in range(300)]
 SHORT = PROMPT[:12]
 END = {"0": 1000}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[PagedRunningServer]:
-    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
-    with with_small_model(), paged_server(*options, "--max-tokens", "4") as started:
-        yield started
-        assert_idle_pools_hold_nothing(started)
 
 
 def asked(running: PagedRunningServer, **body: Any) -> Any:
@@ -72,9 +57,7 @@ def test_the_likeliest_token_has_the_same_number_in_both_lists(running: PagedRun
     said = asked(running, prompt=[*SHORT, likeliest[-1]], echo=True, logprobs=1, max_tokens=1)
     listed = said["choices"][0]["logprobs"]
     assert listed["token_logprobs"][len(SHORT)] == max(listed["top_logprobs"][len(SHORT)].values())
-
-
-def test_the_end_token_is_listed_behind_an_echoed_prompt(running: PagedRunningServer) -> None:
+    # The end token is listed behind an echoed prompt.
     for more, count in (({"logit_bias": END}, 13), ({"max_tokens": 0}, 12)):
         said = asked(running, prompt=SHORT, echo=True, logprobs=0, **more)
         assert len(said["choices"][0]["logprobs"]["token_logprobs"]) == count
@@ -155,8 +138,8 @@ def test_requests_for_numbers_wait_for_others_and_others_for_them(
 ) -> None:
     numbers: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}]
     streams = [
-        post(running.port, prompt=[9, number], max_tokens=40, stream=True, **more)
-        for number in range(3)
+        post(running.port, prompt=[9, number], max_tokens=12, stream=True, **more)
+        for number in range(2)
         for more in numbers
     ]
     assert all(b"data: [DONE]" in stream.read() for stream in streams)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from mlx_lm.tool_parsers import json_tools
@@ -16,20 +15,8 @@ from paged_kv.server.engine.choice_text import (
 )
 from paged_kv.server.engine.jobs import Token
 
-WORDS = [
-    "a",
-    "b",
-    "c",
-    "<think>",
-    "</think>",
-    "<tool>",
-    "</tool>",
-    '{"name": "f"',
-    ', "arguments": {}}',
-    "d",
-]
-
-
+WORDS = ["a", "b", "c", "<think>", "</think>", "<tool>", "</tool>"]
+WORDS += ['{"name": "f"', ', "arguments": {}}', "d"]
 # A token without a word: it has none to add.
 END = len(WORDS)
 
@@ -91,16 +78,12 @@ def joined(deltas: list[Delta]) -> tuple[str, str, int, str | None]:
     )
 
 
-def test_plain_text() -> None:
-    assert joined(read(["a", "b", "c"], "length")) == ("abc", "", 0, "length")
-
-
 def test_reasoning_is_told_apart() -> None:
+    assert joined(read(["a", "b", "c"], "length")) == ("abc", "", 0, "length")
     words = ["<think>", "a", "b", "</think>", "c", "d"]
     assert joined(read(words, "length")) == ("cd", "ab", 0, "length")
-    assert joined(read(["a", "</think>", "c"], "length", state="reasoning")) == (
-        "c", "a", 0, "length",
-    )  # fmt: skip
+    found = joined(read(["a", "</think>", "c"], "length", state="reasoning"))
+    assert found == ("c", "a", 0, "length")
 
 
 def test_tool_calls_are_told_apart_whole() -> None:
@@ -112,20 +95,15 @@ def test_tool_calls_are_told_apart_whole() -> None:
     assert joined(read([*words[:4], "a"], "stop")) == ("a", "", 1, "tool_calls")
 
 
-@pytest.mark.parametrize(
-    ("stop", "text"), [("bc", "a"), ("c", "ab"), ("abcd", ""), ("cda", "abcd"), ("x", "abcd")]
-)
-def test_text_ends_before_a_stop_word(stop: str, text: str) -> None:
-    end = "length" if text == "abcd" else "stop"
-    deltas = read(["a", "b", "c", "d"], "length", "xy", stop)
-    assert joined(deltas) == (text, "", 0, end)
-    assert deltas[-1].stop_text == (stop if end == "stop" else None)
-
-
-def test_a_stop_word_may_begin_and_end_within_a_token() -> None:
+def test_text_ends_before_a_stop_word() -> None:
+    for stop, text in (("bc", "a"), ("c", "ab"), ("abcd", ""), ("cda", "abcd"), ("x", "abcd")):
+        end = "length" if text == "abcd" else "stop"
+        deltas = read(["a", "b", "c", "d"], "length", "xy", stop)
+        assert joined(deltas) == (text, "", 0, end)
+        assert deltas[-1].stop_text == (stop if end == "stop" else None)
+    # It may begin and end within a token.
     deltas = read(["a", '{"name": "f"'], "length", "name")
-    assert joined(deltas) == ('a{"', "", 0, "stop")
-    assert deltas[-1].stop_text == "name"
+    assert (joined(deltas), deltas[-1].stop_text) == (('a{"', "", 0, "stop"), "name")
 
 
 def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
@@ -184,13 +162,14 @@ def test_a_long_line_is_not_decoded_again_with_every_token() -> None:
 
 def test_an_end_token_that_ends_nothing_has_no_text() -> None:
     text = ChoiceText(loaded(), "normal", stop_machine([]))
-    assert text.take(Token(0, WORDS.index("d"))).text == "d"
-    assert text.take(Token(0, END)).text == ""
-    assert text.take(Token(0, WORDS.index("d"), finish_reason="length")).text == "d"
+    tokens = [Token(0, 9), Token(0, END), Token(0, 9, finish_reason="length")]
+    assert [text.take(token).text for token in tokens] == ["d", "", "d"]
 
 
 def test_stop_words_count_behind_the_first_tokens_only() -> None:
     text = ChoiceText(loaded(), "normal", stop_machine(["d"]), min_tokens=2)
-    taken = [text.take(Token(0, WORDS.index("d"))) for _ in range(3)]
-    assert [each.text for each in taken] == ["d", "d", ""]
-    assert [each.finish_reason for each in taken] == [None, None, "stop"]
+    taken = [text.take(Token(0, 9)) for _ in range(3)]
+    assert [(each.text, each.finish_reason) for each in taken] == [
+        *[("d", None)] * 2,
+        ("", "stop"),
+    ]

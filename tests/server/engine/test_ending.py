@@ -1,20 +1,17 @@
 """vLLM's fields that say which tokens end an answer: stop_token_ids, min_tokens, ignore_eos."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from paged_kv.server.engine.rows import Rows
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
     paged_server,
-    with_small_model,
 )
-from tests.support.server_process import post
+from tests.support.tiny_model import asked
 
 PROMPT = [7, 8, 9]
 # The end token of the model, and a bias that makes it the likeliest.
@@ -27,9 +24,9 @@ ENDS = {str(END): 1000}
     params=[[], pytest.param(["--draft-model", "ngram"], marks=pytest.mark.slow)],
     ids=["plain", "drafts"],
 )
-def server(request: pytest.FixtureRequest) -> Iterator[PagedRunningServer]:
-    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
-    with with_small_model(), paged_server(*options, *request.param) as started:
+def server(tiny: str, request: pytest.FixtureRequest) -> Iterator[PagedRunningServer]:
+    options = ["--model", tiny, "--max-kv-bytes", "64MB"]
+    with paged_server(*options, *request.param) as started:
         yield started
         assert_idle_pools_hold_nothing(started)
 
@@ -43,22 +40,21 @@ def running(
     return server
 
 
-def asked(running: PagedRunningServer, **body: Any) -> Any:
+def told(running: PagedRunningServer, **body: Any) -> Any:
     """A choice, and the ids of its tokens without the last one, if that ended it."""
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": True}
-    answer = post(running.port, **{**fields, **body})
-    said = json.loads(answer.read())
-    assert answer.status == 200, said
+    status, said = asked(running, "/v1/completions", fields | body)
+    assert status == 200, said
     (choice,) = said["choices"]
     tokens = [each["id"] for each in (choice["logprobs"] or {"content": []})["content"]]
     return choice, tokens, said["usage"]["completion_tokens"]
 
 
 def test_an_answer_ends_before_a_stop_token(running: PagedRunningServer) -> None:
-    free, tokens, _ = asked(running, ignore_eos=True)
+    free, tokens, _ = told(running, ignore_eos=True)
     assert (len(tokens), free["finish_reason"]) == (12, "length")
     at = next(at for at in range(2, 12) if tokens[at] not in tokens[:at])
-    choice, before, count = asked(running, ignore_eos=True, stop_token_ids=[4000, tokens[at]])
+    choice, before, count = told(running, ignore_eos=True, stop_token_ids=[4000, tokens[at]])
     assert (before, choice["finish_reason"], count) == (tokens[:at], "stop", at + 1)
     assert free["text"].startswith(choice["text"])
 
@@ -66,33 +62,33 @@ def test_an_answer_ends_before_a_stop_token(running: PagedRunningServer) -> None
 def test_an_end_token_that_is_ignored_ends_nothing_and_has_no_text(
     running: PagedRunningServer,
 ) -> None:
-    choice, tokens, count = asked(running, logit_bias=ENDS)
+    choice, tokens, count = told(running, logit_bias=ENDS)
     assert (choice["text"], choice["finish_reason"], tokens, count) == ("", "stop", [], 1)
-    choice, tokens, count = asked(running, logit_bias=ENDS, ignore_eos=True)
+    choice, tokens, count = told(running, logit_bias=ENDS, ignore_eos=True)
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert (tokens, count) == ([END] * 12, 12)
-    choice, _, count = asked(running, logit_bias=ENDS, ignore_eos=True, stop_token_ids=[END])
+    choice, _, count = told(running, logit_bias=ENDS, ignore_eos=True, stop_token_ids=[END])
     assert (choice["finish_reason"], count) == ("stop", 1)
 
 
 def test_no_answer_ends_before_its_least_tokens(running: PagedRunningServer) -> None:
     for least in (1, 5):
-        choice, tokens, count = asked(running, logit_bias=ENDS, min_tokens=least)
+        choice, tokens, count = told(running, logit_bias=ENDS, min_tokens=least)
         assert (choice["finish_reason"], count) == ("stop", least + 1)
         assert END not in tokens
-    free, tokens, _ = asked(running, ignore_eos=True)
+    free, tokens, _ = told(running, ignore_eos=True)
     stop = {"stop_token_ids": tokens[:1], "ignore_eos": True}
-    choice, others, _ = asked(running, **stop, min_tokens=4)
+    choice, others, _ = told(running, **stop, min_tokens=4)
     assert len(others) >= 4
     assert tokens[0] not in others
     assert free["finish_reason"] == "length"
 
 
 def test_a_stop_text_among_the_least_tokens_ends_nothing(running: PagedRunningServer) -> None:
-    free, _, _ = asked(running, ignore_eos=True)
+    free, _, _ = told(running, ignore_eos=True)
     stop = {"stop": free["text"][0], "ignore_eos": True}
-    assert asked(running, **stop)[0]["text"] == ""
-    assert asked(running, **stop, min_tokens=12)[0]["text"] == free["text"]
+    assert told(running, **stop)[0]["text"] == ""
+    assert told(running, **stop, min_tokens=12)[0]["text"] == free["text"]
 
 
 def test_what_contradicts_itself_is_refused(server: PagedRunningServer) -> None:
@@ -102,6 +98,8 @@ def test_what_contradicts_itself_is_refused(server: PagedRunningServer) -> None:
         ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos"),
         ({"stop_token_ids": [4096]}, "stop_token_ids"),
     ):
-        answer = post(server.port, **body)
-        assert (answer.status, json.loads(answer.read())["error"]["param"]) == (400, param)
-    assert post(server.port, min_tokens=5, max_tokens=-1, ignore_eos=True).status == 200
+        status, said = asked(server, "/v1/completions", {"prompt": PROMPT, **body})
+        assert (status, said["error"]["param"]) == (400, param)
+    # All that fits into the context is enough.
+    body = {"prompt": [7] * 4085, "min_tokens": 5, "max_tokens": -1, "ignore_eos": True}
+    assert asked(server, "/v1/completions", body)[0] == 200

@@ -2,22 +2,19 @@
 
 import http.client
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S
 from tests.support.running_server import (
     PagedRunningServer,
-    assert_idle_pools_hold_nothing,
     paged_server,
-    with_small_model,
 )
+from tests.support.tiny_model import tiny_folder
 
-CONTEXT = 192
+CONTEXT = 96
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 USER = [{"role": "user", "content": "import os"}]
@@ -31,16 +28,12 @@ ASKED: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningServer]:
     """A server of a model with a short context."""
     folder = tmp_path_factory.mktemp("models") / "short"
-    shutil.copytree(MODEL_FOLDERS["stdlib-llama"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    options = ["--model", str(folder), "--max-kv-bytes", "64MB", "--max-tokens", "8"]
-    with with_small_model(), paged_server(*options) as started:
+    model = tiny_folder(folder, max_position_embeddings=CONTEXT)
+    with paged_server("--model", model, "--max-kv-bytes", "64MB", "--max-tokens", "8") as started:
         yield started
-        assert_idle_pools_hold_nothing(started)
 
 
 def post(port: int, path: str, **body: Any) -> tuple[http.client.HTTPResponse, bytes]:
@@ -69,7 +62,13 @@ def is_cut(path: str, said: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("path", "most"),
-    [(path, most) for path in ASKED for most in (32_000, -1)] + [(TEXT, None), (RESPONSES, None)],
+    [
+        *[(TEXT, 32_000), (RESPONSES, None)],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((TEXT, -1), (CHAT, -1), (MESSAGES, 32_000), (RESPONSES, 32_000))
+        ],
+    ],
 )
 def test_an_answer_ends_with_the_context_and_says_so(
     running: PagedRunningServer, path: str, most: int | None
@@ -86,19 +85,15 @@ def test_an_answer_ends_with_the_context_and_says_so(
         assert (header, said["usage"]["max_tokens"]) == (str(answer), answer)
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_stream_says_so_too(running: PagedRunningServer, path: str) -> None:
-    body, name, (_, count) = ASKED[path]
-    usage = {"stream_options": {"include_usage": True}} if path in (TEXT, CHAT) else {}
-    answer, content = post(running.port, path, **body, **usage, stream=True, **{name: 32_000})
-    events = [
-        json.loads(line.removeprefix("data: "))
-        for line in content.decode().splitlines()
-        if line.startswith("data: {")
-    ]
-    told = [event.get("response", event).get("usage") for event in events]
-    (last,) = [each for each in told if each and each[count]][-1:]
-    assert answer.headers["X-Max-Tokens"] == str(last["max_tokens"]) == str(last[count])
+def test_a_stream_says_so_too(running: PagedRunningServer) -> None:
+    for path in (TEXT, MESSAGES):
+        body, name, (_, count) = ASKED[path]
+        usage = {"stream_options": {"include_usage": True}} if path == TEXT else {}
+        answer, content = post(running.port, path, **body, **usage, stream=True, **{name: 32_000})
+        lines = [line for line in content.decode().splitlines() if line.startswith("data: {")]
+        told = [json.loads(line.removeprefix("data: ")).get("usage") for line in lines]
+        (last,) = [each for each in told if each and each[count]][-1:]
+        assert answer.headers["X-Max-Tokens"] == str(last["max_tokens"]) == str(last[count])
 
 
 def test_each_prompt_of_a_request_fits_by_itself(running: PagedRunningServer) -> None:
@@ -120,13 +115,3 @@ def test_a_prompt_that_leaves_no_room_is_refused(running: PagedRunningServer) ->
         assert answer.status == 400
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         assert f"{CONTEXT} tokens" in error["message"]
-
-
-def test_an_option_for_longer_prompts_makes_answers_longer(running: PagedRunningServer) -> None:
-    model = str(running.provider.cli_args.model)
-    options = ["--model", model, "--max-prompt-tokens", str(2 * CONTEXT)]
-    with paged_server(*options, "--max-kv-bytes", "64MB") as other:
-        for prompt in (10, CONTEXT):
-            _, content = post(other.port, TEXT, prompt=[7] * prompt, max_tokens=CONTEXT)
-            usage = json.loads(content)["usage"]
-            assert (usage["completion_tokens"], "max_tokens" in usage) == (CONTEXT, False)

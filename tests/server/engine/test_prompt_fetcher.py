@@ -1,6 +1,5 @@
 """A server reads a prompt's pages from other servers before it begins, and generates meanwhile."""
 
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,36 +16,33 @@ from paged_kv.store.entry_file import Entry
 from paged_kv.tiers.landing import Landing
 from paged_kv.tiers.remote_tier import RemoteTier
 from paged_kv.tiers.waits import Waits
-from tests.support.folders import MODEL_FOLDERS
-from tests.support.running_server import PagedRunningServer, in_float32, paged_server, wait_until
+from tests.support.running_server import PagedRunningServer, paged_server, wait_until
 from tests.support.store_entries import entry, is_right, links, prompt
 from tests.support.tier_servers import SECRET, redis_server
+from tests.support.tiny_model import completion, tiny_folder, tokens_of
 
-TOKENS = [random.Random(0).randrange(1, 500) for _ in range(1100)]
+TOKENS = tokens_of(0, 1100)
 
 
 @pytest.fixture
 def servers(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tiny: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[PagedRunningServer, PagedRunningServer]]:
-    """Two servers that share a tier; a parameter has further options."""
+    """Two servers that share a tier; with a parameter they draft with another model."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     with ExitStack() as stack:
         tier = stack.enter_context(redis_server(tmp_path)).address
-        stack.enter_context(in_float32())
-        options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "4"]
+        options = ["--model", tiny, "--max-tokens", "4"]
+        if getattr(request, "param", False):
+            other = tiny_folder(tmp_path / "other", seed=1)
+            options += ["--draft-model", other, "--num-draft-tokens", "2"]
         options += ["--max-kv-bytes", "64MB", "--store-after", "1"]
-        options += ["--store", tier, "--store-secret", str(secret), *getattr(request, "param", ())]
+        options += ["--store", tier, "--store-secret", str(secret)]
         yield (
             stack.enter_context(paged_server(*options)),
             stack.enter_context(paged_server(*options)),
         )
-
-
-def ask(server: PagedRunningServer, tokens: list[int]) -> str:
-    answer = server.client().completions.create(model="default_model", prompt=tokens)
-    return answer.choices[0].text
 
 
 def store_of(server: PagedRunningServer) -> Any:
@@ -67,19 +63,20 @@ def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, th
     return is_asked, may_answer
 
 
+@pytest.mark.slow
 def test_others_are_generated_while_a_prompt_is_fetched(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
-    expected = ask(first, TOKENS)
+    expected, _ = completion(first, TOKENS)
     assert store_of(first).flush()
     is_asked, may_answer = let_tiers_wait(monkeypatch)
     told: list[str] = []
-    asking = threading.Thread(target=lambda: told.append(ask(second, TOKENS)))
+    asking = threading.Thread(target=lambda: told.append(completion(second, TOKENS)[0]))
     asking.start()
     assert is_asked.wait(60)
     # A short prompt needs no page of a server, and is answered while the other one waits.
-    ask(second, TOKENS[:20])
+    completion(second, TOKENS[:20])
     assert not told
     may_answer.set()
     asking.join()
@@ -89,6 +86,7 @@ def test_others_are_generated_while_a_prompt_is_fetched(
     wait_until(lambda: not store.landing.presence().sizes)
 
 
+@pytest.mark.slow
 def test_nothing_spins_while_the_only_prompt_is_fetched(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +101,7 @@ def test_nothing_spins_while_the_only_prompt_is_fetched(
         return take(wait=wait, seconds=seconds)
 
     monkeypatch.setattr(mailbox, "take", noted)
-    asking = threading.Thread(target=ask, args=(second, TOKENS))
+    asking = threading.Thread(target=completion, args=(second, TOKENS))
     asking.start()
     assert is_asked.wait(60)
     wait_until(lambda: is_waiting)
@@ -114,11 +112,12 @@ def test_nothing_spins_while_the_only_prompt_is_fetched(
     asking.join()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
-    ask(first, TOKENS)
+    completion(first, TOKENS)
     assert store_of(first).flush()
     is_asked, may_answer = let_tiers_wait(monkeypatch)
     client = second.client(timeout=0.5)
@@ -127,23 +126,20 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
     assert is_asked.is_set()
     wait_until(lambda: not second.service.thread.jobs)
     may_answer.set()
-    ask(second, TOKENS[:20])
+    completion(second, TOKENS[:20])
     store = store_of(second)
     wait_until(lambda: not store.landing.presence().sizes)
 
 
-DRAFTING = ("--draft-model", str(MODEL_FOLDERS["stdlib-gemma3"]), "--num-draft-tokens", "2")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("servers", [DRAFTING], indirect=True)
+@pytest.mark.parametrize("servers", [True], indirect=True)
 def test_generation_does_not_wait_for_pages_of_the_draft_model(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
     # In every step, whether it pays or not.
     monkeypatch.setattr(AdaptiveLengths, "choose", FixedLengths.choose)
-    expected = ask(first, TOKENS)
+    expected, _ = completion(first, TOKENS)
     for each in first.service.thread.provider.factories:
         assert each.store is not None
         assert each.store.flush()
@@ -154,7 +150,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     may_answer = threading.Event()
     asked = tier.ask
     monkeypatch.setattr(tier, "ask", lambda *wanted: may_answer.wait(60) and asked(*wanted))
-    assert ask(second, TOKENS) == expected
+    assert completion(second, TOKENS)[0] == expected
     assert drafting.stats().store_hits == {"redis": 0}
     may_answer.set()
     drafting.clear()
@@ -166,7 +162,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
         prepare(draft, rows)
 
     monkeypatch.setattr(ModelDraft, "prepare", later)
-    assert ask(second, TOKENS) == expected
+    assert completion(second, TOKENS)[0] == expected
     assert drafting.stats().store_hits == {"redis": 1024}
     wait_until(lambda: not store.landing.presence().sizes)
 

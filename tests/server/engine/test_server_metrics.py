@@ -6,17 +6,16 @@ import pytest
 from openai import BadRequestError, InternalServerError
 
 from paged_kv.server.http.api_errors import busy
-from tests.support.folders import MODEL_FOLDERS
-from tests.support.running_server import paged_server, wait_until, with_small_model
+from tests.support.running_server import paged_server, wait_until
 from tests.support.server_process import metrics
 
-MODEL = str(MODEL_FOLDERS["stdlib-llama"])
 ASKED: dict[str, Any] = {"model": "default_model", "prompt": ["a", "b", "c"], "n": 2}
 GO_ON: Any = {"0": -1000}
 
 
-def test_requests_and_choices_are_told_apart() -> None:
-    with with_small_model(), paged_server("--model", MODEL) as running, running.client() as client:
+def test_requests_and_choices_are_told_apart(tiny: str) -> None:
+    options = ["--model", tiny, "--max-kv-bytes", "64MB"]
+    with paged_server(*options) as running, running.client() as client:
         client.completions.create(**ASKED, max_tokens=2, logit_bias=GO_ON)
         for wrong in ({"best_of": 5}, {"max_tokens": -2}, {"prompt": [99999]}):
             with pytest.raises(BadRequestError):

@@ -7,28 +7,26 @@ from typing import Any
 import pytest
 
 from paged_kv.server.engine.batched_rows import BatchedRows
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
-    in_float32,
     paged_server,
     wait_until,
 )
+from tests.support.tiny_model import BLOCK, completion, tokens_of
 
 NAME = "default_model"
-LLAMA = ["--model", str(MODEL_FOLDERS["stdlib-llama"])]
 # Never the token that ends a text.
 GO_ON = {"0": -1000}
-BLOCK = 256 * 6 * 2 * 2 * 64 * 4
-SHARED = [(11 * i * i + 5 * i) % 500 + 1 for i in range(600)]
-CLIENTS = 6
+SHARED = tokens_of(0, 600)
+CLIENTS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _float32() -> Iterator[None]:
-    with in_float32():
-        yield
+@pytest.fixture(scope="module")
+def server(tiny: str) -> Iterator[PagedRunningServer]:
+    options = ["--max-kv-bytes", "64MB", "--prefill-step-size", "128"]
+    with paged_server("--model", tiny, *options) as started:
+        yield started
 
 
 def prompts() -> list[list[int]]:
@@ -36,34 +34,26 @@ def prompts() -> list[list[int]]:
     return [[*SHARED, *range(100 + 10 * client, 105 + 10 * client)] for client in range(CLIENTS)]
 
 
-def asked(running: PagedRunningServer, prompt: list[int], **body: Any) -> tuple[str, int]:
-    """The text, and the number of cached tokens of the prompt."""
-    answer = running.client().completions.create(
-        model=NAME, prompt=prompt, max_tokens=8, temperature=0, logit_bias=GO_ON, **body
-    )
-    assert answer.usage is not None
-    details = answer.usage.prompt_tokens_details
-    return answer.choices[0].text, details.cached_tokens if details else 0
-
-
-@pytest.mark.parametrize("step_size", ["2048", "128"])
-def test_prompts_that_come_together_compute_what_they_share_once(step_size: str) -> None:
-    options = [*LLAMA, "--max-kv-bytes", "64MB", "--prefill-step-size", step_size]
-    with paged_server(*options) as running:
-        expected = [asked(running, prompt)[0] for prompt in prompts()]
-    with paged_server(*options) as running:
-        running.hold_until_submitted(CLIENTS)
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            answers = list(clients.map(lambda prompt: asked(running, prompt), prompts()))
-        assert [text for text, _ in answers] == expected
-        # One of them, whichever came first, has computed it.
-        assert sorted(cached for _, cached in answers) == [0, *[len(SHARED)] * (CLIENTS - 1)]
-        assert_idle_pools_hold_nothing(running)
+@pytest.mark.slow
+def test_prompts_that_come_together_compute_what_they_share_once(
+    running: PagedRunningServer,
+) -> None:
+    expected = []
+    for prompt in prompts():
+        expected.append(completion(running, prompt)[0])
+        running.wait_until_idle()
+        running.pools[0].clear()
+    running.hold_until_submitted(CLIENTS)
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(lambda prompt: completion(running, prompt), prompts()))
+    assert [text for text, _ in answers] == expected
+    # One of them, whichever came first, has computed it.
+    assert sorted(cached for _, cached in answers) == [0, *[len(SHARED)] * (CLIENTS - 1)]
 
 
 @pytest.mark.parametrize(("salts", "waits"), [("ab", False), ("aa", True)])
 def test_users_of_other_salts_do_not_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch, salts: str, waits: bool
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch, salts: str, waits: bool
 ) -> None:
     """As they find nothing of each other."""
     steps, begun = [0], []
@@ -79,37 +69,30 @@ def test_users_of_other_salts_do_not_wait_for_each_other(
     original_step, original_begin = BatchedRows.step, BatchedRows.begin
     monkeypatch.setattr(BatchedRows, "step", step)
     monkeypatch.setattr(BatchedRows, "begin", begin)
-    with paged_server(*LLAMA, "--max-kv-bytes", "64MB", "--prefill-step-size", "128") as running:
-        running.hold_until_submitted(2)
-        with ThreadPoolExecutor(2) as clients:
-            list(
-                clients.map(
-                    lambda salt: asked(running, prompts()[0], extra_body={"cache_salt": salt}),
-                    salts,
-                )
-            )
+    running.hold_until_submitted(2)
+    with ThreadPoolExecutor(2) as clients:
+        bodies = [{"cache_salt": salt} for salt in salts]
+        list(clients.map(lambda body: completion(running, prompts()[0], extra_body=body), bodies))
     # A prompt takes 5 steps. One request begins in each.
     assert (begun[1] - begun[0] > 1) == waits
 
 
-def test_no_prompt_waits_for_a_much_longer_one() -> None:
+def test_no_prompt_waits_for_a_much_longer_one(running: PagedRunningServer) -> None:
     """It has computed the common beginning itself long before the other's end."""
     long = [*SHARED, *[(7 * i * i + i) % 500 + 1 for i in range(1000)]]
-    options = [*LLAMA, "--max-kv-bytes", "64MB", "--prefill-step-size", "128"]
-    with paged_server(*options) as running:
-        running.hold_until_submitted(2)
-        mailbox = running.service.thread._mailbox
-        wait_until(lambda: not mailbox._commands)  # the thread waits for both
-        with ThreadPoolExecutor(2) as clients:
-            first = clients.submit(asked, running, long)
-            wait_until(lambda: len(mailbox._commands) == 1)
-            second = clients.submit(asked, running, prompts()[0])
-        assert (first.result()[1], second.result()[1]) == (0, 0)
+    running.hold_until_submitted(2)
+    mailbox = running.service.thread._mailbox
+    wait_until(lambda: not mailbox._commands)  # the thread waits for both
+    with ThreadPoolExecutor(2) as clients:
+        first = clients.submit(completion, running, long)
+        wait_until(lambda: len(mailbox._commands) == 1)
+        second = clients.submit(completion, running, prompts()[0])
+    assert (first.result()[1], second.result()[1]) == (0, 0)
 
 
-def test_shared_pages_count_once_for_all_that_begin() -> None:
-    """Alone each takes 3 of the 9 blocks to begin, and behind a running one 1."""
-    with paged_server(*LLAMA, "--max-kv-bytes", str(9 * BLOCK)) as running:
+def test_shared_pages_count_once_for_all_that_begin(tiny: str) -> None:
+    """Alone each takes 3 of the 7 blocks to begin, and behind a running one 1."""
+    with paged_server("--model", tiny, "--max-kv-bytes", str(7 * BLOCK)) as running:
         create = running.client().completions.create
         streams = [
             create(model=NAME, prompt=prompt, max_tokens=100, stream=True, logit_bias=GO_ON)

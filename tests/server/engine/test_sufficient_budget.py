@@ -13,15 +13,12 @@ from paged_kv.command_line import main
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 from paged_kv.server.options import server_parser
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S
-
-LLAMA, GEMMA = (str(MODEL_FOLDERS[name]) for name in ("stdlib-llama", "stdlib-gemma3"))
+from tests.support.tiny_model import tiny_folder
 
 
 def parsed(budget: int, *options: str) -> argparse.Namespace:
-    told = ["--model", LLAMA, "--max-kv-bytes", str(budget), *options]
-    return server_parser().parse_args(told)
+    return server_parser().parse_args(["--max-kv-bytes", str(budget), *options])
 
 
 def needed(*options: str) -> int:
@@ -33,21 +30,28 @@ def needed(*options: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--page-format", "q4"],
-        ["--page-format", "auto"],
-        ["--dtype", "float32"],
-        ["--draft-model", "ngram"],
-        ["--draft-model", LLAMA],
-        ["--model", GEMMA],
-        ["--model", GEMMA, "--page-format", "q8"],
-    ],
-    ids=" ".join,
-)
-def test_what_is_named_suffices_and_a_byte_less_does_not(options: list[str]) -> None:
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with windows."""
+    return tiny_folder(
+        tmp_path_factory.mktemp("models") / "gemma", "gemma3_text", query_pre_attn_scalar=32
+    )
+
+
+OPTIONS = [["--page-format", "q4"], ["--page-format", "auto"], ["--dtype", "bfloat16"]]
+OPTIONS += [["--draft-model", "ngram"], ["--draft-model", "TINY"], ["--model", "GEMMA"]]
+OPTIONS += [["--model", "GEMMA", "--page-format", "q8"]]
+
+
+SLOW = [pytest.param(options, marks=pytest.mark.slow) for options in OPTIONS]
+
+
+@pytest.mark.parametrize("options", [[], *SLOW], ids=" ".join)
+def test_what_is_named_suffices_and_a_byte_less_does_not(
+    options: list[str], tiny: str, gemma: str
+) -> None:
+    folders = {"TINY": tiny, "GEMMA": gemma}
+    options = ["--model", tiny, *[folders.get(option, option) for option in options]]
     least = needed(*options)
     require_sufficient_budget(parsed(least, *options))
     with pytest.raises(ValueError, match=r"^--max-kv-bytes gives"):
@@ -62,11 +66,11 @@ def test_what_is_named_suffices_and_a_byte_less_does_not(options: list[str]) -> 
 
 
 def test_a_model_that_is_found_too_large_while_it_loads_names_the_option(
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: str,
 ) -> None:
     """Such as one that had to be downloaded first."""
-    for options in ([], ["--draft-model", LLAMA]):
-        provider = PagedModelProvider(parsed(1000, *options))
+    for options in ([], ["--draft-model", tiny]):
+        provider = PagedModelProvider(parsed(1000, "--model", tiny, *options))
         with pytest.raises(ValueError, match=r"^--max-kv-bytes gives pages 1\.00 kB"):
             provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
 
@@ -79,8 +83,8 @@ def test_a_model_that_cannot_be_read_is_left_to_its_loading(tmp_path: Any) -> No
 
 
 @pytest.mark.slow
-def test_the_server_ends_before_it_listens() -> None:
-    command = [sys.executable, "-m", "paged_kv", "server", "--model", LLAMA, "--port", "0"]
+def test_the_server_ends_before_it_listens(tiny: str) -> None:
+    command = [sys.executable, "-m", "paged_kv", "server", "--model", tiny, "--port", "0"]
     done = subprocess.run(
         [*command, "--max-kv-bytes", "100kB"],
         capture_output=True,
@@ -94,9 +98,9 @@ def test_the_server_ends_before_it_listens() -> None:
     assert line.startswith("paged-kv server: --max-kv-bytes gives pages 100.00 kB, and the model")
 
 
-@pytest.mark.parametrize("draft", [[], ["--draft-model", LLAMA]])
-def test_generate_names_options_too(draft: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--prompt", "a", "--max-kv-bytes", "100kB", *draft]) == 1
+def test_generate_names_options_too(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", tiny, "--draft-model", tiny, "--max-kv-bytes", "100kB"]
+    assert main(["generate", "--prompt", "a", *options]) == 1
     said = capsys.readouterr().err
     assert "raise --max-kv-bytes" in said
     assert "max_bytes" not in said

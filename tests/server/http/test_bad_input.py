@@ -71,14 +71,8 @@ def test_bad_requests_are_refused_and_the_next_is_served(
         status, answer = post(client, bad.path, bad.content)
         assert status == bad.status, (bad, answer)
         assert_refused(answer, bad.status, bad.param)
-        assert_serves(client, bad.path)
+    assert_serves(client)
     assert running.service.is_healthy
-
-
-def test_the_table_is_of_different_requests() -> None:
-    contents = {bad[:2] for group in BAD.values() for bad in group}
-    assert len(contents) >= 150
-    assert contents.isdisjoint({(path, json.dumps(body).encode()) for path, body in GOOD.items()})
 
 
 @pytest.mark.parametrize(
@@ -208,6 +202,7 @@ def test_more_connections_than_are_allowed_are_told_so(running: PagedRunningServ
             each.close()
 
 
+@pytest.mark.slow
 def test_slow_clients_are_told_so() -> None:
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "1"]
     limits = ["--header-timeout", "0.2", "--body-timeout", "0.2"]

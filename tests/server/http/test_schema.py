@@ -93,11 +93,6 @@ def test_the_values_of_a_body_have_limits(
         parse_body(body(1010), ChatBody)
 
 
-def test_keys_are_counted_as_texts() -> None:
-    with pytest.raises(APIError, match="500,006 texts, and at most 100,000"):
-        parse_body(body_with(json.dumps(dict.fromkeys(map(str, range(500_000))))), ChatBody)
-
-
 def test_what_texts_hold_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a long JSON file, or its escapes, in a prompt."""
     for name in ("MOST_PARTS", "MOST_COMMAS"):

@@ -303,6 +303,7 @@ def test_lines_that_change_with_every_request_do_not_break_the_prefix(
     assert BILLING in prompts[4]
 
 
+@pytest.mark.slow
 def test_every_line_is_kept_on_demand(script: Script, tmp_path: Path) -> None:
     options = ["--model", agent_folder(tmp_path), "--skip-system-lines"]
     with paged_server(*options) as running, anthropic_client(running) as client:
@@ -330,41 +331,7 @@ def test_tokens_are_counted_without_generating(
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 
 
-def test_prompts_over_the_context_length_are_counted_too(client: Anthropic) -> None:
-    """Those of long texts give or take a token for each 100,000 characters."""
-    counts = []
-    for words in (1000, 2 * CONTEXT):
-        asked = [{"role": "user", "content": "a b " * words}]
-        count = client.messages.count_tokens(model=NAME, messages=asked)  # type: ignore[arg-type]
-        counts.append(count.input_tokens)
-    assert counts[1] > CONTEXT
-    assert counts[1] / counts[0] == pytest.approx(2 * CONTEXT / 1000, rel=0.02)
-
-
-def test_another_model_counts_tokens_without_generating(
-    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has to be loaded for that."""
-
-    def generating(*_: Any) -> None:
-        raise AssertionError("nothing is to be generated")
-
-    first, other = (agent_folder(tmp_path / name) for name in ("first", "other"))
-    with (
-        paged_server("--model", first, "--allow-model-switch") as running,
-        anthropic_client(running) as client,
-    ):
-        monkeypatch.setattr(BatchedRows, "begin", generating)
-        counts = [
-            client.messages.count_tokens(model=name, messages=ASK["messages"]).input_tokens
-            for name in (first, other)
-        ]
-        assert counts[0] == counts[1] > 5
-        assert running.provider.default_key[0] == first
-        assert running.provider.loaded is not None
-        assert running.provider.loaded.key[0] == other
-
-
+@pytest.mark.slow
 def test_both_packages_list_models_with_their_context_and_abilities(
     tmp_path: Path, script: Script
 ) -> None:
@@ -427,6 +394,7 @@ def test_an_error_in_a_stream_is_an_event(
     assert (name, event["error"]["type"]) == ("error", "api_error")
 
 
+@pytest.mark.slow
 def test_keys_come_in_either_header(script: Script, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice-key\n")
@@ -460,6 +428,7 @@ def test_keys_come_in_either_header(script: Script, tmp_path: Path) -> None:
         ({"n": 2}, 400),
     ],
 )
+@pytest.mark.slow
 def test_fields_that_change_the_meaning_work_or_are_refused(
     more: dict[str, Any], status: int, running: PagedRunningServer, script: Script
 ) -> None:

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ray", reason="needs the extra ray")
+
 from paged_kv.server.replicas.deployments import app, server_options
 from tests.support.folders import MODEL_FOLDERS
+
+pytestmark = pytest.mark.slow
 
 MODEL = str(MODEL_FOLDERS["stdlib-llama"])
 
@@ -34,12 +38,6 @@ def test_options_are_those_of_the_server_as_texts_or_values() -> None:
     assert from_texts.max_kv_bytes == 8_000_000
 
 
-def test_a_value_may_look_like_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYS", "a")
-    options = server_options({"model": MODEL, "chat_template": "--x", "api_key": "env:KEYS"})
-    assert (options.chat_template, options.api_key) == ("--x", "env:KEYS")
-
-
 def test_paths_are_full_as_replicas_start_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,10 +48,6 @@ def test_paths_are_full_as_replicas_start_in_other_folders(
     assert options.model == str(tmp_path / "model")
     assert options.api_key == str(tmp_path / "keys")
     assert options.store == [tmp_path / "pages"]
-
-
-def test_the_embedded_model_has_a_name() -> None:
-    assert Path(server_options({"model": "stdlib-llama"}).model).is_dir()
 
 
 @pytest.mark.parametrize("value", [True, "true"])
@@ -96,8 +90,3 @@ def test_replicas_are_placed_by_what_they_need() -> None:
     assert deployment.num_replicas == 3
     assert deployment.ray_actor_options["num_cpus"] == 2
     assert deployment.max_ongoing_requests == 9
-
-
-def test_ranks_find_out_themselves_what_their_part_of_the_model_needs() -> None:
-    """As with mlx.launch: here only the whole model could be looked at."""
-    assert app({"model": MODEL, "ranks": 2, "max_kv_bytes": "400kB"})

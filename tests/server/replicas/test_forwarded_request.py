@@ -3,20 +3,18 @@
 import json
 import pickle
 from argparse import Namespace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import pytest
 from starlette.types import Scope
 
 from paged_kv.server.replicas.forwarded_request import (
-    CUT_SHARE,
     LEAST_CUT,
     ForwardedRequest,
     Trail,
     cuts,
     forwarded_request,
-    trail_of,
 )
 from paged_kv.server.responses.responses import KeptResponses
 
@@ -104,24 +102,6 @@ def test_trails_part_where_prompts_part() -> None:
     assert at[same - 1] < known + 200 < at[same] + LEAST_CUT
 
 
-def test_short_prompts_have_no_trail_but_a_length() -> None:
-    short = trail(messages=[{"role": "user", "content": "Hi"}])
-    assert short.digests == ()
-    assert 0 < short.length < LEAST_CUT
-
-
-def test_beginnings_are_a_sixteenth_apart() -> None:
-    ends = [*takewhile(lambda end: end <= 1_000_000, cuts())]
-    assert ends[0] == LEAST_CUT
-    assert len(ends) < 130
-    assert all(later - end <= max(LEAST_CUT, end / CUT_SHARE) for end, later in pairwise(ends))
-
-
-def test_the_whole_prompt_decides_the_last_digest() -> None:
-    assert trail_of([b"", b"x" * 600]).digests == trail_of([b"", b"x" * 300, b"x" * 300]).digests
-    assert trail_of([b"", b"x" * 512]).digests[-1] != trail_of([b"", b"x" * 511 + b"y"]).digests[-1]
-
-
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 7}', b'{"input": [7]}', b"\xff"])
 def test_what_a_replica_will_refuse_is_forwarded(body: bytes) -> None:
     forwarded = forwarded_request(scope_of(), body)
@@ -148,19 +128,6 @@ def test_ids_that_a_server_makes_name_its_place(place: str) -> None:
     name = KeptResponses(options, place=place).new_name()
     for made in (f"resp_{name}", f"msg_{name}_0"):
         assert request({"previous_response_id": made}).place == place
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"previous_response_id": f"resp_{NAME}"},
-        {"previous_response_id": 7},
-        {"previous_response_id": "resp_ab12cd34"},
-        {"input": [{"role": "user", "content": "x", "id": f"msg_ab12cd34{NAME}_0"}]},
-    ],
-)
-def test_other_ids_name_no_replica(body: Any) -> None:
-    assert request(body, "/v1/responses").place == ""
 
 
 def test_a_request_can_be_sent_to_another_process() -> None:

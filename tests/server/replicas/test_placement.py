@@ -1,6 +1,5 @@
 """Which replica gets which prompt."""
 
-from itertools import takewhile
 from typing import Any
 
 from hypothesis import given
@@ -45,13 +44,6 @@ def test_a_conversation_comes_back() -> None:
         assert finished(placement, turn, prompt(("x", 4000 * turn))) == home
 
 
-def test_a_long_answer_does_not_make_another_conversation() -> None:
-    """The prompt is a small part of the next one, but the whole of the one before."""
-    placement = Placement()
-    home = finished(placement, 1, prompt(("s", 3000)))
-    assert finished(placement, 2, prompt(("s", 3000), ("answer", 2000))) == home
-
-
 def test_new_conversations_go_round() -> None:
     """Among replicas that have nothing to do, the one that knows least gets the next."""
     placement = Placement()
@@ -90,12 +82,6 @@ def test_conversations_with_one_beginning_spread_the_more_they_are() -> None:
         assert finished(placement, number, longer) == home
 
 
-def test_questions_about_one_text_go_where_it_is() -> None:
-    placement = Placement()
-    homes = {finished(placement, n, prompt(("s", 8000), (chr(200 + n), 2000))) for n in range(8)}
-    assert len(homes) == 1
-
-
 def test_a_conversation_waits_while_to_compute_it_again_costs_others_more() -> None:
     placement = Placement()
     home = finished(placement, 1, prompt(("x", 4096)))
@@ -126,17 +112,6 @@ def test_an_answer_that_has_begun_costs_its_tokens_alone() -> None:
     assert placement.waiting("a") == 0
 
 
-def test_a_request_that_ends_before_it_is_noted_does_not_count() -> None:
-    """Ray Serve tells of a short answer's end first, where many come at once."""
-    placement = Placement()
-    asked = request(prompt(("x", 3000)))
-    placement.expect(1, asked, "a")
-    placement.end(1)
-    placement.begin(1, asked, "a")
-    assert placement.waiting("a") == 0
-    assert placement.ranked(asked.trail, REPLICAS[::-1])[0] == "a"
-
-
 def test_a_request_that_goes_elsewhere_counts_there() -> None:
     """A full replica passes a request on to the next of the ranking."""
     placement = Placement()
@@ -145,14 +120,6 @@ def test_a_request_that_goes_elsewhere_counts_there() -> None:
     begin(placement, 1, waiting, "b")
     assert placement.waiting("a") == 0
     assert placement.waiting("b") == RUNNING + 3000
-
-
-def test_what_is_known_of_a_prompt_is_not_counted() -> None:
-    placement = Placement()
-    finished(placement, 1, prompt(("x", 3000)))
-    home = placed(placement, 2, prompt(("x", 3100)))
-    at = [*takewhile(lambda end: end <= 3000, cuts())][-1]
-    assert placement.waiting(home) == RUNNING + 3100 - at
 
 
 def test_replicas_that_are_gone_are_forgotten() -> None:

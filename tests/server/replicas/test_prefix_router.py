@@ -5,9 +5,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra ray")
+
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, trail_of
 from paged_kv.server.replicas.placement import RUNNING
 from paged_kv.server.replicas.prefix_router import PrefixRouter
+
+pytestmark = pytest.mark.slow
 
 REQUEST = ForwardedRequest({}, b"", trail_of([b"", b"x" * 4000]))
 

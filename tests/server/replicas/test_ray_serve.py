@@ -232,6 +232,7 @@ def test_replicas_that_are_killed_make_no_answer_wrong(port: int, calm: PagedRun
     assert counts["whole"] > counts["broken off"]
 
 
+@pytest.mark.soak
 def test_no_request_is_lost_as_replicas_come_and_go(port: int, calm: PagedRunningServer) -> None:
     replicas = Replicas(port, num_replicas=1, drop_tools=True)
     known = questions({})[:12]
@@ -261,6 +262,7 @@ def test_no_request_is_lost_as_replicas_come_and_go(port: int, calm: PagedRunnin
     assert wrong == []
 
 
+@pytest.mark.soak
 def test_a_front_that_ends_is_replaced(port: int) -> None:
     replicas = Replicas(port, num_replicas=2)
     first = chat(replicas, TEXT)
@@ -270,6 +272,7 @@ def test_a_front_that_ends_is_replaced(port: int) -> None:
     assert again.choices[0].message.content == first.choices[0].message.content
 
 
+@pytest.mark.soak
 def test_pages_of_another_replica_come_through_a_tier(port: int, tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     try:
@@ -284,6 +287,7 @@ def test_pages_of_another_replica_come_through_a_tier(port: int, tmp_path: Path)
         server.kill()
 
 
+@pytest.mark.soak
 def test_a_model_shared_by_ranks_is_one_replica(port: int, calm: PagedRunningServer) -> None:
     replicas = Replicas(port, ranks=2)
     assert chat(replicas, TEXT).choices[0] == chat(calm, TEXT).choices[0]
@@ -291,6 +295,7 @@ def test_a_model_shared_by_ranks_is_one_replica(port: int, calm: PagedRunningSer
     assert metrics(port)["rank_bytes.0.budget"] == metrics(port)["rank_bytes.1.budget"]
 
 
+@pytest.mark.soak
 def test_a_model_that_cannot_be_loaded_stops_the_deployment(port: int, tmp_path: Path) -> None:
     from ray import serve
 
@@ -308,6 +313,7 @@ def test_a_model_that_cannot_be_loaded_stops_the_deployment(port: int, tmp_path:
     serve.delete(NAME)
 
 
+@pytest.mark.soak
 def test_the_example_of_a_config_file_is_served(port: int, tmp_path: Path) -> None:
     import ray
     from ray import serve

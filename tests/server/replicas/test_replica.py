@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+pytest.importorskip("ray", reason="needs the extra ray")
+
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.replica import _answered
+
+pytestmark = pytest.mark.slow
 
 REQUEST = ForwardedRequest({"type": "http", "path": "/x"}, b"a body")
 

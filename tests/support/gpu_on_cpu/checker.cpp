@@ -1,7 +1,7 @@
 // Looks at every access to memory: the compiler's thread sanitizer calls these functions.
 //
-// For each byte that a kernel may write there is a cell: who wrote it last, who has read it since,
-// and how many barriers those threads had passed. Two accesses of which one writes are in order if
+// For each two bytes that a kernel may write there is a cell, as no number is smaller: who wrote it
+// last, who has read it since, and how many barriers those threads had passed. Two accesses of which one writes are in order if
 // one thread makes both, or if a barrier for that memory lies between: of the threadgroup, or of
 // the simdgroup for its own lanes. Nothing orders different threadgroups of one launch.
 #include "runtime.h"
@@ -13,6 +13,8 @@ struct Access {
   uint32_t barriers, simd_barriers;
 };
 
+constexpr uint64_t CELL_BYTES = 2;
+
 struct Cell {
   uint64_t generation;  // of the threadgroup, for threadgroup memory
   Access writer, reader, other_reader;  // readers of two simdgroups, where two have read
@@ -21,6 +23,12 @@ struct Cell {
 namespace {
 
 Cell* shared_cells;
+
+uint64_t cells_of(uint64_t at, uint64_t bytes) {
+  return (at + bytes + CELL_BYTES - 1) / CELL_BYTES - at / CELL_BYTES;
+}
+
+size_t cell_memory(uint64_t bytes) { return (cells_of(0, bytes) + 1) * sizeof(Cell); }
 
 Access access_now(Space space) {
   return {1 + running->ids.index + MOST_THREADS * launch.group, running->barriers[space],
@@ -64,7 +72,7 @@ void touch_all(Cell* cells, uint64_t count, Space space, bool writes, uint64_t p
     Access rival = touch(cells[i], now, writes);
     if (!rival.thread) continue;
     report(pc, "race: %s of '%s' at byte %llu by thread %u of threadgroup %u, and thread %u of %u",
-           verb(writes), name, static_cast<unsigned long long>(at + i), running->ids.index,
+           verb(writes), name, static_cast<unsigned long long>(at + i * CELL_BYTES), running->ids.index,
            launch.group, (rival.thread - 1) % MOST_THREADS, (rival.thread - 1) / MOST_THREADS);
     return;
   }
@@ -82,19 +90,20 @@ void access_shared(uint64_t at, uint64_t bytes, bool writes, uint64_t pc, bool a
     const Variable& variable = launch.variables[i];
     if (!variable.bytes || at < variable.at || at + bytes > variable.at + variable.bytes) continue;
     if (aligned) check_alignment(at, bytes, pc, "threadgroup memory", at - variable.at);
-    Cell* cells = shared_cells + at;
-    for (uint64_t k = 0; k < bytes; k++) {
+    Cell* cells = shared_cells + at / CELL_BYTES;
+    uint64_t count = cells_of(at, bytes);
+    for (uint64_t k = 0; k < count; k++) {
       if (cells[k].generation == launch.generation) continue;
       cells[k] = {};
       cells[k].generation = launch.generation;
     }
-    for (uint64_t k = 0; k < bytes && !writes; k++) {
+    for (uint64_t k = 0; k < count && !writes; k++) {
       if (cells[k].writer.thread) continue;
       report(pc, "uninitialised: threadgroup variable %u at byte %llu", i,
              static_cast<unsigned long long>(at - variable.at));
       break;
     }
-    touch_all(cells, bytes, SHARED, writes, pc, "threadgroup memory", at - variable.at);
+    touch_all(cells, count, SHARED, writes, pc, "threadgroup memory", at - variable.at);
     return;
   }
   report(pc, "out of bounds: %s of threadgroup memory by thread %u", verb(writes),
@@ -116,10 +125,10 @@ void access_buffer(Buffer& buffer, uint64_t at, uint64_t bytes, bool writes, uin
       buffer.loads++;
     }
   if (!buffer.cells) return;
-  if (!writes && !buffer.is_written_before && !buffer.cells[at].writer.thread)
+  if (!writes && !buffer.is_written_before && !buffer.cells[at / CELL_BYTES].writer.thread)
     report(pc, "uninitialised: output '%s' at byte %llu is read", buffer.name,
            static_cast<unsigned long long>(at));
-  touch_all(buffer.cells + at, bytes, DEVICE, writes, pc, buffer.name, at);
+  touch_all(buffer.cells + at / CELL_BYTES, cells_of(at, bytes), DEVICE, writes, pc, buffer.name, at);
 }
 
 // An access outside all memory that the kernel was given; the nearest buffer before it is named.
@@ -163,12 +172,12 @@ void access(const void* pointer, uint64_t bytes, bool writes, uint64_t pc, bool 
 }  // namespace
 
 void check_start() {
-  if (!shared_cells) shared_cells = static_cast<Cell*>(memory_of(SHARED_BYTES * sizeof(Cell)));
+  if (!shared_cells) shared_cells = static_cast<Cell*>(memory_of(cell_memory(SHARED_BYTES)));
   for (uint32_t i = 0; i < launch.buffer_count; i++) {
     Buffer& buffer = launch.buffers[i];
     buffer.cells = nullptr;
     if (buffer.is_writable)
-      buffer.cells = static_cast<Cell*>(memory_of((buffer.bytes + 1) * sizeof(Cell)));
+      buffer.cells = static_cast<Cell*>(memory_of(cell_memory(buffer.bytes)));
   }
 }
 
@@ -177,13 +186,14 @@ void check_end() {
     Buffer& buffer = launch.buffers[i];
     if (!buffer.cells) continue;
     uint64_t missing = 0;
-    for (uint64_t at = 0; at < buffer.bytes && !buffer.is_written_before && !launch.is_over; at++)
-      missing += !buffer.cells[at].writer.thread;
+    uint64_t count = buffer.is_written_before || launch.is_over ? 0 : cells_of(0, buffer.bytes);
+    for (uint64_t at = 0; at < count; at++)
+      missing += CELL_BYTES * !buffer.cells[at].writer.thread;
     if (missing)
       report(0, "unwritten: %llu of %llu bytes of output '%s'",
              static_cast<unsigned long long>(missing),
              static_cast<unsigned long long>(buffer.bytes), buffer.name);
-    munmap(buffer.cells, (buffer.bytes + 1) * sizeof(Cell));
+    munmap(buffer.cells, cell_memory(buffer.bytes));
     buffer.cells = nullptr;
   }
 }

@@ -8,18 +8,23 @@ DECLARATION = re.compile(
 )
 
 
+# Lines without one of these are no fault; there are thousands.
+SUSPICIOUS = re.compile(r"__generic|__bf16| static|__global |LambdaExpr|double")
+PLACE = re.compile(r"<([^>]*:[^>]*)>")
+FILE_AND_LINE = re.compile(r"([\w./-]+):(\d+):\d+")
+
+
 def faults_of_metal(tree: str) -> set[str]:
     """Faults that Metal's compiler would report, found in a dump of the syntax tree."""
     faults: set[str] = set()
     in_kernel, line_number = False, "?"
     for line in tree.splitlines():
-        place = re.search(r"<([^>]*)>", line)
-        if place:
-            for file, at in re.findall(r"([\w./-]+):(\d+):\d+", place[1]):
+        if place := PLACE.search(line):
+            for file, at in FILE_AND_LINE.findall(place[1]):
                 line_number = at
                 if file != "line":
                     in_kernel = file == "kernel"
-        if in_kernel and (fault := _fault(line)):
+        if in_kernel and SUSPICIOUS.search(line) and (fault := _fault(line)):
             faults.add(f"kernel:{line_number}: {fault}")
     return faults
 

@@ -30,12 +30,7 @@ TEXTS = [
 
 @dataclass(eq=False)
 class Home:
-    """A factory and its settings.
-
-    Attributes:
-        factory: None for a pool that a saved cache was loaded into.
-        is_open: whether it was not closed yet.
-    """
+    """A factory, None for a pool that a saved cache was loaded into, and its settings."""
 
     pool: PagePool
     formats: Formats
@@ -85,12 +80,7 @@ class Batch:
 
 
 class Steps:
-    """Runs steps of a model, and compares their outputs with an oracle's.
-
-    Args:
-        model: called with a prompt cache.
-        oracle: knows what it must say.
-    """
+    """Runs steps of a model, and compares their outputs with an oracle's."""
 
     def __init__(self, model: Any, oracle: Oracle) -> None:
         self.model = model

@@ -40,11 +40,9 @@ Check = Callable[[Floats], list[str]]
 
 
 class Oracle(Protocol):
-    """Computes the expected outputs of a model."""
-
     def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
-        """Compare the outputs for the last `count` tokens of a sequence. These caches hold it, and
-        the model has been called with them; its outputs need not be computed yet."""
+        """Compare the outputs for the last `count` tokens of a sequence, which may not be computed
+        yet."""
         ...
 
     def wrong_content(self, row: Row, layers: list[PagedKVCache]) -> list[str]:
@@ -194,9 +192,8 @@ class TableOracle:
 class _Option:
     """The possible stored values of some tokens, [KV_HEADS, tokens, DIM].
 
-    Numbers that were quantised twice often lie between two codes, and the last bit of a sum says
-    which it is. Codes of keys with a centre turn on all tokens that their page had when it was
-    recoded, those among them that were trimmed since.
+    Numbers that were quantised twice often lie between two codes. Codes of keys with a centre turn
+    on all tokens that their page had when it was recoded, those among them that were trimmed since.
     """
 
     numbers: Floats
@@ -213,12 +210,8 @@ class _Option:
 
 
 class _Held:
-    """The keys or values of a sequence in one layer, [KV_HEADS, tokens, DIM], in the present
-    formats of its pages.
-
-    Where pages may have come to their format in several ways, what they hold tells which; it must
-    be one of these.
-    """
+    """The keys or values of a sequence in one layer, [KV_HEADS, tokens, DIM], in the formats of its
+    pages. What they hold tells in which of the possible ways they came to these."""
 
     def __init__(self, row: Row, cache: PagedKVCache, part: str) -> None:
         self._row, self._cache, self._part = row, cache, part

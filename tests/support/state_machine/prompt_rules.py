@@ -30,27 +30,15 @@ STEP_SIZES = st.sampled_from([1024, 512, 256, 100])
 
 @dataclass(frozen=True)
 class Inserted:
-    """A prompt that was inserted.
-
-    Attributes:
-        home: with its factory; None for that of another process.
-        rewritten: see `Row`.
-    """
-
-    home: Home | None
+    home: Home
     salt: Hashable
     tokens: list[int]
-    rewritten: frozenset[int] = frozenset()
+    rewritten: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """A pin that a factory holds.
-
-    Attributes:
-        pinned: how many tokens it said that it keeps.
-        found: how many of those a prompt could begin with.
-    """
+    """How many tokens a factory said that it keeps, and how many a prompt could begin with."""
 
     home: Home
     salt: Hashable
@@ -68,7 +56,6 @@ class PromptRules(BatchRules):
         super().start(world)
         self.inserted: list[Inserted] = []
         self.pins: list[Pin] = []
-
         self.computed(self.homes[0], TEXTS[0][:600], None, 256, keep=True)
 
     def home(self, number: int) -> Home:

@@ -24,12 +24,8 @@ MOST_QUANTISED = 3
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats that pages of a factory may have had.
-
-    Attributes:
-        first: the format that full pages get.
-        is_auto: whether they become smaller when memory gets short.
-    """
+    """The format that full pages of a factory get, and whether they become smaller when memory
+    gets short."""
 
     first: str
     is_auto: bool = False
@@ -61,14 +57,10 @@ def _closure(chains: frozenset[Chain], full: str, is_auto: bool) -> frozenset[Ch
 class Row:
     """The tokens of a sequence, and the known facts about its pages.
 
-    The page that is written holds its tokens as they were given. If it was full before a trim, they
-    may have been quantised then.
-
     Attributes:
-        formats: of the factory.
         full_formats: what full pages may get.
-        tokens: all that the sequence holds.
-        chains: for each of them, what its page may have been so far.
+        chains: for each token, what its page may have been so far. A page that was full before a
+            trim may have been quantised then.
         written: in each layer, the most tokens that there ever were.
         rewritten: the numbers of pages that were full, and trimmed and written again.
     """
@@ -88,7 +80,6 @@ class Row:
         tokens: abc.Sequence[int] = (),
         rewritten: frozenset[int] = frozenset(),
     ) -> "Row":
-        """A row that begins with tokens of other rows; of those, these pages were rewritten."""
         row = cls(formats, frozenset({formats.first}), written=list(written), rewritten=rewritten)
         row.add(tokens)
         if row.full_tokens // PAGE_SIZE in rewritten:
@@ -103,7 +94,6 @@ class Row:
 
     @property
     def full_tokens(self) -> int:
-        """The number of its tokens that are in full pages."""
         return len(self.tokens) // PAGE_SIZE * PAGE_SIZE
 
     def add(self, tokens: abc.Sequence[int]) -> None:
@@ -130,7 +120,6 @@ class Row:
 
     def convert(self, name: str, *, is_whole: bool) -> None:
         """Note a conversion. If it ran out of memory, nobody knows which pages it converted."""
-
         end = len(self.tokens) if self.formats.is_auto else self.full_tokens
         for page, tokens in _first_and_others(slice(0, end)):
             full = full_format(name, page)
@@ -145,7 +134,6 @@ class Row:
         return self.full_formats == {self.formats.first}
 
     def _fill(self, tokens: slice) -> None:
-        """Note that the pages of these tokens are full."""
         for page, part in _first_and_others(tokens):
             names = {full_format(name, page) for name in self.full_formats}
             known = {

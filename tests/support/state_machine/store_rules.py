@@ -1,7 +1,6 @@
 """Rules for factories and the folder that they share, in any order."""
 
 import random
-from functools import cache
 
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -9,18 +8,11 @@ from hypothesis.stateful import invariant, precondition, rule
 from paged_kv.store.maintenance import clear, gc, verify
 from paged_kv.store.page_store import MIN_BYTES
 from tests.support.state_machine.batch_rules import INDEX
-from tests.support.state_machine.prompt_rules import PROMPTS, Inserted, PromptRules
-from tests.support.state_machine.writer import Work, Writer
+from tests.support.state_machine.prompt_rules import PromptRules
 from tests.support.store_damage import damaged
 from tests.support.store_entries import bytes_in, open_store
 
 MOST_HOMES = 3
-
-
-@cache
-def writer() -> Writer:
-    """One folder for all examples; it is removed when this process ends."""
-    return Writer()
 
 
 def has_store(machine: "StoreRules") -> bool:
@@ -66,14 +58,6 @@ class StoreRules(PromptRules):
         assert callable(work)
         with open_store(self.folder / "store", MIN_BYTES) as store:
             work(store)
-
-    @precondition(has_store)
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), killed_at=st.integers(1, 400))
-    def kill_a_writer(self, prompts: list[list[int]], killed_at: int) -> None:
-        """Another process computes prompts, and is killed."""
-        self.inserted += [Inserted(None, None, prompt) for prompt in prompts]
-        writer().do(Work(self.world, self.folder / "store", prompts, killed_at))
-        self.computed(self.home(0), [*prompts[0], 4], None, 256, keep=False)
 
     @invariant()
     def store_keeps_its_cap(self) -> None:

@@ -1,11 +1,9 @@
 """A model whose layers write keys and values from a table, and ask queries from it: nothing that it
 computes feeds back.
 
-The rows of a table that a token's queries, keys and values are follow from the token, its position
-and the layer. So what a page must hold is known in every format, bit for bit, whatever happened
-before, and attention in any layer can be computed from the tokens alone. With layers that compute
-on each other's results an error of a quantised page would grow from layer to layer, and hide wrong
-pages.
+They follow from the token, its position and the layer. So what a page must hold is known in every
+format, bit for bit. With layers that compute on each other's results an error of a quantised page
+would grow from layer to layer, and hide wrong pages.
 """
 
 from functools import cache

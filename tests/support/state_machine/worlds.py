@@ -27,10 +27,8 @@ class World:
         name: of a model of the zoo, or "table".
         windows: what the layers of a table see, or the window of the zoo's model.
         has_states: whether a table has a recurrent layer.
-        page_format: of the pages of every factory.
-        write_chunk: see `PagedCacheFactory`; no more than the narrowest window.
-        pages: that the budget holds, in the format of the pages.
-        store: whether the factories have a store, and all the same one.
+        pages: that the budget holds, in their format.
+        store: whether the factories share one.
     """
 
     name: str
