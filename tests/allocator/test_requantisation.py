@@ -15,20 +15,6 @@ def grown(allocator: BlockAllocator, table: BlockTable, tokens: int) -> None:
     reserve(table, table.tokens, table.tokens + tokens)
 
 
-def test_ages_by_hand() -> None:
-    allocator = BlockAllocator(ByteBudget(1000), 1, PAGE)
-    first, second = allocator.new_table(), allocator.new_table()
-    grown(allocator, first, 3 * PAGE)
-    grown(allocator, second, 2 * PAGE)
-    # The first table has waited for two pages, and two blocks follow its first one.
-    found = {each.block: (each.age, each.is_first) for each in full_blocks(allocator)}
-    assert found == {
-        first.blocks[0]: (4.0, True),
-        first.blocks[1]: (3.0, False),
-        second.blocks[0]: (1.0, True),
-    }
-
-
 def test_a_block_is_as_old_as_its_youngest_holder_says_and_no_last_one_is_full() -> None:
     for seed in range(20):
         rng = random.Random(seed)

@@ -63,55 +63,27 @@ def block(slab: int, page: int) -> int:
     return block_range(slab, page + 1)[page]
 
 
-def test_compaction_fills_free_pages_of_other_slabs_first() -> None:
-    rewrites = Rewrites()
-    rewrites.with_slabs("uuuu", "uuuuuu..", "uu..........")
-    assert rewrites.allocator.stats().bytes_compactable == 12 * BLOCK_BYTES
-    assert rewrites.allocator.compact() == 2
-    assert rewrites.made == [((2,), 0)]
-    assert rewrites.moves == {block(2, 0): block(1, 6), block(2, 1): block(1, 7)}
-    assert rewrites.allocator.slabs == {0: 4, 1: 8}
-    assert rewrites.budget.mapped == 12 * BLOCK_BYTES
-    assert rewrites.allocator.compact() == 0
-    rewrites.allocator.check()
-
-
-def test_no_page_moves_into_a_slab_that_is_emptied() -> None:
-    rewrites = Rewrites()
-    rewrites.with_slabs("u.....", "uuuu.", "u")
+@pytest.mark.parametrize(
+    ("blocks", "slabs", "made", "left"),
+    [
+        (1000, ["uuuu", "uuuuuu..", "uu.........."], [((2,), 0)], 12),
+        (1000, ["u.....", "uuuu.", "u"], [((0,), 0)], 6),
+        (1000, ["uuuuu.", "uuu."], [((1,), 2)], 8),
+        # The rewrite would need a byte more.
+        (10 + 2 / LAYERS - 1 / BLOCK_BYTES, ["uuuuu.", "uuu."], [], 10),
+        (12, ["uuuu..", "uu.", "uu."], [((1,), 0), ((2,), 2)], 8),
+    ],
+)
+def test_compaction_within_the_budget(
+    blocks: float, slabs: list[str], made: list[tuple[tuple[int, ...], int]], left: int
+) -> None:
+    rewrites = Rewrites(blocks)
+    rewrites.with_slabs(*slabs)
     rewrites.allocator.compact()
-    assert rewrites.made == [((0,), 0)]
-    assert rewrites.moves == {block(0, 0): block(1, 4)}
+    assert rewrites.made == made
+    assert rewrites.budget.mapped == left * BLOCK_BYTES
+    assert rewrites.allocator.compact() == rewrites.allocator.stats().bytes_compactable == 0
     rewrites.allocator.check()
-
-
-def test_tables_and_caches_follow_their_pages() -> None:
-    rewrites = Rewrites()
-    rewrites.with_slabs("uu", "u...")
-    moved: list[tuple[int, int]] = []
-    (table,) = [each for each in rewrites.allocator.tables if each.blocks == (block(1, 0),)]
-    fork = rewrites.allocator.fork(table)
-    rewrites.allocator.keep(block(1, 0), lambda source, target: moved.append((source, target)))
-    rewrites.allocator.compact()
-    assert rewrites.made == [((1,), 1)]
-    new = block(2, 0)
-    assert (table.blocks, fork.blocks) == ((new,), (new,))
-    assert moved == [(block(1, 0), new)]
-    assert rewrites.allocator.ref_count(new) == 3
-    rewrites.allocator.check()
-
-
-def test_compaction_takes_a_new_slab_for_what_fits_nowhere() -> None:
-    rewrites = Rewrites()
-    rewrites.with_slabs("uuuuu.", "uuu.")
-    rewrites.allocator.compact()
-    assert rewrites.made == [((1,), 2)]
-    assert rewrites.moves == {
-        block(1, 0): block(0, 5),
-        block(1, 1): block(2, 0),
-        block(1, 2): block(2, 1),
-    }
-    assert rewrites.budget.mapped == 8 * BLOCK_BYTES
 
 
 def test_a_rewrite_holds_one_layers_pages_twice() -> None:
@@ -119,21 +91,8 @@ def test_a_rewrite_holds_one_layers_pages_twice() -> None:
     rewrites.with_slabs("uuuuu.", "uuu.")
     rewrites.allocator.compact()
     assert rewrites.most_mapped == 10 * BLOCK_BYTES + 2 * BLOCK_BYTES // LAYERS
-
-
-def test_no_rewrite_exceeds_the_budget() -> None:
-    rewrites = Rewrites(blocks=10 + 2 / LAYERS - 1 / BLOCK_BYTES)
-    rewrites.with_slabs("uuuuu.", "uuu.")
-    assert rewrites.allocator.stats().bytes_compactable == 0
-    assert (rewrites.allocator.compact(), rewrites.made) == (0, [])
-
-
-def test_a_full_budget_still_lets_slabs_be_emptied_into_others() -> None:
-    rewrites = Rewrites(blocks=12)
-    rewrites.with_slabs("uuuu..", "uu.", "uu.")
-    assert rewrites.allocator.compact() == 4
-    assert rewrites.made == [((1,), 0), ((2,), 2)]
-    assert rewrites.budget.mapped == 8 * BLOCK_BYTES
+    targets = [block(0, 5), block(2, 0), block(2, 1)]
+    assert rewrites.moves == {block(1, page): each for page, each in enumerate(targets)}
 
 
 def test_compaction_uses_the_room_that_another_format_gives_back() -> None:
@@ -164,12 +123,6 @@ def test_tidying_copies_few_pages_at_a_time() -> None:
     assert max(copied) <= 8
     (slabs,) = rewrites.allocator.formats
     assert len(slabs.free) == slabs.reserve == 16
-
-
-def test_nothing_moves_while_the_reserve_is_not_exceeded() -> None:
-    rewrites = Rewrites()
-    rewrites.with_slabs("u" * 16, "..")
-    assert not rewrites.allocator.tidy()
 
 
 def test_an_empty_slab_goes_when_no_step_has_needed_it_for_long() -> None:
@@ -214,33 +167,33 @@ def test_a_rewrite_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     rewrites.allocator.check()
 
 
-def test_the_smallest_slabs_grow_when_there_are_as_many_as_a_kernel_takes() -> None:
-    """As many of them as a step may copy: eight pages of a few."""
-    rewrites = Rewrites(max_slabs=3)
-    rewrites.with_slabs("uuuuuu", "u", "uu.")
-    rewrites.allocator.ensure_free({"fp16": 2})
-    assert rewrites.made == [((1, 2), 5)]
-    new = [block(3, page) for page in range(3)]
-    assert rewrites.moves == dict(zip([block(1, 0), block(2, 0), block(2, 1)], new, strict=True))
-    assert rewrites.allocator.slabs == {0: 6, 3: 5}
-    assert rewrites.most_mapped == 11 * BLOCK_BYTES + 4 * BLOCK_BYTES // LAYERS
-    assert rewrites.budget.mapped == 11 * BLOCK_BYTES
+@pytest.mark.parametrize(
+    ("blocks", "max_slabs", "slabs", "needed", "made", "most"),
+    [
+        # As many of the smallest as a step may copy: eight pages of a few.
+        (1000, 3, ["uuuuuu", "u", "uu."], 2, [((1, 2), 5)], 11 + 4 / LAYERS),
+        # One slab, however many pages it has.
+        (1000, 2, ["u" * 10, "u" * 9], 1, [((1,), 10)], 20 + 9 / LAYERS),
+        # None of which the budget does not hold the pages twice.
+        (62 + 1 + 5 / LAYERS, 10, ["u" * 7] * 8 + ["uuu"] * 2, 1, [((8,), 4)], 63 + 3 / LAYERS),
+        # None beyond an eighth of the budget.
+        (32, 3, ["uuuu", "uuuu", "uuuu"], 1, [], 0),
+    ],
+)
+def test_slabs_grow_when_there_are_as_many_as_a_kernel_takes(
+    blocks: float,
+    max_slabs: int,
+    slabs: list[str],
+    needed: int,
+    made: list[tuple[tuple[int, ...], int]],
+    most: float,
+) -> None:
+    rewrites = Rewrites(blocks, max_slabs)
+    rewrites.with_slabs(*slabs)
+    rewrites.allocator.ensure_free({"fp16": needed})
+    assert (rewrites.made, rewrites.most_mapped) == (made, most * BLOCK_BYTES)
+    assert len(rewrites.allocator.slabs) <= max_slabs + (not made)
     rewrites.allocator.check()
-
-
-def test_one_slab_grows_however_many_pages_it_has() -> None:
-    rewrites = Rewrites(max_slabs=2)
-    rewrites.with_slabs("u" * 10, "u" * 9)
-    rewrites.allocator.ensure_free({"fp16": 1})
-    assert rewrites.made == [((1,), 10)]
-
-
-def test_slabs_grow_without_those_whose_pages_the_budget_does_not_hold_twice() -> None:
-    rewrites = Rewrites(blocks=62 + 1 + 5 / LAYERS, max_slabs=10)
-    rewrites.with_slabs(*["u" * 7] * 8, *["uuu"] * 2)
-    rewrites.allocator.ensure_free({"fp16": 1})
-    assert rewrites.made == [((8,), 4)]
-    assert rewrites.most_mapped == 63 * BLOCK_BYTES + 3 * BLOCK_BYTES // LAYERS
 
 
 def test_slabs_of_another_format_are_joined_for_the_first_one_of_a_format() -> None:
@@ -276,13 +229,6 @@ def test_where_pages_cannot_move_there_are_more_slabs_until_they_can() -> None:
     assert rewrites.allocator.tidy()
     assert len(rewrites.allocator.slabs) == 3
     assert not rewrites.allocator.tidy()
-
-
-def test_no_slab_is_joined_beyond_an_eighth_of_the_budget() -> None:
-    rewrites = Rewrites(blocks=32, max_slabs=3)
-    rewrites.with_slabs("uuuu", "uuuu", "uuuu")
-    rewrites.allocator.ensure_free({"fp16": 1})
-    assert (rewrites.made, len(rewrites.allocator.slabs)) == ([], 4)
 
 
 @pytest.mark.parametrize(("pages", "free", "copied"), [(128, 0, 1.1), (2000, 0.016, 3.7)])

@@ -137,21 +137,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.contents[table] = []
         self.write_rows(table, 0, len(names) * PAGE_SIZE)
 
-    @rule(pick=picks, page_format=formats)
-    def convert(self, pick: int, page_format: str) -> None:
-        """Requantise all of a table's blocks; tables that share some keep theirs."""
-        table = self.table(pick)
-        others = [block for block in table.blocks if self.format_of(block) != page_format]
-        try:
-            targets = self.allocator.allocate(len(others), page_format)
-        except PoolExhausted:
-            return
-        copies = dict(zip(others, targets, strict=True))
-        self.copy_pages(copies)
-        table.exchange(copies)
-        self.allocator.release(targets)
-        assert all(self.format_of(block) == page_format for block in table.blocks)
-
     @rule(page_format=st.sampled_from(["medium", "small"]), number=st.integers(1, 6))
     def requantise(self, page_format: str, number: int) -> None:
         """Move blocks into free ones of another format, for all tables that hold them. They never
@@ -416,4 +401,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = examples(75, stateful_step_count=40)
+TestAllocatorMachine.settings = examples(60, stateful_step_count=40)

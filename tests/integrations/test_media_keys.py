@@ -1,6 +1,5 @@
 """Prompts with images are cached under keys that tell the images apart."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,36 +61,23 @@ def test_what_is_equal_depends_on_content_shape_type_and_settings(tmp_path: Path
     ]
     small, large, again = (each.keyed(prompt, {"images": [RED]}) for each in with_settings)
     assert small == again != large
-
-
-def test_sounds_are_no_images() -> None:
     image, sound = KEYS.keyed([IMAGE], {"images": [RED]}), KEYS.keyed([AUDIO], {"audio": [RED]})
     assert image != sound
 
 
 @pytest.mark.parametrize(
-    ("tokens", "media", "part"),
+    ("tokens", "media", "error"),
     [
-        (PROMPT, {}, "5 image tokens (id 97), and no image was given"),
-        ([1, 2], {"images": [RED]}, "the prompt has no image token (id 97)"),
-        ([1, AUDIO], {}, "1 audio token (id 98)"),
-        ([1], {"videos": [RED]}, "names no video token"),
+        (PROMPT, {}, ValueError),
+        ([1, 2], {"images": [RED]}, ValueError),
+        ([1, AUDIO], {}, ValueError),
+        ([1], {"videos": [RED]}, ValueError),
+        (PROMPT, {"images": [7]}, TypeError),
+        (PROMPT, {"pictures": [RED]}, TypeError),
     ],
 )
-def test_media_that_are_not_of_the_prompt_are_refused(
-    tokens: list[int], media: Any, part: str
+def test_media_that_are_not_of_the_prompt_or_of_a_wrong_type_are_refused(
+    tokens: list[int], media: Any, error: type[Exception]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(part)):
+    with pytest.raises(error):
         KEYS.keyed(tokens, media)
-
-
-@pytest.mark.parametrize(
-    ("media", "part"),
-    [
-        ({"images": [7]}, "image must be an array, an image of Pillow"),
-        ({"pictures": [RED]}, "media are images, audio, videos, got pictures"),
-    ],
-)
-def test_media_of_a_wrong_type_are_refused(media: Any, part: str) -> None:
-    with pytest.raises(TypeError, match=part):
-        KEYS.keyed(PROMPT, media)

@@ -2,16 +2,16 @@
 
 import gc
 import importlib
-import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -56,15 +56,16 @@ def _nothing_is_left() -> Iterator[None]:
     assert same(before, names_of_mlx())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "qwen3_next", "minimax_m3_vl"])
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "qwen3_next"])
 def test_everything_is_as_before_once_a_factory_is_closed(name: str) -> None:
     model = small_model(name)
-    before, call, mlx = names_of(model), type(model).__call__, names_of_mlx()[:-1]
-    factory = PagedCacheFactory(model, max_bytes=64 << 20, compile=False)
-    greedy(model, PROMPT, factory.make_cache(), 4)
-    assert not same(before, names_of(model))
-    assert type(model).__call__ is not call
-    assert same(mlx, names_of_mlx()[:-1])
+    before, call, mlx = names_of(model), type(model).__call__, names_of_mlx()
+    with PagedCacheFactory(model, max_bytes=64 << 20, compile=False) as factory:
+        assert PromptProcessingBatch.prompt is not mlx[-1]
+        greedy(model, PROMPT, factory.make_cache(), 4)
+        assert not same(before, names_of(model))
+        assert type(model).__call__ is not call
+        assert same(mlx[:-1], names_of_mlx()[:-1])
     factory.close()
     gc.collect()
     assert same(before, names_of(model))
@@ -80,39 +81,30 @@ def test_operations_are_replaced_only_where_a_trial_shows_the_need(
     assert (module.mx is not mx) == is_needed
     assert (module.mx.tanh is not mx.tanh) == is_needed
     assert module.mx.exp is mx.exp
+    # Modules of other models are left alone.
+    assert qwen3_next.scaled_dot_product_attention is STOCK_ATTENTION
+    assert qwen3_next.mx is vars(base)["mx"] is mx
     factory.close()
     assert module.mx is mx
 
 
 def test_caches_go_on_after_their_factory_and_end_what_is_replaced() -> None:
     model = small_model("gemma2")
+    call = type(model).__call__
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     cache, pool = factory.make_cache(), factory.pool
     first = greedy(model, PROMPT, cache, 4)
     forks = [each.__deepcopy__({}) for each in cache]
-    factory.close()
-    del cache
+    del cache, factory
     gc.collect()
     stock = make_prompt_cache(model)
     assert_same_run(first, greedy(model, PROMPT, stock, 4), 1e-4)
     assert_same_run(greedy(model, [7], forks, 4), greedy(model, [7], stock, 4), 1e-4)
     assert pool.stats().gather_fallbacks == 0
     assert gemma2.mx is not mx
-    del forks
+    del forks, pool
     gc.collect()
     assert gemma2.mx is mx
-
-
-def test_a_dropped_factory_ends_what_is_replaced_without_a_close() -> None:
-    model = small_model("llama")
-    call = type(model).__call__
-    cache = PagedCacheFactory(model).make_cache()
-    gc.collect()
-    assert greedy(model, PROMPT, cache, 4)
-    assert llama.scaled_dot_product_attention is paged_attention
-    del cache
-    gc.collect()
-    assert llama.scaled_dot_product_attention is STOCK_ATTENTION
     assert type(model).__call__ is call
 
 
@@ -126,25 +118,6 @@ def test_one_of_two_factories_of_a_model_goes_on_alone() -> None:
     assert_same_run(greedy(model, PROMPT, cache, 4), expected, 1e-4)
     assert other.stats().gather_fallbacks == 0
     other.close()
-
-
-def test_another_models_modules_are_left_alone() -> None:
-    factory = PagedCacheFactory(small_model("gemma2"))
-    factory.make_cache()
-    assert llama.scaled_dot_product_attention is STOCK_ATTENTION
-    assert llama.mx is qwen3_next.mx is vars(base)["mx"] is mx
-    factory.close()
-
-
-def test_a_module_that_is_imported_meanwhile_gets_mlx_lms_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    factory = PagedCacheFactory(small_model("llama"))
-    factory.make_cache()
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.granite", raising=False)
-    later = importlib.import_module("mlx_lm.models.granite")
-    factory.close()
-    assert later.scaled_dot_product_attention is STOCK_ATTENTION
 
 
 def test_all_names_of_a_module_are_replaced_and_put_back() -> None:
@@ -176,42 +149,18 @@ def test_a_class_that_inherits_its_call_gets_no_own() -> None:
     assert model(mx.array([PROMPT])).shape[1] == len(PROMPT)
 
 
-def test_prompts_of_batches_are_mlx_lms_again() -> None:
-    stock = PromptProcessingBatch.prompt
-    model = small_model("qwen3_next")
-    with PagedCacheFactory(model) as factory:
-        assert PromptProcessingBatch.prompt is not stock
-        generator = BatchGenerator(model, max_tokens=2)
-        generator.insert([PROMPT, PROMPT[:3]])
-        while generator.next_generated():
-            pass
-        generator.close()
-    factory.close()
-    del generator
-    gc.collect()
-    assert PromptProcessingBatch.prompt is stock
-
-
 def test_factories_in_threads_leave_nothing() -> None:
-    models = [small_model("gemma2") for _ in range(4)]
-    failures: list[BaseException] = []
+    models = [small_model("gemma2", num_hidden_layers=1) for _ in range(3)]
 
     def use(model: Any) -> None:
-        try:
-            for _ in range(5):
-                with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
-                    greedy(model, PROMPT, factory.make_cache(), 2)
-                    assert factory.stats().gather_fallbacks == 0
-                factory.close()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(3):
+            with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
+                greedy(model, PROMPT, factory.make_cache(), 2)
+                assert factory.stats().gather_fallbacks == 0
+            factory.close()
 
-    threads = [threading.Thread(target=use, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(use, models))
     gc.collect()
     assert gemma2.mx is mx
 
@@ -227,11 +176,8 @@ def test_two_threads_that_share_a_factory_replace_once() -> None:
         second.wait(0.2)  # the other thread must not get here meanwhile
         return changes.clear
 
-    threads = [threading.Thread(target=hooks.add, args=("all", install)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(hooks.add, ["all"] * 2, [install] * 2))
     assert len(changes) == 1
     del hooks
     gc.collect()

@@ -1,6 +1,7 @@
 """Models whose pages are partly out of memory, beside those whose memory holds all."""
 
 import errno
+import itertools
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from paged_kv import OffloadError, PagedCacheFactory, PoolExhausted
 from paged_kv.offload.offloaded_layer import OffloadedLayer
 from paged_kv.offload.page_file import PageFile
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.grids import plain_only
+from tests.support.stored_prompts import stored_factory
 from tests.support.zoo import model_that_tells_keys_apart, small_model
 
 READ = 768
@@ -42,40 +45,41 @@ def offloading(model: Any, folder: Path, pages: float = 12, **options: Any) -> P
     )
 
 
-def run(model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 12) -> Run:
-    return greedy(model, prompt, factory.make_cache(), count)
-
-
-@pytest.mark.parametrize(
-    "page_format", ["fp16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("q8", "q4"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page_format", plain_only(["fp16"], ["fp16", "q4"]))
 def test_steps_that_read_all_are_exact(model: Any, page_format: str, tmp_path: Path) -> None:
     """Prompts, and decode of what is no longer than may be read."""
-    pages = {"fp16": 7, "q8": 6, "q4": 5}[page_format]
-    prompt = PROMPT if page_format == "fp16" else PROMPT * 2
+    pages = {"fp16": 7, "q4": 5}[page_format]
+    prompt = PROMPT[:2600] if page_format == "fp16" else PROMPT * 2
     # Of numbers that differ in their last bits, some get another code.
-    tolerance = {"fp16": TOLERANCE, "q8": 0.02, "q4": 0.2}[page_format]
+    tolerance = {"fp16": TOLERANCE, "q4": 0.2}[page_format]
     options: dict[str, Any] = {"read_tokens": 1 << 14, "page_format": page_format}
     factory = offloading(model, tmp_path, pages, **options)
     cache = factory.make_cache()
-    ours = greedy(model, prompt, cache, 12)
-    assert_same_run(ours, run(model, PagedCacheFactory(model, **options), prompt), tolerance)
+    ours = greedy(model, prompt, cache, 6)
+    others = PagedCacheFactory(model, **options).make_cache()
+    assert_same_run(ours, greedy(model, prompt, others, 6), tolerance)
     stats = factory.stats()
-    assert stats.requantisations["offloaded"] >= 4
+    assert stats.requantisations["offloaded"] >= 3
     assert stats.pages_fetched > stats.requantisations["offloaded"]
     assert stats.bytes_offloaded > 0
     factory.pool.check()
-    del cache
+    # Sequences go on where they are trimmed to.
+    for each in (cache, others):
+        back = each[0].offset - 700
+        for layer in each:
+            layer.trim(back)
+    again, wanted = (greedy(model, [5, 6, 7], each, 4) for each in (cache, others))
+    assert_same_run(again, wanted, tolerance)
+    del cache, each, layer
     assert_nothing_is_used(factory)
     assert factory.stats().bytes_offloaded == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "deepseek_v32"]
-)
+@pytest.mark.parametrize("name", plain_only(["gpt_oss"], ["gpt_oss", "deepseek_v32"]))
 def test_layers_of_other_kinds_are_exact(name: str, tmp_path: Path) -> None:
-    """Beside windows and states, with sinks, of latents, and of latents that an indexer chooses."""
+    """Beside windows, with sinks, and of latents that an indexer chooses."""
     other = small_model(name)
     options: dict[str, Any] = {"read_tokens": 1 << 14}
     whole = PagedCacheFactory(other, **options)
@@ -83,67 +87,43 @@ def test_layers_of_other_kinds_are_exact(name: str, tmp_path: Path) -> None:
     wanted = greedy(other, PROMPT, cache, 6)
     held = whole.stats().bytes_mapped
     factory = PagedCacheFactory(other, offload=tmp_path, max_bytes=int(0.7 * held), **options)
-    assert_same_run(run(other, factory, PROMPT, 6), wanted, 10 * TOLERANCE)
+    assert_same_run(greedy(other, PROMPT, factory.make_cache(), 6), wanted, 10 * TOLERANCE)
     assert factory.stats().requantisations["offloaded"] >= 4
     factory.pool.check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read_tokens", [READ, 1 << 14])
-def test_a_context_of_four_times_the_memory(model: Any, read_tokens: int, tmp_path: Path) -> None:
-    prompt = PROMPT * 3
-    pages = len(prompt) // 256 / 4
-    factory = offloading(model, tmp_path, pages, read_tokens=read_tokens)
+def test_a_context_of_four_times_the_memory(tmp_path: Path) -> None:
+    model, prompt = small_model("qwen3", num_hidden_layers=1), PROMPT * 3
+    factory = offloading(model, tmp_path, len(prompt) / 256 / 4, read_tokens=READ)
     cache = factory.make_cache()
-    ours = greedy(model, prompt, cache, 40, step=512)
+    greedy(model, prompt, cache, 8, step=512)
     stats = factory.stats()
     assert stats.bytes_mapped <= factory.pool.budget.max_bytes
     assert stats.bytes_offloaded > 3 * factory.pool.budget.max_bytes * 0.8
+    assert stats.tokens_left_out > 0
     factory.pool.check()
-    if read_tokens == READ:
-        assert stats.tokens_left_out > 0
-        return
-    stock = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 40, step=512)
-    assert_same_run(ours, stock, TOLERANCE)
 
 
-@pytest.mark.parametrize("read_tokens", [READ, 1 << 14])
-def test_ragged_batches(model: Any, read_tokens: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ragged_batches(model: Any, tmp_path: Path) -> None:
     """Where all is read, each sequence has the tokens that it has alone."""
     prompts = [PROMPT, PROMPT[:300], PROMPT[1000:2900]]
-    factory = offloading(model, tmp_path, 14, read_tokens=read_tokens)
+    options: dict[str, Any] = {"read_tokens": 1 << 14}
+    factory = offloading(model, tmp_path, 14, **options)
     with factory:
-        generator = BatchGenerator(model, max_tokens=24, prefill_step_size=512)
-        uids = generator.insert(prompts)
-        runs = runs_of(generator, uids)
+        generator = BatchGenerator(model, max_tokens=8, prefill_step_size=512)
+        runs = runs_of(generator, generator.insert(prompts))
         generator.close()
     assert factory.stats().requantisations["offloaded"]
-    assert [len(each.tokens) for each in runs] == [24] * 3
-    stock = PagedCacheFactory(model, read_tokens=read_tokens)
+    stock = PagedCacheFactory(model, **options)
     for prompt, ours in zip(prompts, runs, strict=True):
-        if len(prompt) < read_tokens:
-            assert_same_run(ours, greedy(model, prompt, stock.make_cache(), 24, 512), TOLERANCE)
+        assert_same_run(ours, greedy(model, prompt, stock.make_cache(), 8, 512), TOLERANCE)
     del generator
     assert_nothing_is_used(factory)
 
 
-def test_pages_that_all_came_back_are_chosen_from_as_before(model: Any, tmp_path: Path) -> None:
-    """With room for frames at last, the same tokens are chosen as if nothing had gone."""
-    factory = offloading(model, tmp_path, 14, read_tokens=1024)
-    runs = []
-    for each in (factory, PagedCacheFactory(model, read_tokens=1024)):
-        cache = each.make_cache()
-        mx.eval(model(mx.array([PROMPT]), cache=cache))
-        each.pool.budget.max_bytes *= 2
-        each.pool.reclaimer._limit = each.pool.budget.max_bytes
-        runs.append(greedy(model, [7], cache, 12))
-    assert 0 < factory.stats().requantisations["offloaded"] <= 8
-    ours, whole = runs
-    assert_same_run(ours, whole, TOLERANCE)
-    assert factory.stats().pages_late == 0
-    factory.pool.check()
-
-
+@pytest.mark.slow
 def test_pages_that_did_not_come_are_left_out_and_counted(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,39 +154,34 @@ def test_pages_that_did_not_come_are_left_out_and_counted(
 def test_a_disk_that_fails_loses_nothing(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prompt, failures = PROMPT[:2600], list[str]()
     options: dict[str, Any] = {"read_tokens": 1 << 14}
-    factory = offloading(model, tmp_path, 7, **options)
-    cache = factory.make_cache()
-    written = os.pwrite
-    calls = 0
+    factory = offloading(model, tmp_path, 8, **options)
+    written, calls = os.pwrite, itertools.count(1)
 
     def fails_at_times(*given: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls % 5 == 2:
+        if next(calls) % 5 == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(*given)
 
     monkeypatch.setattr(os, "pwrite", fails_at_times)
-    failures: list[str] = []
-    for start in range(0, len(PROMPT), 100):
-        tokens = mx.array([PROMPT[start : start + 100]])
-        for _ in range(9):
-            try:
-                logits = model(tokens, cache=cache)
-                mx.eval(logits)
-                break
-            except PoolExhausted as error:
-                failures.append(str(error))
-                factory.pool.check()
+    cache = factory.make_cache()
+    while (start := cache[0].offset) < len(prompt) and len(failures) < 300:
+        try:
+            logits = model(mx.array([prompt[start : start + 100]]), cache=cache)
+            mx.eval(logits)
+        except PoolExhausted as error:
+            failures.append(str(error))
+            factory.pool.check()
     assert failures
-    assert all("No space left on device; no page was dropped" in each for each in failures)
+    assert all("No space left on device" in each for each in failures)
     stock = PagedCacheFactory(model, **options).make_cache()
-    for start in range(0, len(PROMPT), 100):
-        wanted = model(mx.array([PROMPT[start : start + 100]]), cache=stock)
+    for start in range(0, len(prompt), 100):
+        wanted = model(mx.array([prompt[start : start + 100]]), cache=stock)
     assert mx.allclose(logits, wanted, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_damaged_contents_are_an_error(model: Any, tmp_path: Path) -> None:
     factory = offloading(model, tmp_path, 9)
     cache = factory.make_cache()
@@ -217,26 +192,13 @@ def test_damaged_contents_are_an_error(model: Any, tmp_path: Path) -> None:
     end = os.fstat(file._file.fileno()).st_size
     os.pwrite(file._file.fileno(), b"\xff" * end, 0)
     tokens = mx.array([[1, 2, 3]])
-    with pytest.raises(OffloadError, match="it is not what was written"):
+    with pytest.raises(OffloadError, match="written"):
         model(tokens, cache=cache)
     assert cache[0].offset == length
     factory.pool.check()
 
 
-def test_trimmed_sequences_go_on_from_offloaded_pages(model: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"read_tokens": 1 << 14}
-    factory = offloading(model, tmp_path, 7, **options)
-    ours, others = factory.make_cache(), PagedCacheFactory(model, **options).make_cache()
-    for cache in (ours, others):
-        greedy(model, PROMPT, cache, 1)
-        for layer in cache:
-            layer.trim(cache[0].offset - 700)
-    assert_same_run(
-        greedy(model, [5, 6, 7], ours, 6), greedy(model, [5, 6, 7], others, 6), TOLERANCE
-    )
-    factory.pool.check()
-
-
+@pytest.mark.slow
 def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"read_tokens": 1 << 14}
     factory = offloading(model, tmp_path / "pages", 12.5, store=tmp_path / "store", **options)
@@ -246,10 +208,10 @@ def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Pa
     save_prompt_cache(str(tmp_path / "saved.safetensors"), cache)
     factory.insert_cache(PROMPT, cache)
     factory.close()
-    wanted = run(model, PagedCacheFactory(model, **options), [*PROMPT, 9], 4)
+    wanted = greedy(model, [*PROMPT, 9], PagedCacheFactory(model, **options).make_cache(), 4)
     restored = load_prompt_cache(str(tmp_path / "saved.safetensors"))
     assert_same_run(greedy(model, [9], restored, 4), wanted, TOLERANCE)
-    kept = PagedCacheFactory(model, store=tmp_path / "store", store_bytes="1GB", **options)
+    kept = stored_factory(model, tmp_path / "store", **options)
     assert kept.fetch_cache([*PROMPT, 9])[1] == 0
     kept.close()
     whole = offloading(model, tmp_path / "pages", 16, store=tmp_path / "store", **options)
@@ -258,21 +220,13 @@ def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Pa
     assert_same_run(greedy(model, [9], found, 4), wanted, TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"read_tokens": None}, "offload needs read_tokens"),
-        ({"page_format": "auto"}, "offload needs one page_format"),
-    ],
-)
-def test_what_cannot_be_offloaded(
-    model: Any, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("options", [{"read_tokens": None}, {"page_format": "auto"}])
+def test_what_cannot_be_offloaded(model: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="offload needs"):
         PagedCacheFactory(model, **{"read_tokens": READ, "offload": tmp_path, **options})
 
 
 def test_a_folder_that_cannot_be_written(model: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match="name a folder that this process may write"):
+    with pytest.raises(OffloadError):
         PagedCacheFactory(model, read_tokens=READ, offload=tmp_path / "file")

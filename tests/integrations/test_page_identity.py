@@ -10,7 +10,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations import page_identity
 from paged_kv.integrations.page_identity import fingerprints
 from tests.support.generation import greedy
 from tests.support.stored_prompts import TEXT, computed, found, stored_factory
@@ -26,15 +25,15 @@ def test_salts_share_nothing(folder: Path) -> None:
     model = small_model("qwen3")
     factory = stored_factory(model, folder)
     cache = factory.make_cache()
-    greedy(model, TEXT[:600], cache, 1)
-    factory.insert_cache(TEXT[:600], cache, salt="alice")
-    with pytest.raises(ValueError, match="a salt of type object cannot be stored"):
-        factory.fetch_cache(TEXT[:600], salt=object())
+    greedy(model, TEXT[:300], cache, 1)
+    factory.insert_cache(TEXT[:300], cache, salt="alice")
+    with pytest.raises(ValueError, match="salt"):
+        factory.fetch_cache(TEXT[:300], salt=object())
     factory.close()
     factory = stored_factory(model, folder)
     for salt in ("bob", None, b"alice", ("alice",)):
-        assert factory.fetch_cache(TEXT[:600], salt=salt)[1] == 0
-    assert factory.fetch_cache(TEXT[:600], salt="alice")[1] == 599
+        assert factory.fetch_cache(TEXT[:300], salt=salt)[1] == 0
+    assert factory.fetch_cache(TEXT[:300], salt="alice")[1] == 299
     factory.close()
 
 
@@ -58,69 +57,46 @@ def with_adapter(model: Any) -> None:
     linear_to_lora_layers(model, 1, {"rank": 2, "scale": 4.0, "dropout": 0.0})
 
 
-@pytest.mark.parametrize("change", [scaled, other_rope, other_scale, with_adapter])
-def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path, change: Any) -> None:
+def in_bfloat16(model: Any) -> None:
+    model.set_dtype(mx.bfloat16)
+
+
+def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path) -> None:
     model = small_model("qwen3")
     factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:600])
+    computed(model, factory, TEXT[:300])
     factory.close()
-    changed = small_model("qwen3")
-    change(changed)
-    assert found(changed, folder, TEXT[:600]) == 0
-    assert found(small_model("qwen3"), folder, TEXT[:600]) == 599
+    for change in (scaled, other_rope, other_scale, with_adapter, in_bfloat16):
+        changed = small_model("qwen3")
+        change(changed)
+        assert found(changed, folder, TEXT[:300]) == 0
+    for page_format in ("q8", "q4", "auto"):
+        assert found(model, folder, TEXT[:300], page_format=page_format) == 0
+    assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
 
 
 def test_weights_exchanged_under_a_factory_find_nothing(folder: Path) -> None:
     model = small_model("qwen3")
     factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:600])
+    computed(model, factory, TEXT[:300])
     begun = factory.make_cache()
-    greedy(model, [1, *TEXT[:600]], begun, 1)
+    greedy(model, [1, *TEXT[:300]], begun, 1)
     scaled(model)
-    assert factory.fetch_cache(TEXT[:600])[1] == 0
+    assert factory.fetch_cache(TEXT[:300])[1] == 0
     # The sequence began with the other weights: it must not be stored under these.
-    factory.insert_cache([1, *TEXT[:600]], begun)
+    factory.insert_cache([1, *TEXT[:300]], begun)
     factory.close()
-    assert found(model, folder, [1, *TEXT[:600]]) == 0
-    assert found(small_model("qwen3"), folder, TEXT[:600]) == 599
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"page_format": "q8"}, {"page_format": "q4"}, {"page_format": "auto"}],
-    ids=lambda options: options["page_format"],
-)
-def test_other_formats_share_nothing(folder: Path, options: dict[str, Any]) -> None:
-    model = small_model("qwen3")
-    factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:600])
-    factory.close()
-    assert found(model, folder, TEXT[:600], **options) == 0
-
-
-def test_another_dtype_shares_nothing(folder: Path) -> None:
-    model: Any = small_model("qwen3")
-    factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:600])
-    factory.close()
-    model.set_dtype(mx.bfloat16)
-    assert found(model, folder, TEXT[:600]) == 0
+    assert found(model, folder, [1, *TEXT[:300]]) == 0
+    assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
 
 
 def test_the_fingerprint_is_that_of_the_content() -> None:
-    def of(model: Module) -> tuple[str, str]:
-        return fingerprints(model)
-
-    model = small_model("gemma3_text")
-    first = of(model)
-    assert of(small_model("gemma3_text")) == of(copy.deepcopy(model)) == first
+    model = small_model("qwen3")
+    first = fingerprints(model)
+    assert fingerprints(small_model("qwen3")) == fingerprints(copy.deepcopy(model)) == first
     # Running the model changes nothing.
     greedy(model, TEXT[:20], PagedCacheFactory(model).make_cache(), 1)
-    assert of(model) == first
-    for change in (scaled, other_scale):
-        changed = small_model("gemma3_text")
-        change(changed)
-        assert of(changed) != first
+    assert fingerprints(model) == first
 
 
 def test_arrays_are_told_apart_by_name_dtype_and_shape() -> None:
@@ -140,17 +116,3 @@ def test_arrays_are_told_apart_by_name_dtype_and_shape() -> None:
     }
     assert len(all_of_them) == 4
     assert weights("weight", mx.zeros(4, mx.float16)) in all_of_them
-
-
-def test_no_prompt_reads_the_versions_of_packages_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That takes a millisecond, on the thread that generates."""
-    model = small_model("qwen3")
-    factory = stored_factory(model, folder)
-    read: list[str] = []
-    monkeypatch.setattr(page_identity, "version", read.append)
-    computed(model, factory, TEXT[:600])
-    assert factory.fetch_cache(TEXT[:600])[1] == 599
-    factory.close()
-    assert not read

@@ -20,6 +20,8 @@ from paged_kv.prefix.node_pages import block_bytes
 from tests.support.arrays import numbers
 from tests.support.choices import chosen
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.grids import plain_only
+from tests.support.stored_prompts import read, stored_factory
 from tests.support.zoo import model_that_tells_keys_apart, small_model
 
 READ = 768
@@ -57,7 +59,7 @@ def attention_that_hides(read_tokens: int) -> Iterator[None]:
         MODULE.scaled_dot_product_attention = STOCK_ATTENTION
 
 
-def decoded(model: Any, prompt: list[int], count: int = 24, **options: Any) -> Run:
+def decoded(model: Any, prompt: list[int], count: int, **options: Any) -> Run:
     return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), count)
 
 
@@ -74,24 +76,27 @@ def test_a_step_reads_what_matters_most(model: Any) -> None:
     assert difference(ours, decoded(model, PROMPT, 14)) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", plain_only(["qwen3"], ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+)
 def test_what_is_read_whole_has_the_same_bits(name: str) -> None:
-    model, count = small_model(name), len(PROMPT) + 24
-    exact = decoded(model, PROMPT)
-    assert difference(decoded(model, PROMPT, read_tokens=count), exact) == 0
+    model, count = small_model(name), len(PROMPT) + 8
+    exact = decoded(model, PROMPT, 8)
+    assert difference(decoded(model, PROMPT, 8, read_tokens=count), exact) == 0
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_choose_as_they_would_alone(model: Any) -> None:
-    prompts = [PROMPT, PROMPT[:500], PROMPT[100:], PROMPT[:790]]
+    prompts = [PROMPT[100:], PROMPT[:500], PROMPT[:790]]
     factory = PagedCacheFactory(model, read_tokens=READ)
     with factory:
-        generator = BatchGenerator(model, max_tokens=16, prefill_step_size=512)
+        generator = BatchGenerator(model, max_tokens=8, prefill_step_size=512)
         uids = generator.insert(prompts)
         runs = runs_of(generator, uids)
         generator.close()
     for prompt, run in zip(prompts, runs, strict=True):
         cache = PagedCacheFactory(model, read_tokens=READ).make_cache()
-        assert_same_run(run, greedy(model, prompt, cache, 16, step=512), TOLERANCE)
+        assert_same_run(run, greedy(model, prompt, cache, 8, step=512), TOLERANCE)
     del generator
     assert_nothing_is_used(factory)
 
@@ -99,9 +104,7 @@ def test_rows_of_a_batch_choose_as_they_would_alone(model: Any) -> None:
 def test_a_shared_prefix_brings_its_summaries(model: Any) -> None:
     factory = PagedCacheFactory(model, read_tokens=READ)
     cold = greedy(model, PROMPT, factory.make_cache(), 12)
-    first = factory.make_cache()
-    model(mx.array([PROMPT[:1100]]), cache=first)
-    factory.insert_cache(PROMPT[:1100], first)
+    read(model, factory, PROMPT[:1100])
     cache, cached = factory.fetch_cache(PROMPT)
     assert cached == 1100
     assert_same_run(greedy(model, PROMPT[cached:], cache, 12), cold, TOLERANCE)
@@ -117,22 +120,17 @@ def test_pages_that_are_written_again_are_summarised_again(model: Any) -> None:
     assert_same_run(again, decoded(model, PROMPT, 12, read_tokens=READ), TOLERANCE)
 
 
-@pytest.mark.parametrize("page_format", ["fp16", "q4"])
+@pytest.mark.parametrize("page_format", plain_only(["fp16"], ["fp16", "q4"]))
 def test_pages_on_disk_bring_their_summaries(model: Any, tmp_path: Path, page_format: str) -> None:
-    options: dict[str, Any] = {
-        "store": tmp_path,
-        "store_bytes": "1GB",
-        "max_bytes": 1 << 28,
-        "page_format": page_format,
-    }
-    first = PagedCacheFactory(model, read_tokens=READ, **options)
+    options = {"page_format": page_format}
+    first = stored_factory(model, tmp_path, read_tokens=READ, **options)
     cache = first.make_cache()
     model(mx.array([PROMPT[:1100]]), cache=cache)
     assert first.insert_cache(PROMPT[:1100], cache) == 1100
     cold = greedy(model, PROMPT[1100:], cache, 12)
     first.close()
     for read_tokens, found in ((READ, 1100), (None, 0), (READ + 64, 0)):
-        other = PagedCacheFactory(model, read_tokens=read_tokens, **options)
+        other = stored_factory(model, tmp_path, read_tokens=read_tokens, **options)
         cache, cached = other.fetch_cache(PROMPT)
         assert cached == found, read_tokens
         if cached:
@@ -157,7 +155,7 @@ def test_a_stored_page_that_is_not_full_has_no_summaries(model: Any) -> None:
     assert not summaries(200).any()
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(READ, None), (None, READ), (READ, READ)])
+@pytest.mark.parametrize(("saving", "loading"), [(READ, None), (None, READ)])
 def test_saved_caches_load_with_and_without_summaries(
     model: Any, tmp_path: Path, saving: int | None, loading: int | None
 ) -> None:
@@ -174,6 +172,8 @@ def test_saved_caches_load_with_and_without_summaries(
 
 def test_what_is_left_out_is_counted(model: Any) -> None:
     factory = PagedCacheFactory(model, read_tokens=READ)
+    greedy(model, PROMPT[:700], factory.make_cache(), 3)
+    assert factory.stats().tokens_chosen == factory.stats().tokens_left_out == 0
     greedy(model, PROMPT[:-6], factory.make_cache(), 3)
     stats = factory.stats()
     # mlx-lm computes one step more than it gives. Of the last run of each, so many are there.
@@ -183,41 +183,22 @@ def test_what_is_left_out_is_counted(model: Any) -> None:
     assert "tokens_left_out" in stats.as_dict()
 
 
-def test_what_is_read_whole_is_not_counted(model: Any) -> None:
-    factory = PagedCacheFactory(model, read_tokens=READ)
-    greedy(model, PROMPT[:700], factory.make_cache(), 3)
-    assert factory.stats().tokens_chosen == factory.stats().tokens_left_out == 0
-
-
 @pytest.mark.parametrize(
-    ("value", "error", "message"),
+    ("value", "error"),
     [
-        (767, ValueError, "read_tokens must be an integer from 768 on, got 767"),
-        (0, ValueError, "read_tokens must be an integer from 768 on, got 0"),
-        ("8192", TypeError, "read_tokens must be an integer"),
-        (8192.0, TypeError, "read_tokens must be an integer"),
-        (True, TypeError, "read_tokens must be an integer"),
+        (767, ValueError),
+        (0, ValueError),
+        ("8192", TypeError),
+        (8192.0, TypeError),
+        (True, TypeError),
     ],
 )
-def test_bad_numbers_are_refused(
-    model: Any, value: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_numbers_are_refused(model: Any, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="read_tokens must be an integer"):
         PagedCacheFactory(model, read_tokens=value)
 
 
-@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma"])
-def test_a_model_that_reads_all_anyway_is_told_so(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_reads_all_anyway_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paged_kv"):
-        PagedCacheFactory(small_model(name), read_tokens=READ)
-    assert "read_tokens changes nothing: no layer of" in caplog.text
-
-
-def test_windows_are_read_whole() -> None:
-    """With `max_kv_size`, all layers have one."""
-    model = small_model("qwen3")
-    caches = [PagedCacheFactory(model, read_tokens=read).make_cache(1024) for read in (None, READ)]
-    exact, windowed = (greedy(model, PROMPT, cache, 8) for cache in caches)
-    assert difference(exact, windowed) == 0
+        PagedCacheFactory(small_model("recurrent_gemma"), read_tokens=READ)
+    assert "read_tokens changes nothing" in caplog.text

@@ -1,15 +1,12 @@
-"""Pages through each backend, on each instruction set, against dense attention in float64."""
+"""What each backend writes, gathers and copies, on each instruction set."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
@@ -17,11 +14,9 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
-from tests.support.arrays import normal, numbers
+from tests.support.arrays import normal
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named
-from tests.support.dense_attention import dense_attention
-from tests.support.examples import examples
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -31,10 +26,6 @@ SLAB_PAGES = (3, 5, 8)
 STRIDE = 8
 ENTRIES = [slab * STRIDE + page for slab, pages in enumerate(SLAB_PAGES) for page in range(pages)]
 NAN_WORD = 0x7FC0  # A NaN in float16, in bfloat16 and, twice, in float32.
-
-# Largest difference from float64. MLX rounds scores and weights to the dtype: float16 has 11
-# significant bits, bfloat16 has 8, and the values here are of size 1.
-TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 
 def same(heads: int, k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
@@ -98,103 +89,6 @@ def written(
     return Batch(pages, unpadded(tables, tuple(lengths)), keys, values)
 
 
-def assert_attends(
-    batch: Batch,
-    q_heads: int,
-    queries: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    with_sinks: bool = False,
-) -> None:
-    geometry = batch.pages.geometry
-    shape = (len(batch.keys), q_heads, queries, geometry.k_dim)
-    asked = normal(shape, geometry.k_dtype, seed=1)
-    sinks = 2 * normal((q_heads,), geometry.k_dtype, seed=2) if with_sinks else None
-    options: Any = {"scale": geometry.k_dim**-0.5, "causal": causal, "window": window}
-    found = batch.pages.attend(asked, batch.metadata, Attention(sinks=sinks, **options))
-    assert (found.dtype, found.shape) == (geometry.k_dtype, (*shape[:3], geometry.v_dim))
-    options["sinks"] = None if sinks is None else numbers(sinks)
-    for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        expected, _ = dense_attention(
-            numbers(asked[row]), numbers(keys), numbers(values), **options
-        )
-        assert np.abs(numbers(found[row]) - expected).max() <= TOLERANCES[geometry.k_dtype]
-
-
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
-@pytest.mark.parametrize("queries", [1, 7, 513])
-def test_decode_and_prefill_at_the_edges_of_pages(backend: str, length: int, queries: int) -> None:
-    batch = written(backend, same(2, 32, 32), [length])
-    assert_attends(batch, q_heads=4, queries=min(queries, length))
-
-
-@pytest.mark.parametrize(
-    ("gqa_group_size", "k_dim", "v_dim"),
-    [
-        (1, 32, 32),
-        (4, 64, 64),
-        (7, 80, 80),
-        (16, 96, 96),
-        (4, 128, 128),
-        (1, 192, 128),
-        (7, 64, 96),
-        (8, 512, 512),
-    ],
-)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("queries", [1, 5])
-def test_head_counts_and_head_sizes(
-    backend: str, gqa_group_size: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
-) -> None:
-    batch = written(backend, same(2, k_dim, v_dim, dtype), [300])
-    assert_attends(batch, q_heads=2 * gqa_group_size, queries=queries)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 100, 256, 1000])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("queries", [1, 6])
-def test_rows_of_different_lengths_with_windows_and_sinks(
-    backend: str, causal: bool, window: int | None, with_sinks: bool, queries: int
-) -> None:
-    batch = written(backend, same(2, 32, 48), [6, 513, 256, 257], joint=3)
-    assert_attends(batch, 4, queries, causal=causal, window=window, with_sinks=with_sinks)
-
-
-OPTIONS = st.fixed_dictionaries(
-    {
-        "causal": st.booleans(),
-        "window": st.none() | st.integers(1, 800),
-        "with_sinks": st.booleans(),
-    }
-)
-
-
-@examples(40)
-@given(
-    geometry=st.builds(
-        same, st.integers(1, 3), st.sampled_from([32, 40, 64]), st.sampled_from([32, 56])
-    ),
-    lengths=st.lists(st.integers(4, 700), min_size=1, max_size=4),
-    joint=st.integers(0, 4),
-    gqa_group_size=st.sampled_from([1, 2, 5]),
-    queries=st.integers(1, 4),
-    options=OPTIONS,
-)
-def test_any_batch_attends_to_what_was_written(
-    backend: str,
-    geometry: LayerGeometry,
-    lengths: list[int],
-    joint: int,
-    gqa_group_size: int,
-    queries: int,
-    options: dict[str, Any],
-) -> None:
-    batch = written(backend, geometry, lengths, joint=joint)
-    assert_attends(batch, geometry.k_heads * gqa_group_size, queries, **options)
-
-
 WRITES = [((0, 0), 1), ((0, 256), 256), ((255, 700), 2), ((100, 13), 600), ((256, 511), 257)]
 MIXED = LayerGeometry(3, 24, mx.float32, 2, 40, mx.float16)
 MIXED_DTYPES = LayerGeometry(2, 24, mx.float32, 2, 40, mx.bfloat16)
@@ -231,7 +125,7 @@ def test_a_write_changes_its_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("geometry", [same(2, 64, 64, mx.bfloat16), MIXED, MIXED_DTYPES])
-@pytest.mark.parametrize("lengths", [(1,), (513,), (257, 256, 3), (5, 0, 600), (0,)])
+@pytest.mark.parametrize("lengths", [(513,), (257, 256, 3), (5, 0, 600), (0,)])
 def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
     backend: str, geometry: LayerGeometry, lengths: tuple[int, ...]
 ) -> None:
@@ -272,16 +166,19 @@ def test_values_without_numbers_take_no_room(backend: str) -> None:
 
 def test_a_row_that_takes_over_pages_sees_only_its_own_tokens(backend: str) -> None:
     """An earlier, longer write left NaN in these pages."""
-    geometry = same(2, 32, 32)
-    batch = written(backend, geometry, [600])
+    batch, alone = written(backend, same(2, 32, 32), [600]), new_pages(backend, same(2, 32, 32))
     nans = mx.full((1, 2, 600, 32), mx.nan)
     batch.pages.write(nans, nans, batch.metadata)
-    table = batch.metadata.block_tables[0][::-1]
-    keys, values = normal((1, 2, 300, 32), mx.float32, 1), normal((1, 2, 300, 32), mx.float32, 2)
-    metadata = unpadded((table,), (300,))
-    batch.pages.write(keys, values, metadata)
+    metadata = unpadded((batch.metadata.block_tables[0][::-1],), (300,))
+    step = normal((1, 2, 300, 32), mx.float32, 1), normal((1, 2, 300, 32), mx.float32, 2)
+    for pages in (batch.pages, alone):
+        pages.write(*step, metadata)
     for queries in (1, 300):
-        assert_attends(Batch(batch.pages, metadata, [keys[0]], [values[0]]), 4, queries)
+        asked = normal((1, 4, queries, 32), mx.float32, 3)
+        found, expected = (
+            pages.attend(asked, metadata, Attention(0.2)) for pages in (batch.pages, alone)
+        )
+        assert mx.array_equal(found, expected)
 
 
 def test_copies_are_exact_and_leave_every_other_page_alone(backend: str) -> None:
@@ -313,46 +210,28 @@ def test_loaded_pages_are_what_was_given_and_gather_as_tokens(backend: str) -> N
     assert addresses(target) == at
 
 
-def test_a_page_is_a_view_that_costs_nothing(backend: str) -> None:
+def test_a_page_is_a_view_and_a_slab_gives_its_memory_back(backend: str) -> None:
     pages = new_pages(backend, same(4, 128, 128))
-    before = mx.get_active_memory()
+    before, page_bytes = mx.get_active_memory(), pages.page_bytes(FP16)
     views = {entry: pages.page(entry) for entry in ENTRIES}
     mx.eval(views)
-    assert mx.get_active_memory() - before < pages.page_bytes(FP16)
+    assert mx.get_active_memory() - before < page_bytes
     for entry, view in views.items():
         slab, page = divmod(entry, STRIDE)
-        start = addresses(pages)[slab] + page * pages.page_bytes(FP16)
-        assert np.asarray(view).ctypes.data == start
-        assert view.nbytes == pages.page_bytes(FP16)
-
-
-def test_a_slab_that_was_given_back_gives_its_memory_back(backend: str) -> None:
-    pages = new_pages(backend, same(4, 128, 128))
+        assert np.asarray(view).ctypes.data == addresses(pages)[slab] + page * page_bytes
+        assert view.nbytes == page_bytes
+    del views, view
     before = mx.get_active_memory()
     pages.unmap_slab(1)
     pages.unmap_slab(1)
-    assert before - mx.get_active_memory() >= SLAB_PAGES[1] * pages.page_bytes(FP16)
+    assert before - mx.get_active_memory() >= SLAB_PAGES[1] * page_bytes
     assert set(pages.slabs) == {0, 2}
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 600])
-def test_writes_stay_in_place(backend: str, tokens: int) -> None:
-    pages = new_pages(backend, same(2, 64, 64))
-    at = addresses(pages)
-    keys = normal((1, 2, tokens, 64), mx.float32, seed=1)
-    for step in range(20):
-        table = new_tables([1000], seed=step)
-        pages.write(keys, keys, unpadded(table, (tokens + 17 * step,)))
-        assert addresses(pages) == at
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_stream: bool) -> None:
     """A read in flight holds the slab, so a write that does not wait for it copies all of it.
-    mlx-lm generates in a stream of its own.
-
-    mlx-lm generates in a stream of its own.
-    """
+    mlx-lm generates in a stream of its own."""
     pages = new_pages(backend, same(4, 128, 128))
     at = addresses(pages)
     step = normal((1, 4, 1, 128), mx.float32, seed=1)

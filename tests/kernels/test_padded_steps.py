@@ -61,18 +61,10 @@ def test_a_step_writes_and_attends_as_its_rows_alone(pages: LayerPages) -> None:
             assert not all_rows[one, :, end:].any()
         stored = pages.gather(alone)[0][0, :, ROWS.context_lens[row] - len(own) :]
         assert mx.array_equal(stored, keys[row, :, own.start : own.stop])
-
-
-def test_outputs_for_padding_are_finite(pages: LayerPages) -> None:
-    keys, values = normal(2, STEP, 16, 7), normal(2, STEP, 8, 8)
-    pages.write(keys, values, ROWS)
     for window in (None, 4):
-        output = pages.attend(normal(4, STEP, 16, 9), ROWS, Attention(0.25, window=window))
-        assert output.shape == (4, 4, STEP, 8)
-        assert mx.isfinite(output).all()
+        assert mx.isfinite(pages.attend(queries, ROWS, Attention(0.25, window=window))).all()
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 100])
 @pytest.mark.parametrize(
     ("padding", "own", "right"),
     [
@@ -85,11 +77,12 @@ def test_outputs_for_padding_are_finite(pages: LayerPages) -> None:
     ],
 )
 def test_twelve_tokens_are_counted_alike_however_they_are_cut(
-    padding: Padding, own: int, right: int, step: int
+    padding: Padding, own: int, right: int
 ) -> None:
-    seen = 0
-    for begin in range(0, 12, step):
-        count = min(step, 12 - begin)
-        seen += padding.own(count)
-        padding = padding.after(count)
-    assert (seen, padding.right) == (own, right)
+    for step in (1, 3, 4, 100):
+        seen, left = 0, padding
+        for begin in range(0, 12, step):
+            count = min(step, 12 - begin)
+            seen += left.own(count)
+            left = left.after(count)
+        assert (seen, left.right) == (own, right)

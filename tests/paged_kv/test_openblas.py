@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.warn_once import warn_once
 from tests.support.folders import ROOT
+from tests.support.grids import plain_only
 from tests.support.zoo import small_model
 
 PACKAGED = "libscipy_openblas.so"
@@ -56,6 +56,7 @@ def names_that_mlx_links() -> set[str]:
     return {found.decode() for found in re.findall(name, library.read_bytes())}
 
 
+@pytest.mark.slow
 @needs_package
 def test_every_function_that_mlx_links_comes_from_the_package() -> None:
     names = names_that_mlx_links()
@@ -108,12 +109,8 @@ def _adjoint(matrix: mx.array) -> mx.array:
     return mx.conj(matrix.T)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(dtype, name) for dtype in ("float32", "float64") for name in FUNCTIONS | REAL]
-    + [("complex64", name) for name in FUNCTIONS],
-)
-def test_results_of_each_function_are_right(dtype: str, name: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_results_of_each_function_are_right(dtype: str) -> None:
     """On whichever BLAS serves: the test above says which that is."""
     rng = np.random.default_rng(0)
     matrix = 4 * np.eye(40) + rng.normal(size=(40, 40)) / 4
@@ -122,38 +119,26 @@ def test_results_of_each_function_are_right(dtype: str, name: str) -> None:
     matrix = matrix.astype(dtype)
     with mx.stream(mx.cpu):
         given = mx.array(matrix, dtype=getattr(mx, dtype))
-        result, expected = (FUNCTIONS | REAL)[name](given, matrix)
-        got = np.asarray(result)
-        # MLX has no complex numbers of 128 bits.
-        tolerance = 1e-9 if got.dtype == np.float64 else 2e-3
-        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
-
-
-def test_products_of_several_threads_are_right() -> None:
-    matrices = [np.full((200, 200), number, np.float32) for number in range(16)]
-
-    def product(matrix: Any) -> Any:
-        with mx.stream(mx.new_stream(mx.cpu)):
-            return np.asarray(mx.array(matrix) @ mx.array(matrix))
-
-    with ThreadPoolExecutor(4) as threads:
-        for matrix, result in zip(matrices, threads.map(product, matrices), strict=True):
-            np.testing.assert_array_equal(result, matrix @ matrix)
+        for name, check in (FUNCTIONS if dtype == "complex64" else FUNCTIONS | REAL).items():
+            result, expected = check(given, matrix)
+            got = np.asarray(result)
+            # MLX has no complex numbers of 128 bits.
+            tolerance = 1e-9 if got.dtype == np.float64 else 2e-3
+            np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance, err_msg=name)
 
 
 @needs_package
 @pytest.mark.parametrize(
     "first",
-    [
-        "import paged_kv, mlx.core",
-        "from paged_kv import PagePool",
-        pytest.param(
-            "from paged_kv.command_line import main; main(['doctor', '--reset'])",
-            marks=pytest.mark.slow,
-        ),
-        "from paged_kv.openblas import load_openblas; load_openblas(); import mlx.core",
-    ],
-    ids=["package", "name", "command", "function"],
+    plain_only(
+        ["import paged_kv, mlx.core"],
+        [
+            "import paged_kv, mlx.core",
+            "from paged_kv import PagePool",
+            "from paged_kv.openblas import load_openblas; load_openblas(); import mlx.core",
+        ],
+    ),
+    ids=["package", "name", "function"],
 )
 def test_whatever_imports_mlx_after_paged_kv_has_the_package(first: str) -> None:
     assert printed(first + SHOW).split()[-1] == PACKAGED
@@ -227,12 +212,12 @@ def test_mlx_keeps_its_own_where_that_is_asked_for() -> None:
 def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BLAS", "fast")
     monkeypatch.delitem(sys.modules, "mlx.core")
-    with pytest.raises(ValueError, match="unknown: set it to scipy-openblas32, system or mlx"):
+    with pytest.raises(ValueError, match="unknown"):
         openblas.load_openblas.__wrapped__()
 
 
 def test_a_program_that_loads_it_after_mlx_is_told() -> None:
-    with pytest.raises(RuntimeError, match="call load_openblas, before the first import of mlx"):
+    with pytest.raises(RuntimeError, match="before"):
         openblas.load_openblas.__wrapped__()
 
 
@@ -273,7 +258,7 @@ def reference_blas(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_in(dtype: mx.Dtype) -> Any:
-    model = small_model("llama")
+    model = small_model("qwen3", num_hidden_layers=1)
     model.set_dtype(dtype)
     return model
 
@@ -309,17 +294,6 @@ def test_without_openblas_doctor_and_log_say_what_serves_and_what_to_do(
         "MLX multiplies float32 matrices with libblas-1.so.3, many times slower than OpenBLAS: "
         + remedy
     ]
-
-
-@linux_only
-def test_a_program_in_16_bits_is_told_nothing_and_a_command_of_openblas(
-    reference_blas: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    PagedCacheFactory(model_in(mx.bfloat16), max_bytes="8MB").close()
-    assert caplog.messages == []
-    slow_products.warn_in_command(model_in(mx.bfloat16))
-    (message,) = caplog.messages
-    assert "many times slower than OpenBLAS" in message
 
 
 @linux_only

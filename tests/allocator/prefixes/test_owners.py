@@ -62,67 +62,20 @@ def page_of(node: Node) -> Page:
     return next(salt for salt, its in salts.items() if its == node.path_hash), tokens
 
 
-def test_a_session_takes_its_own_end_along() -> None:
-    owned = Owned()
-    owned.insert([*range(8), 20, 21], "a")
-    owned.insert([*range(8), 30, 31, 32, 33, 34], "b")
-    assert owned.end("a") == 1
-    assert owned.known([*range(8), 20, 21]) == 8
-    assert owned.known([*range(8), 30, 31, 32, 33, 34]) == 13
-    assert owned.end("b") == 4
-    assert len(owned.index) == 0
-    owned.check()
-
-
-def test_of_a_conversation_all_turns_go() -> None:
-    owned = Owned()
-    for turn in (3, 6, 15):
-        owned.insert(list(range(turn)), "a")
-    owned.insert([50, 51], "a")
-    assert owned.end("a") == 5
-    owned.check()
-
-
-@pytest.mark.parametrize("other", ["b", None])
-@pytest.mark.parametrize("longer", ["a", "other"])
-def test_prompts_of_others_that_are_prefixes_stay(other: str | None, longer: str) -> None:
-    """Whichever of the two was inserted first."""
-    owned = Owned()
-    prompts = [(range(12), "a"), (range(6), other)]
-    for tokens, session in prompts if longer == "a" else reversed(prompts):
-        owned.insert(list(tokens), session)
-    assert owned.end("a") == 1
-    assert owned.known(list(range(12))) == 8  # the page that holds their last tokens
-    owned.check()
-
-
-def test_the_same_prompt_of_two_sessions_goes_with_the_second() -> None:
-    owned = Owned()
-    for session in "ab":
-        owned.insert(list(range(10)), session)
-    assert owned.end("a") == 0
-    assert owned.known(list(range(10))) == 10
-    assert owned.end("b") == 3
-
-
 def test_a_session_of_another_salt_is_another_one() -> None:
     owned = Owned()
     owned.insert(list(range(10)), "a", "alice")
-    with pytest.raises(UnknownSession, match=r"no session 'a' under this salt .* all salts: 1\)"):
+    with pytest.raises(UnknownSession, match="no session 'a' under this salt"):
         owned.end("a")
+    owned.insert(list(range(10)), None)
+    with pytest.raises(UnknownSession):
+        owned.index.end_session(Owner(""))
     with pytest.raises(UnknownSession):
         owned.end("b", "alice")
     assert owned.known(list(range(10)), "alice") == 10
     assert owned.end("a", "alice") == 3
     with pytest.raises(UnknownSession):
         owned.end("a", "alice")
-
-
-def test_a_session_without_a_name_cannot_be_ended() -> None:
-    owned = Owned()
-    owned.insert(list(range(10)), None)
-    with pytest.raises(UnknownSession):
-        owned.index.end_session(Owner(""))
 
 
 def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
@@ -147,18 +100,6 @@ def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     assert owned.end("b") == 3
 
 
-def test_a_session_whose_end_was_evicted_still_owns_the_rest() -> None:
-    owned = Owned()
-    owned.insert(list(range(16)), "a")
-    owned.insert(list(range(6)), "b")
-    assert owned.index.evict(lambda: len(owned.index) == 2) == 2
-    assert owned.end("b") == 0
-    assert owned.end("a") == 2
-    owned.insert(list(range(16)), "a")
-    owned.index.clear()
-    assert owned.end("a") == 0
-
-
 def test_beyond_the_limit_the_least_recently_used_session_is_forgotten() -> None:
     owned = Owned()
     owned.index._owners = Owners(most=2)
@@ -172,16 +113,6 @@ def test_beyond_the_limit_the_least_recently_used_session_is_forgotten() -> None
     assert owned.end("c") == 1
     assert not owned.index._owners._ends
     assert len(owned.index._owners._owners) == 1
-
-
-def test_marks_take_no_memory_for_each_turn_or_token() -> None:
-    owned = Owned()
-    for turn in range(1, 200):
-        owned.insert(list(range(turn)), "a")
-    assert sum(map(len, owned.index._owners._ends.values())) == 1
-    assert len(owned.index._owners._owners) == 1
-    owned.end("a")
-    assert not owned.index._owners._owners
 
 
 def test_a_prompt_is_forgotten_up_to_where_others_begin() -> None:
@@ -285,7 +216,7 @@ def is_used(page: tuple[int, ...], prompt: list[int]) -> bool:
     return len(prompt) > (len(page) - 1) // PAGE * PAGE and page[:common] == tuple(prompt[:common])
 
 
-@examples(300)
+@examples(100)
 @given(st.lists(operations, max_size=25))
 def test_the_end_of_a_session_leaves_what_others_need_and_nothing_else(
     history: list[tuple[Any, ...]],

@@ -231,4 +231,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = examples(60, stateful_step_count=40)
+TestPrefixMachine.settings = examples(50, stateful_step_count=40)

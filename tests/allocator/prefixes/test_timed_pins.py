@@ -131,7 +131,7 @@ def computed(model: Any, reuse: PromptReuse, tokens: list[int], salt: str) -> No
     reuse.insert(tokens, cache, salt)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "mamba"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
 def test_a_held_prompt_outlives_the_prompts_of_others_with_windows_and_states_too(
     name: str,
 ) -> None:
@@ -154,9 +154,10 @@ def test_a_held_prompt_outlives_the_prompts_of_others_with_windows_and_states_to
     factory.pool.check()
 
 
+@pytest.mark.slow
 def test_what_is_held_gives_way_to_steps_and_to_snapshots() -> None:
-    model = small_model("qwen3_next")
-    factory = PagedCacheFactory(model, max_bytes="2MB")
+    model = small_model("qwen3_next", num_hidden_layers=2)
+    factory = PagedCacheFactory(model, max_bytes="1MB")
     reuse = PromptReuse([factory], held_share=1.0)
     for first in range(8):
         computed(model, reuse, [first, *TEXT[1:700]], str(first))
@@ -173,13 +174,4 @@ def test_what_is_held_gives_way_to_steps_and_to_snapshots() -> None:
         model(mx.array([TEXT[:100]]), cache=cache)
         if factory.stats().pages_pinned == 0:
             break
-    assert factory.stats().pages_pinned == 0
-
-
-def test_without_a_share_nothing_is_held() -> None:
-    model = small_model("qwen3")
-    factory = PagedCacheFactory(model)
-    reuse = PromptReuse([factory])
-    computed(model, reuse, TEXT[:300], "alice")
-    reuse.hold(TEXT[:300], HOUR_S, "alice")
     assert factory.stats().pages_pinned == 0

@@ -53,15 +53,14 @@ def test_uses_before_an_eviction_count() -> None:
     assert history.first("a").recent == 1  # it was taken out
 
 
-@pytest.mark.parametrize(("others", "kept"), [(0, 4), (2, 12), (1 << 20, 1 << 15)])
-def test_what_is_remembered_is_bounded(others: int, kept: int) -> None:
-    history = UseHistory()
-    count = kept + 5
-    for key in range(count):
-        history.forget(key, Use(1, 1), others)
-    assert len(history._gone) == kept
-    # The latest ones stay.
-    assert list(history._gone) == list(range(5, count))
+def test_what_is_remembered_is_bounded() -> None:
+    """The latest ones stay."""
+    for others, kept in ((0, 4), (2, 12), (1 << 20, 1 << 15)):
+        history = UseHistory()
+        count = kept + 5
+        for key in range(count):
+            history.forget(key, Use(1, 1), others)
+        assert list(history._gone) == list(range(5, count))
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=30))

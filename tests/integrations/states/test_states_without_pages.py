@@ -1,15 +1,14 @@
 """Models without pages: their states are found again, counted, bounded and batched."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from paged_kv import PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
+from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.generation import text_generation
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
@@ -18,13 +17,11 @@ from tests.support.generation import assert_same_run, greedy, runs_of
 from tests.support.grids import plain_only
 from tests.support.zoo import small_model
 
-NAMES = ["mamba", "mamba2", "rwkv7"]
-PLAIN_NAMES = ["rwkv7"]
 TOLERANCE = 1e-4
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(700)]
 
 
-@pytest.fixture(params=plain_only(PLAIN_NAMES, NAMES))
+@pytest.fixture(scope="module", params=plain_only(["mamba2"], ["mamba2", "rwkv7"]))
 def model(request: pytest.FixtureRequest) -> Any:
     return small_model(request.param)
 
@@ -96,29 +93,8 @@ def test_snapshots_and_their_tokens_keep_within_the_budget(model: Any) -> None:
     assert (factory.prefixes.nbytes, len(factory.pool.index)) == (one, 2)
     factory.clear()
     assert (factory.prefixes.nbytes, len(factory.pool.index)) == (0, 0)
-
-
-def test_a_snapshot_too_large_for_the_budget_is_not_kept(model: Any) -> None:
-    factory = PagedCacheFactory(model, max_bytes=1000)
-    assert insert(model, factory, TEXT[:40]) == 0
-    assert len(factory.pool.index) == 0
-
-
-def test_a_snapshot_of_other_weights_is_not_found(model: Any) -> None:
-    factory = PagedCacheFactory(model)
-    old, cache = factory.make_cache(), factory.make_cache()
-    for each in (old, cache):
-        model(mx.array([TEXT[:20]]), cache=each)
-    assert factory.insert_cache(TEXT[:20], cache) == 20
-    model.lm_head.weight = model.lm_head.weight * 2
-    assert found(factory, TEXT) == 0
-    factory.insert_cache(TEXT[:20], old)
-    assert found(factory, TEXT) == 0
-    insert(model, factory, TEXT[:20])
-    resumed, cached = factory.fetch_cache(TEXT)
-    assert cached == 20
-    model(mx.array([TEXT[20:30]]), cache=resumed)
-    assert factory.insert_cache(TEXT[:30], resumed) == 30
+    small = PagedCacheFactory(model, max_bytes=1000)
+    assert insert(model, small, TEXT[:40]) == len(small.pool.index) == 0
 
 
 def test_sequences_of_a_batch_have_the_tokens_of_their_prompts_alone(model: Any) -> None:
@@ -196,22 +172,8 @@ def test_padding_never_gets_into_a_snapshot() -> None:
     assert found(factory, TEXT) == 0
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv7"])
-def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
-    model = small_model(name)
-    factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:20]]), cache=cache)
-    save_prompt_cache(str(tmp_path / "prompt.safetensors"), cache)
-    loaded = load_prompt_cache(str(tmp_path / "prompt.safetensors"))
-    assert greedy(model, [1, 2], loaded, 3).tokens == greedy(model, [1, 2], cache, 3).tokens
-    again = load_prompt_cache(str(tmp_path / "prompt.safetensors"))
-    assert factory.insert_cache(TEXT[:20], again) == 20
-
-
-@pytest.mark.parametrize("progress", [None, lambda done, total: None])
+@pytest.mark.slow
 def test_a_generated_prompt_is_found_every_so_many_tokens(
-    progress: Callable[[int, int], None] | None,
     trained: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,7 +181,7 @@ def test_a_generated_prompt_is_found_every_so_many_tokens(
 ) -> None:
     """Also by the next process, from the store, and behind a progress bar."""
     _, tokenizer = trained("stdlib-llama")
-    model = small_model("mamba2", vocab_size=tokenizer.vocab_size)
+    model = small_model("mamba2", vocab_size=tokenizer.vocab_size, num_hidden_layers=1)
     monkeypatch.setattr(text_generation, "load", lambda _: (model, tokenizer))
     prompt = [(7 * i) % 400 + 20 for i in range(2500)]
 
@@ -233,7 +195,7 @@ def test_a_generated_prompt_is_found_every_so_many_tokens(
             seed=None,
             store=tmp_path,
         )
-        generation.stream(tokens, progress)
+        generation.stream(tokens, lambda done, total: None)
         generation.close()
         return capsys.readouterr().err.splitlines()[0]
 
@@ -284,32 +246,15 @@ def test_models_that_take_one_sequence_are_batched_one_after_the_other(name: str
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes="64MB")
     prompts = [TEXT[:9], TEXT[3:60], TEXT[7:8]]
-    texts = [[*each, *alone(model, each, 40).tokens] for each in prompts]
+    texts = [[*each, *alone(model, each, 24).tokens] for each in prompts]
     generator = SpeculativeBatchGenerator(
         model,
         PlannedDraft(texts, lengths=(0, 3, 1, 4), wrong_every=5),
         lengths=FixedLengths(),
-        max_tokens=30,
+        max_tokens=16,
     )
     runs = runs_of(
         generator, generator.insert(prompts, caches=[factory.make_cache() for _ in prompts])
     )
     for run, text, prompt in zip(runs, texts, prompts, strict=True):
-        assert run.tokens == text[len(prompt) : len(prompt) + 30]
-
-
-def test_a_step_that_does_not_fit_leaves_all_sequences_where_they_were() -> None:
-    model = small_model("gpt_bigcode")
-    probe = PagedCacheFactory(model, max_bytes="64MB")
-    assert probe.can_admit(1)
-    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
-    factory = PagedCacheFactory(model, max_bytes=3 * block_bytes)
-    singles = [factory.make_cache(), factory.make_cache()]
-    for cache in singles:
-        model(mx.array([TEXT[:256]]), cache=cache)
-    batch = [one.merge([one, two]) for one, two in zip(*singles, strict=True)]
-    singles.clear()
-    del cache
-    with pytest.raises(PoolExhausted):
-        model(mx.array([[1], [2]]), cache=batch)
-    assert batch[0].offset.tolist() == [256, 256]
+        assert run.tokens == text[len(prompt) : len(prompt) + 16]

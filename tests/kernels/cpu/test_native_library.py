@@ -66,11 +66,8 @@ def test_forcing_native_without_a_library_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(native_library, "LIBRARY", tmp_path / "missing.so")
     monkeypatch.setenv("PAGED_KV_BACKEND", "native")
-    with pytest.raises(ValueError, match=r"Install a C\+\+ compiler, then paged-kv again"):
+    with pytest.raises(ValueError, match=r"Install a C\+\+ compiler"):
         PagePool(1)
-
-
-def test_plain_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
     assert PagePool(1).stats().backend == "plain"
 
@@ -88,10 +85,14 @@ def test_a_layer_that_native_cannot_hold_is_plain() -> None:
 @pytest.mark.parametrize("name", instruction_sets())
 def test_an_instruction_set_can_be_forced(name: str) -> None:
     code = "from paged_kv.kernels.cpu.native_library import load_native_library as f; print(f()[1])"
-    assert run(code, PAGED_KV_ISA=name) == ""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAGED_KV_ISA": name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT, env=environment
+    )
+    assert not done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", ["abacus", "AVX2", "neon,generic", "altivec"])
+@pytest.mark.parametrize("name", ["abacus", "AVX2", "neon,generic"])
 def test_an_instruction_set_that_is_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -100,18 +101,15 @@ def test_an_instruction_set_that_is_not_there_is_refused(
         PagePool(1)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", "²"])
-def test_a_number_of_threads_that_is_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, text: str
+def test_a_number_of_threads_is_taken_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PAGED_KV_THREADS", text)
-    with pytest.raises(ValueError, match="PAGED_KV_THREADS must be a number of threads from 1 on"):
-        PagePool(1)
-
-
-def test_a_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_THREADS", "3")
     assert native_library.thread_count() == 3
+    for text in ("0", "-1", "two", "1.5", "", "²"):
+        monkeypatch.setenv("PAGED_KV_THREADS", text)
+        with pytest.raises(ValueError, match="PAGED_KV_THREADS must be"):
+            PagePool(1)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +138,3 @@ def test_cores_are_those_that_the_control_group_pays_for(
     monkeypatch.setattr(native_library, "OWN_CGROUPS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert native_library.available_cores() == cores
-
-
-def run(code: str, **environment: str) -> str:
-    """The output of the code in a Python of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-    return done.stdout.strip()

@@ -100,17 +100,3 @@ def test_rounded_queries_add_little_to_the_noise_of_keys(backend: str) -> None:
     of_16_bits = expected(asked, numbers(keys[0]), held_values)
     added = np.sqrt(np.mean((found - of_codes) ** 2) / np.mean((of_codes - of_16_bits) ** 2))
     assert added <= MOST_NOISE
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_in_a_query_is_none_in_its_output(
-    backend: str, dtype: mx.Dtype, bad: float
-) -> None:
-    shape = 1, 2, LENGTH, 96
-    pages = pages_of(normal(shape, dtype, 1), normal(shape, dtype, 2), backend)
-    asked = normal((1, 8, 1, 96), dtype, 3)
-    asked[0, 5, 0, 40] = bad
-    found = numbers(attend(pages, asked))
-    assert np.isnan(found[5]).all()
-    assert np.isfinite(np.delete(found, 5, axis=0)).all()

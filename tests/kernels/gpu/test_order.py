@@ -23,22 +23,6 @@ from tests.support.gpu_pages import (
     same,
 )
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", DIALECTS)]
-
-
-class Forgetful(Order):
-    """Leaves some tokens out of the chain."""
-
-    def keeps(self) -> bool:
-        return True
-
-    def run(self, pages: Any, launch: Any, inputs: list[mx.array]) -> list[mx.array]:
-        before = self.latest(pages)
-        outputs = super().run(pages, launch, inputs)
-        if not self.keeps():
-            pages.kept.latest = before
-        return outputs
-
 
 def _use(dialect: str) -> list[str]:
     """Two sequences in two slabs. One ends, and a step and a copy write its page again."""
@@ -62,67 +46,47 @@ def _use(dialect: str) -> list[str]:
     return unordered(device.launches)
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_all_that_touches_the_same_pages_is_in_order(dialect: str) -> None:
     assert _use(dialect) == []
 
 
-def test_a_read_that_does_not_take_the_writes_token_is_noticed(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
+# The tokens of `_use` are those of: write, decode, decode, write, decode, decode, prefill, copy,
+# gather, decode, decode.
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forgotten", "earlier", "later"),
+    [
+        ({1, 4, 8, 10}, "write", "decode"),
+        ({2, 3, 5, 6, 7}, "decode", "write"),
+        ({10}, "decode", "decode"),
+    ],
+)
+def test_a_launch_that_does_not_take_anothers_token_is_noticed(
+    forgotten: set[int], earlier: str, later: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class WithoutWrites(Forgetful):
-        """Only reads leave a token."""
-
-        writes = False
-
-        def keeps(self) -> bool:
-            self.writes = not self.writes
-            return not self.writes
-
-    monkeypatch.setattr(gpu_backend, "Order", WithoutWrites)
-    faults = _use(dialect)
-    assert any("paged_kv_write" in fault and "paged_kv_decode" in fault for fault in faults)
-
-
-def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WithoutReads(Forgetful):
-        """Leaves out each of the first two of three tokens in turn, those of a write and of a
-        read."""
+    class Forgetful(Order):
+        """Leaves some tokens out of the chain."""
 
         count = 0
 
-        def keeps(self) -> bool:
-            # The order is: write, decode, decode, write, decode, decode, prefill, copy.
+        def run(self, pages: Any, launch: Any, inputs: list[mx.array]) -> list[mx.array]:
+            before = self.latest(pages)
+            outputs = super().run(pages, launch, inputs)
             self.count += 1
-            return self.count in (1, 4, 8)
+            if self.count in forgotten:
+                pages.kept.latest = before
+            return outputs
 
-    monkeypatch.setattr(gpu_backend, "Order", WithoutReads)
-    faults = _use(dialect)
-    assert any(fault.startswith("paged_kv_decode") and "write" in fault for fault in faults)
-    assert not any(fault.startswith("paged_kv_write") for fault in faults)
-
-
-def test_a_step_that_does_not_take_the_token_of_the_one_before_is_noticed(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WithoutTheLast(Forgetful):
-        """The first of the two launches that write a step and attend leaves no token; nine others
-        are between."""
-
-        count = 0
-
-        def keeps(self) -> bool:
-            self.count += 1
-            return self.count != 10
-
-    monkeypatch.setattr(gpu_backend, "Order", WithoutTheLast)
-    faults = _use(dialect)
-    assert faults
-    assert all(fault.count("paged_kv_decode") == 2 for fault in faults)
+    monkeypatch.setattr(gpu_backend, "Order", Forgetful)
+    faults = [fault.split(" and ") for fault in _use("metal")]
+    assert any(f"paged_kv_{earlier}" in one and f"paged_kv_{later}" in two for one, two in faults)
 
 
-def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None:
+def test_a_second_thread_comes_when_the_first_has_computed() -> None:
     order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
     token = mx.arange(8) + 1
 

@@ -12,18 +12,18 @@ from paged_kv.kernels.pages import prefix_groups as groups_module
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName
 from paged_kv.kernels.pages.prefix_groups import SEQUENCES
 from tests.support.gpu_pages import (
-    ALL_DIALECTS,
+    DIALECTS,
     TOLERANCES,
     Separately,
     backend_on,
     device_of,
     needs_compiler,
+    rarely,
     same,
 )
-from tests.support.gpu_prefixes import FORMATS, ORDERS, Table, batch_of, names, tables_behind
-from tests.support.grids import plain_only
+from tests.support.gpu_prefixes import FORMATS, Table, batch_of, names, tables_behind
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
+pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.parametrize("dialect", DIALECTS)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +31,13 @@ def groups_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_module, "LEAST_SAVED", 1)
 
 
-@pytest.mark.parametrize("dtype", plain_only([mx.float16], TOLERANCES))
-@pytest.mark.parametrize("formats", plain_only([["fp16"], FORMATS[-1]], FORMATS), ids=str)
+@pytest.mark.parametrize(
+    ("formats", "dtype"), list(zip(FORMATS, [mx.float16, mx.bfloat16] * 2, strict=True))
+)
 def test_tails_of_any_length_behind_shared_pages(
     dialect: str, formats: Sequence[FormatName], dtype: mx.Dtype
 ) -> None:
-    device = device_of(dialect, *ORDERS)
+    device = device_of(dialect, "shuffled")
     tables = tables_behind(1, [1, 1, 0, 2], 4)
     slabs = [*formats] * (4 // len(formats))
     batch = batch_of(device, dialect, tables, [1, 40, 256, 9], slabs, same(64, dtype))
@@ -44,9 +45,7 @@ def test_tails_of_any_length_behind_shared_pages(
     assert names(device) == ["groups", "decode", "merge"]
 
 
-@pytest.mark.parametrize(
-    "dims", plain_only([(80, 80)], [(128, 128), (80, 80), (192, 128), (256, 256)])
-)
+@pytest.mark.parametrize("dims", [(80, 80), (512, 512), *map(rarely, [(192, 128), (256, 256)])])
 def test_sizes_of_heads(dialect: str, dims: tuple[int, int]) -> None:
     device = device_of(dialect)
     geometry = same(dims[0], v_dim=dims[1])
@@ -65,11 +64,11 @@ def test_a_tree_and_more_sequences_than_a_group_has(dialect: str) -> None:
     tails = [(7 * row) % PAGE_SIZE + 1 for row in range(len(tables))]
     tails[-1] = tails[0]
     batch = batch_of(device, dialect, tables, tails, ["fp16"] * 4)
-    assert batch.attend(1, gqa_group_size=4) <= TOLERANCES[mx.float16]
+    assert batch.attend(1) <= TOLERANCES[mx.float16]
     assert names(device) == ["groups", "decode", "merge"]
 
 
-@pytest.mark.parametrize("window", [5, 200, 300, 700])
+@pytest.mark.parametrize("window", [200, 300])
 def test_windows_that_begin_in_own_and_in_shared_pages(dialect: str, window: int) -> None:
     device = device_of(dialect)
     batch = batch_of(device, dialect, tables_behind(2, [1, 1, 1]), [20, 100, 1])
@@ -81,7 +80,7 @@ def test_windows_that_begin_in_own_and_in_shared_pages(dialect: str, window: int
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"with_sinks": True}, {"softcap": 0.5}, {"causal": False}, {"new_tokens": 3}],
+    [{"with_sinks": False}, {"softcap": 0.5}, {"causal": False}, {"new_tokens": 3}],
     ids=str,
 )
 def test_options_of_attention(dialect: str, queries: int, options: dict[str, Any]) -> None:
@@ -89,12 +88,12 @@ def test_options_of_attention(dialect: str, queries: int, options: dict[str, Any
         options = {"new_tokens": 1}
     device = device_of(dialect)
     batch = batch_of(device, dialect, tables_behind(1, [1, 1, 1]), [20, 100, 3])
-    assert batch.attend(queries, **options) <= TOLERANCES[mx.float16]
+    assert batch.attend(queries, **{"with_sinks": True} | options) <= TOLERANCES[mx.float16]
     assert "groups" in names(device)
 
 
 def test_steps_of_drafts_and_their_padding(dialect: str) -> None:
-    device = device_of(dialect, *ORDERS)
+    device = device_of(dialect, "shuffled")
     # The first sequence ends within the shared page.
     tables = tables_behind(1, [0, 1, 1, 1])
     batch = batch_of(device, dialect, tables, [200, 5, 6, 7], ["fp16"], right_padding=[1, 0, 2, 5])
@@ -104,7 +103,7 @@ def test_steps_of_drafts_and_their_padding(dialect: str) -> None:
 
 @pytest.mark.parametrize("gqa_group_size", [1, 4])
 def test_a_step_that_is_written_too(dialect: str, gqa_group_size: int) -> None:
-    device = device_of(dialect, *ORDERS)
+    device = device_of(dialect, "shuffled")
     batch = batch_of(device, dialect, tables_behind(2, [1, 1, 1]), [5, 255, 31])
     backend = backend_on(device, dialect)
     options: Any = {"gqa_group_size": gqa_group_size, "with_sinks": True}
@@ -112,13 +111,6 @@ def test_a_step_that_is_written_too(dialect: str, gqa_group_size: int) -> None:
     other = batch_of(device, dialect, tables_behind(2, [1, 1, 1]), [5, 255, 31])
     other.write_and_attend(Separately(backend), **options)
     assert batch.bytes() == other.bytes()
-
-
-def test_padding_sequences_in_a_group(dialect: str) -> None:
-    device = device_of(dialect)
-    tables = tables_behind(1, [1, 1, 1])
-    batch = batch_of(device, dialect, tables, [20, 100, 3], right_padding=[1, 0, 1])
-    assert batch.attend(1) <= TOLERANCES[mx.float16]
 
 
 def test_a_context_is_read_in_parts(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,34 +122,26 @@ def test_a_context_is_read_in_parts(dialect: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_queries_that_leave_no_room_for_two_sequences(dialect: str) -> None:
-    device = device_of(dialect, checked=False)
+    device = device_of(dialect)
     batch = batch_of(device, dialect, tables_behind(1, [1, 1]), [20, 3])
     assert batch.attend(9, gqa_group_size=4) <= TOLERANCES[mx.float16]
     assert names(device) == ["prefill"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_shared_pages_are_loaded_once(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 sequences behind 8,192 tokens: at most an eighth of the loads that each alone makes."""
-    loads = []
-    for shares in (True, False):
+
+    def loads(least_saved: int) -> int:
+        monkeypatch.setattr(groups_module, "LEAST_SAVED", least_saved)
         device = device_of(dialect)
         tables = tables_behind(32, [1] * 16, 6)
         geometry = same(64, heads=1)
         batch = batch_of(device, dialect, tables, [1] * 16, ["q4"] * 6, geometry)
-        monkeypatch.setattr(groups_module, "LEAST_SAVED", 1 if shares else 1 << 30)
         assert batch.attend(1, gqa_group_size=4) <= TOLERANCES[mx.float16]
-        loads.append(sum(slab.loads for launch in device.launches for slab in launch.slabs))
-    shared, alone = loads
-    assert shared * 8 <= alone
+        return sum(slab.loads for launch in device.launches for slab in launch.slabs)
 
-
-def test_a_sequence_with_a_long_part_of_its_own(dialect: str) -> None:
-    device = device_of(dialect, checked=False)
-    tables = tables_behind(1, [6, 1])
-    batch = batch_of(device, dialect, tables, [20, 3])
-    assert batch.attend(1) <= TOLERANCES[mx.float16]
-    assert names(device) == ["groups", "decode", "merge"]
+    assert loads(1) * 8 <= loads(1 << 30)
 
 
 def test_groups_that_save_little_are_not_made(
@@ -165,7 +149,7 @@ def test_groups_that_save_little_are_not_made(
 ) -> None:
     monkeypatch.setattr(groups_module, "LEAST_SAVED", 16)
     for sequences, in_groups in ((17, False), (18, True)):  # the 17th is a group of its own
-        device = device_of(dialect, checked=False)
+        device = device_of(dialect)
         tables = tables_behind(1, [1] * sequences, 5)
         batch = batch_of(device, dialect, tables, [3] * sequences, ["fp16"] * 5)
         assert batch.attend(1) <= TOLERANCES[mx.float16]

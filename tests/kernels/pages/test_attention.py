@@ -20,14 +20,14 @@ def test_equal_arguments_give_the_kept_attention(pages: LayerPages) -> None:
     assert pages.attention(0.5, True, 9, sinks, 2.0) is kept
     assert (kept.scale, kept.causal, kept.window, kept.softcap) == (0.5, True, 9, 2.0)
     assert kept.sinks is sinks
-    others = [
-        pages.attention(0.25, True, 9, sinks, 2.0),
-        pages.attention(0.5, False, 9, sinks, 2.0),
-        pages.attention(0.5, True, None, sinks, 2.0),
-        pages.attention(0.5, True, 9, mx.zeros((4,)), 2.0),
-        pages.attention(0.5, True, 9, sinks, None),
-    ]
-    assert len({id(each) for each in [kept, *others]}) == 6
+    for other in (
+        (0.25, True, 9, sinks, 2.0),
+        (0.5, False, 9, sinks, 2.0),
+        (0.5, True, None, sinks, 2.0),
+        (0.5, True, 9, mx.zeros((4,)), 2.0),
+        (0.5, True, 9, sinks, None),
+    ):
+        assert pages.attention(*other) is not kept
 
 
 def test_sinks_that_are_new_in_every_step_are_not_all_kept(pages: LayerPages) -> None:
@@ -37,13 +37,7 @@ def test_sinks_that_are_new_in_every_step_are_not_all_kept(pages: LayerPages) ->
     assert len(pages.attentions) <= KEPT_ATTENTIONS
 
 
-@pytest.mark.parametrize(
-    ("attention", "hides"),
-    [
-        (Attention(1.0), True),
-        (Attention(1.0, causal=False), False),
-        (Attention(1.0, causal=False, window=3), True),
-    ],
-)
-def test_a_window_hides_later_tokens_too(attention: Attention, hides: bool) -> None:
-    assert attention.hides_later is hides
+def test_a_window_hides_later_tokens_too() -> None:
+    assert Attention(1.0).hides_later
+    assert not Attention(1.0, causal=False).hides_later
+    assert Attention(1.0, causal=False, window=3).hides_later

@@ -1,6 +1,6 @@
 """Pages defer the write of a step until attention or any other read needs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
 from unittest.mock import Mock
@@ -26,7 +26,6 @@ from tests.support.backends import native_library
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
 TABLE = (3, 65, 1)
-PADDED = AttentionMetadata((TABLE[:1], (4,)), (31, 1), (0, 1))
 
 
 def new_pages(backend: Backend) -> LayerPages:
@@ -67,6 +66,12 @@ def one_token(pages: LayerPages, seed: int, position: int = 300) -> AttentionMet
     return metadata
 
 
+def in_another_thread(function: Callable[..., Any], *arguments: Any) -> None:
+    thread = Thread(target=function, args=arguments)
+    thread.start()
+    thread.join()
+
+
 def attended(pages: LayerPages, metadata: AttentionMetadata) -> mx.array:
     queries = normal((len(metadata.context_lens), 4, 1, 32), mx.float32, 9)
     return pages.attend(queries, metadata, Attention(0.2))
@@ -87,20 +92,27 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
     assert len(written) == 3
 
 
+def assert_alike(use: Callable[[LayerPages], Sequence[mx.array]]) -> None:
+    """A use has the same results as with the plain backend, which writes at once."""
+    ours, expected = (
+        use(new_pages(backend)) for backend in (NativeBackend(native_library()), PlainBackend())
+    )
+    for one, other in zip(ours, expected, strict=True):
+        assert mx.allclose(one, other, atol=1e-5)
+
+
 def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> None:
     """Every sequence of a batch finds its own tokens, and no padding."""
-    found = []
-    for backend in (NativeBackend(native_library()), PlainBackend()):
-        pages = new_pages(backend)
-        before = len(written)
-        keys = normal((2, 2, 3, 32), mx.float32, 2)
+
+    def use(pages: LayerPages) -> list[mx.array]:
+        before, keys = len(written), normal((2, 2, 3, 32), mx.float32, 2)
         metadata = AttentionMetadata((TABLE, (0,)), (303, 2), (0, 1))
         pages.write_later(keys, keys - 1, metadata)
         assert len(written) == before
         queries = normal((2, 4, 3, 32), mx.float32, 9)
-        found.append([pages.attend(queries, metadata, Attention(0.2)), *pages.gather(metadata)])
-    for ours, expected in zip(*found, strict=True):
-        assert mx.allclose(ours, expected, atol=1e-5)
+        return [pages.attend(queries, metadata, Attention(0.2)), *pages.gather(metadata)]
+
+    assert_alike(use)
 
 
 def whole_page(pages: LayerPages) -> mx.array:
@@ -109,70 +121,46 @@ def whole_page(pages: LayerPages) -> mx.array:
 
 
 OPERATIONS: dict[str, Callable[[LayerPages, AttentionMetadata], Any]] = {
-    "attend to the same tokens": attended,
+    "attend to the same tokens": lambda pages, metadata: [attended(pages, metadata)],
     "gather": lambda pages, metadata: pages.gather(metadata),
-    "attend to other tokens": lambda pages, metadata: attended(pages, unpadded((TABLE,), (301,))),
+    "attend to other tokens": lambda pages, metadata: [attended(pages, unpadded((TABLE,), (301,)))],
     "gather other tokens": lambda pages, metadata: pages.gather(unpadded((TABLE,), (301,))),
+    "gather the tokens before": lambda pages, metadata: pages.gather(unpadded((TABLE,), (300,))),
+    "gather of another table": lambda pages, metadata: pages.gather(unpadded((TABLE[:1],), (256,))),
     "write again": lambda pages, metadata: one_token(pages, 5),
     "copy": lambda pages, metadata: pages.copy({65: 2}),
     "load": lambda pages, metadata: pages.load({65: whole_page(pages)}),
-    "unmap": lambda pages, metadata: pages.unmap_slab(1),
 }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_whatever_follows_finds_it_written(operation: str) -> None:
-    """The result equals that of the plain backend, which writes at once."""
-    found = []
-    for backend in (NativeBackend(native_library()), PlainBackend()):
-        pages = new_pages(backend)
+    def use(pages: LayerPages) -> list[mx.array]:
         given = OPERATIONS[operation](pages, one_token(pages, 2))
-        if operation == "unmap":
-            found.append([mx.array(pages.page(3))])
-            continue
-        gathered = pages.gather(unpadded((TABLE,), (301,)))
-        copied = pages.gather(unpadded(((2,),), (45,)))
-        found.append([*gathered, *(copied if operation == "copy" else ())])
-        if operation.startswith("attend"):
-            found[-1].append(given)
-    for ours, expected in zip(*found, strict=True):
-        assert mx.allclose(ours, expected, atol=1e-5)
+        found = [*pages.gather(unpadded((TABLE,), (301,)))]
+        if operation == "copy":
+            found += pages.gather(unpadded(((2,),), (45,)))
+        return [*found, *given] if operation.startswith(("attend", "gather")) else found
+
+    assert_alike(use)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (300, 7), (1, 257)])
 def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(lengths: tuple[int, ...]) -> None:
     metadata = unpadded((TABLE, (0, 64)), lengths)
     before = unpadded(metadata.block_tables, tuple(length - 1 for length in lengths))
-    found = []
-    for backend in (NativeBackend(native_library()), PlainBackend()):
-        pages = new_pages(backend)
-        longest = max(before.context_lens)
-        if longest:
+
+    def use(pages: LayerPages) -> list[mx.array]:
+        if longest := max(before.context_lens):
             keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
         keys = normal((2, 2, 1, 32), mx.float32, 4)
         pages.write_later(keys, keys + 2, metadata)
         gathered = pages.gather(metadata)
         attended(pages, metadata)
-        found.append([*gathered, *pages.gather(metadata)])
-    for ours, expected in zip(*found, strict=True):
-        assert mx.array_equal(ours, expected)
+        return [*gathered, *pages.gather(metadata)]
 
-
-@pytest.mark.parametrize("is_shorter", [False, True])
-def test_reads_of_other_metadata_do_not_have_the_step(is_shorter: bool) -> None:
-    """The read is of another table, or of the same table before the step."""
-    pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
-    table, length = (TABLE, 300) if is_shorter else ((TABLE[0], 0), 301)
-    if not is_shorter:
-        keys = normal((1, 2, 301, 32), mx.float32, 4)
-        for each in (pages, expected):
-            each.write(keys, keys - 1, unpadded((table,), (length,)))
-    for each in (pages, expected):
-        one_token(each, 2)
-    metadata = unpadded((table,), (length,))
-    for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
-        assert mx.array_equal(ours, theirs)
+    assert_alike(use)
 
 
 def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> None:
@@ -187,9 +175,7 @@ def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> No
         keys = keys + 0 * slow.sum()
         pages.write_later(keys, keys - 1, unpadded((TABLE,), (301,)))
 
-    thread = Thread(target=write_what_takes_long)
-    thread.start()
-    thread.join()
+    in_another_thread(write_what_takes_long)
     assert len(written) == 1
     for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
         assert mx.array_equal(ours, theirs)
@@ -222,9 +208,7 @@ def test_once_two_threads_have_come_steps_are_written_at_once(
 ) -> None:
     """One thread cannot compute what another one has deferred."""
     pages = new_pages(NativeBackend(native_library()))
-    thread = Thread(target=one_token, args=(pages, 2))
-    thread.start()
-    thread.join()
+    in_another_thread(one_token, pages, 2)
     assert len(written) == 1
     metadata = one_token(pages, 3, 301)
     assert len(written) == 3
@@ -242,9 +226,7 @@ def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None
     group.read_tokens = None
     layer = RecordableLayer(0, group, pages, recorder)
     recorded = RecordableStep(step, [layer], {group: Mock()}, {group: Mock()})
-    other = Thread(target=lambda: recorded.keep([], [0]))
-    other.start()
-    other.join()
+    in_another_thread(recorded.keep, [], [0])
     step.take.assert_called_once_with([0])
     one_token(pages, 3, 301)
     assert not pages.unwritten
@@ -268,8 +250,6 @@ def test_a_slab_can_go_while_another_threads_step_is_not_computed() -> None:
             pass
 
     pages = new_pages(Lazy(native_library()))
-    thread = Thread(target=one_token, args=(pages, 2))
-    thread.start()
-    thread.join()
+    in_another_thread(one_token, pages, 2)
     pages.unmap_slab(1)
     assert 1 not in pages.slabs

@@ -114,27 +114,6 @@ def test_tokens_stay_what_they_were_when_they_were_chosen(cache: PagedKVCache) -
     assert mx.array_equal(found, expected)
 
 
-CHANGES: dict[str, Any] = {
-    "another axis": lambda keys: mx.take_along_axis(keys, mx.zeros((2, 1, 11, 1), mx.uint32)),
-    "the flat array": lambda keys: mx.take_along_axis(keys, mx.array([5, 700], mx.uint32), None),
-    "other indices for each number": lambda keys: mx.take_along_axis(
-        keys,
-        mx.arange(DIM, dtype=mx.uint32)[None, None, None] % 11 + mx.zeros((2, 1, 1, 1), mx.uint32),
-        2,
-    ),
-    "signed indices": lambda keys: mx.take_along_axis(
-        keys, mx.broadcast_to(chosen().astype(mx.int32) - 11, (2, 1, CHOSEN, DIM)), 2
-    ),
-    "indices of one number": lambda keys: mx.take_along_axis(keys, broadcast(1), 2),
-    "keys of another dtype": lambda keys: mx.take_along_axis(
-        keys.astype(mx.float16), broadcast(DIM), 2
-    ),
-    "keys that were tiled": lambda keys: mx.take_along_axis(
-        mx.tile(keys, [1, 2, 1, 1]), broadcast(DIM), 2
-    ),
-}
-
-
 def changed_indices(keys: mx.array) -> mx.array:
     indices = broadcast(DIM)
     indices[..., 3] = 1
@@ -146,7 +125,28 @@ def changed_keys(keys: mx.array) -> mx.array:
     return mx.take_along_axis(keys, broadcast(DIM), 2)
 
 
-CHANGES |= {"changed indices": changed_indices, "changed keys": changed_keys}
+def other_indices_for_each_number() -> mx.array:
+    numbers = mx.arange(DIM, dtype=mx.uint32)[None, None, None] % 11
+    return numbers + mx.zeros((2, 1, 1, 1), mx.uint32)
+
+
+def signed_indices() -> mx.array:
+    return mx.broadcast_to(chosen().astype(mx.int32) - 11, (2, 1, CHOSEN, DIM))
+
+
+def take(*arguments: Any) -> mx.array:
+    return mx.take_along_axis(*arguments)  # as the module's `mx` has it now
+
+
+CHANGES: dict[str, Any] = {
+    "another axis": lambda keys: take(keys, mx.zeros((2, 1, 11, 1), mx.uint32)),
+    "other indices for each number": lambda keys: take(keys, other_indices_for_each_number(), 2),
+    "signed indices": lambda keys: take(keys, signed_indices(), 2),
+    "keys of another dtype": lambda keys: take(keys.astype(mx.float16), broadcast(DIM), 2),
+    "keys that were tiled": lambda keys: take(mx.tile(keys, [1, 2, 1, 1]), broadcast(DIM), 2),
+    "changed indices": changed_indices,
+    "changed keys": changed_keys,
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)

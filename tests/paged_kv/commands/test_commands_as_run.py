@@ -1,5 +1,5 @@
-"""Every command of paged-kv, as a user runs it: the installed script, in processes of their own,
-from another folder."""
+"""Commands of paged-kv, as a user runs them: the installed script, in processes of their own, from
+another folder."""
 
 import json
 import os
@@ -13,12 +13,15 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from paged_kv.command_line import _parser
+from paged_kv.monitor.processes import running_processes
+from paged_kv.pool.stats import PoolStats
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S, wait_until
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "paged-kv"
 PROMPT = "import os\n" * 90  # more than a page of tokens
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -54,35 +57,18 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=PATIENCE_S)
 
 
-def wait_until_shown(process: subprocess.Popen[str], holds: Callable[[Any], bool]) -> None:
-    """Wait until `paged-kv stats` shows a pool of this process of which the condition holds."""
+def wait_until_shown(process: subprocess.Popen[str], holds: Callable[[PoolStats], bool]) -> None:
+    """Wait until this process alone shows a pool of which the condition holds."""
 
     def is_shown() -> bool:
         assert process.poll() is None, process.communicate()
-        shown = done("stats", "--json")
-        if shown.returncode:
-            assert "no process of yours has a pool of pages" in shown.stderr
-            return False
-        view = json.loads(shown.stdout)
-        assert view["pid"] == process.pid
-        return any(holds(pool["stats"]) for pool in view["pools"])
+        views = running_processes()
+        assert {view.pid for view in views} <= {process.pid}
+        return any(holds(pool.stats) for view in views for pool in view.pools)
 
     wait_until(is_shown)
 
 
-def uses_blocks(stats: Any) -> bool:
-    return bool(stats["blocks_used"])
-
-
-def test_stats_shows_generate_while_it_runs_and_what_was_saved_afterwards() -> None:
-    with running("generate", "--prompt", "import os", "--max-tokens", "100000") as process:
-        wait_until_shown(process, uses_blocks)
-        Path("saved.json").write_text(printed("stats", "--json", "--pid", str(process.pid)))
-    assert "no process of yours has a pool of pages" in done("stats").stderr
-    assert f"process {process.pid}: " in printed("stats", "saved.json")
-
-
-@pytest.mark.slow
 def test_stats_shows_the_prompts_that_server_keeps() -> None:
     model = str(MODEL_FOLDERS["stdlib-llama"])
     with running("server", "--model", model, "--port", "0", "--max-kv-bytes", "64MB") as process:
@@ -90,60 +76,23 @@ def test_stats_shows_the_prompts_that_server_keeps() -> None:
         port = next(line.split()[-1] for line in process.stderr if "listening at" in line)
         body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
         urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=PATIENCE_S).read()
-        wait_until_shown(process, lambda stats: stats["blocks_cached"] and not uses_blocks(stats))
+        wait_until_shown(process, lambda stats: stats.blocks_cached > 0 and not stats.blocks_used)
         assert str(process.pid) in printed("stats", "--list")
 
 
-@pytest.mark.slow
-def test_stats_shows_bench() -> None:
-    with running("bench", "--quick") as process:
-        wait_until_shown(process, uses_blocks)
-
-
-@pytest.mark.slow
-def test_trace_replays_what_generate_has_recorded() -> None:
-    environment = os.environ | {"PAGED_KV_TRACE": "trace.txt"}
-    printed("generate", "--prompt", PROMPT, "--max-tokens", "3", env=environment)
-    replay = json.loads(printed("trace", "replay", "trace.txt", "--json"))
-    assert replay["recorded"] == replay["replayed"]
-    assert replay["recorded"]["tokens_asked"] > 256
-    printed("trace", "synthesize", "made-up.txt", "--sequences", "4")
-    assert "block tables 4" in printed("stats", "made-up.txt")
-
-
-@pytest.mark.slow
-def test_store_knows_the_pages_that_generate_has_written() -> None:
-    for _ in range(2):
-        last = done("generate", "--prompt", PROMPT, "--max-tokens", "3", "--store", "pages")
+def test_trace_and_store_know_what_generate_has_written() -> None:
+    options = ["--prompt", PROMPT, "--max-tokens", "3", "--store", "pages"]
+    for trace in ("trace.txt", "again.txt"):
+        last = done("generate", *options, env=os.environ | {"PAGED_KV_TRACE": trace})
         assert last.returncode == 0, last.stderr
     assert "269 of them cached" in last.stderr
     assert json.loads(printed("store", "list", "--store", "pages", "--json"))
-    printed("store", "verify", "--store", "pages")
+    replay = json.loads(printed("trace", "replay", "trace.txt", "--json"))
+    assert replay["recorded"] == replay["replayed"]
+    assert replay["recorded"]["tokens_asked"] > 256
 
 
-@pytest.mark.slow
-def test_doctor_finds_every_kernel_right() -> None:
+@pytest.mark.soak
+def test_doctor_and_plan_find_that_all_is_right() -> None:
     assert "all checks passed" in printed("doctor")
-
-
-@pytest.mark.slow
-def test_plan_says_what_fits() -> None:
     assert json.loads(printed("plan", "--json"))["fits"]
-
-
-@pytest.mark.slow
-def test_completion_knows_the_commands() -> None:
-    script = printed("completion", "bash")
-    assert all(name in script for name in commands())
-
-
-def test_every_command_is_in_the_name_of_a_test() -> None:
-    words = {word for name in globals() if name.startswith("test_") for word in name.split("_")}
-    assert commands() <= words
-
-
-def commands() -> set[str]:
-    """The names of the subcommands."""
-    (actions,) = [each for each in _parser()._actions if each.dest == "command"]
-    assert actions.choices is not None
-    return set(actions.choices)

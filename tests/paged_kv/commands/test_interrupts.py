@@ -4,23 +4,17 @@ These tests run commands as users do, and send real signals. The server's own ha
 tested in tests/server/test_lifecycle.py.
 """
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paged_kv import command_line
 from paged_kv.command_line import main
-from paged_kv.trace import synthetic_load
-from paged_kv.trace.request_lines import RequestLines
 from paged_kv.trace.synthetic_load import Load, synthesize
-from tests.support.folders import ROOT
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.shown_process import shown_process
 from tests.support.store_entries import entry, links, open_store, prompt
@@ -96,18 +90,10 @@ def test_the_first_lines_and_imports_end(program: list[str], name: str, tmp_path
     assert interrupted([*program, *GENERATE], event, tmp_path) == (130, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["import 'mlx.core'", "open config.json"])
 def test_loading_ends(event: str, tmp_path: Path) -> None:
     assert interrupted([*MODULE, *GENERATE], event, tmp_path) == (130, "", "")
-
-
-def test_generation_ends(tmp_path: Path) -> None:
-    process = started([*MODULE, *QUIET, *GENERATE, "--max-tokens", "1000000"], tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    status, _, errors = ended(process)
-    assert (status, errors) == (130, "")
 
 
 @pytest.mark.slow
@@ -124,6 +110,7 @@ def test_a_prompt_is_stored_when_its_text_is_interrupted(tmp_path: Path) -> None
     assert "of them cached" in errors
 
 
+@pytest.mark.slow
 def test_a_terminal_is_as_before(runtime: Path) -> None:
     pty = pytest.importorskip("pty")
     with shown_process(runtime):
@@ -155,37 +142,15 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("argv", [["store", "export", "out", "--store", "store"]])
-def test_no_half_written_export_stays(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_half_written_export_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
+    argv = ["store", "export", "out", "--store", "store"]
     with monkeypatch.context() as patch:
         patch.setattr("tarfile.TarFile.addfile", interrupt)
         assert main(argv) == 130
     assert not (tmp_path / "out").exists()
     assert main(argv) == 0
-
-
-def test_no_half_written_trace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(synthetic_load._Run, "finish", interrupt)
-        assert main(["trace", "synthesize", "out"]) == 130
-    assert not list(tmp_path.iterdir())
-    assert main(["trace", "synthesize", "out", "--sequences", "2"]) == 0
-
-
-def test_no_half_written_trace_of_requests_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(RequestLines, "finish", interrupt)
-        assert main(["trace", "agents", "out", "--requests", "9"]) == 130
-    assert not list(tmp_path.iterdir())
-    assert main(["trace", "agents", "out", "--requests", "9"]) == 0
 
 
 def run_python(script: str, *beginning: str) -> tuple[int, str, str]:
@@ -228,6 +193,22 @@ with raised():
         print("cleaned up", flush=True)
         {then}
 """
+MADE_AN_ERROR = """
+with raised():
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        raise RuntimeError from None
+"""
+IN_A_DESTRUCTOR = """
+class Object:
+    def __del__(self):
+        interrupt()
+
+with raised():
+    Object()
+    print("goes on")
+"""
 
 
 def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
@@ -237,32 +218,13 @@ def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
     assert run_python(CLEAN_UP.format(then="interrupt()")) == (130, "cleaned up\n", "")
 
 
-def test_after_the_block_an_interrupt_ends() -> None:
-    assert run_python("with raised():\n    pass\ninterrupt()") == (130, "", "")
+@pytest.mark.parametrize("script", ["with raised():\n    pass\ninterrupt()", IN_A_DESTRUCTOR])
+def test_an_interrupt_ends_after_the_block_and_where_it_would_be_lost(script: str) -> None:
+    assert run_python(script) == (130, "", "")
 
 
 def test_what_c_makes_of_an_interrupt_is_one_again() -> None:
-    script = """
-with raised():
-    try:
-        interrupt()
-    except KeyboardInterrupt:
-        raise RuntimeError from None
-"""
-    assert run_python(script)[2].endswith("\nKeyboardInterrupt\n")
-
-
-def test_an_interrupt_that_a_destructor_would_lose_ends() -> None:
-    script = """
-class Object:
-    def __del__(self):
-        interrupt()
-
-with raised():
-    Object()
-    print("goes on")
-"""
-    assert run_python(script) == (130, "", "")
+    assert run_python(MADE_AN_ERROR)[2].endswith("\nKeyboardInterrupt\n")
 
 
 def test_a_command_in_the_background_goes_on() -> None:
@@ -271,6 +233,7 @@ def test_a_command_in_the_background_goes_on() -> None:
     assert run_python("interrupt()\nprint('goes on')", *ignoring) == (0, "goes on\n", "")
 
 
+@pytest.mark.slow
 def test_an_interrupt_after_the_work_leaves_the_status() -> None:
     # Exit handlers run in reverse order: this one after all of the command.
     script = (
@@ -285,72 +248,8 @@ def test_an_interrupt_after_the_work_leaves_the_status() -> None:
     assert len(errors.splitlines()) == 1
 
 
-# At least one of each command but the server, in a folder of `make_files`.
-COMMANDS = [
-    ["--help"],
-    GENERATE,
-    [*GENERATE, "--num-samples", "2"],
-    [*GENERATE, "--store", "pages"],
-    ["bench", "--quick", "--json", "bench.json"],
-    ["doctor"],
-    ["plan"],
-    ["stats", "trace"],
-    ["stats", "trace", "--plot", "out.svg"],
-    ["trace", "replay", "trace"],
-    ["trace", "synthesize", "made"],
-    ["store", "verify", "--store", "store"],
-    ["store", "export", "tar", "--store", "store"],
-    ["completion", "bash"],
-]
-# Seconds after the start; each command ends before one of them, or is long at the same work.
-MOMENTS = [0.0, *(0.03 * 1.4**step for step in range(15))]
-
-
 def make_files(folder: Path) -> None:
     """Make a trace and a page store."""
     synthesize(Load(4, 100, 3000), 1000, 10**9, folder / "trace")
     with open_store(folder / "store") as store:
         store.put([entry(link) for link in links(prompt(1, 600))])
-
-
-def test_every_command_is_interrupted_below() -> None:
-    (subcommands,) = (
-        action
-        for action in command_line._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    assert {argv[0] for argv in COMMANDS} - {"--help"} == {*subcommands.choices} - {"server"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_at_any_moment(argv: list[str], tmp_path: Path) -> None:
-    for number, moment in enumerate(MOMENTS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        make_files(folder)
-        process = started([*PROGRAMS[number % 2], *argv], folder)
-        time.sleep(moment)
-        process.send_signal(signal.SIGINT)
-        status, _, errors = ended(process)
-        if not was_starting(status, errors):
-            assert status in (130, 0), errors
-            assert "Traceback" not in errors
-            assert "Error" not in errors
-        if status == 0:
-            break
-
-
-# Files that Python imports before a command can say what an interrupt does.
-FIRST = [f'File "{ROOT}/paged_kv/{name}.py"' for name in ("__init__", "listeners", "__main__")]
-
-
-def was_starting(status: int, errors: str) -> bool:
-    """Whether Python itself was starting, or was importing the first files of paged_kv. It words
-    that in many ways."""
-    if status == -signal.SIGINT and not errors:
-        return True
-    own = [line.strip() for line in errors.splitlines() if f'File "{ROOT}/paged_kv/' in line]
-    first = all(line.split(",")[0] in FIRST and not line.endswith("in run") for line in own)
-    is_ending = "threading.py" in errors
-    return "KeyboardInterrupt" in errors and first and not is_ending

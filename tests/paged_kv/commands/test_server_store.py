@@ -15,6 +15,8 @@ from paged_kv.tiers.seal import Seal
 from tests.support.store_entries import entry, links, open_store, prompt
 from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:

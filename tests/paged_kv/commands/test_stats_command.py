@@ -1,27 +1,30 @@
 """`paged-kv stats` shows processes, snapshots and traces in every form, or says why it cannot."""
 
+import copy
 import json
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
+from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
 from paged_kv.monitor.publisher import Publisher, is_wanted, publisher
-from paged_kv.pool.page_pool import PagePool
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
+
+SELF, OTHER = os.getpid(), os.getppid()
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +32,12 @@ def _own_runtime_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
+    # It would take the place of the publishers of these tests.
+    monkeypatch.setattr(publisher, "start", lambda: None)
 
 
-def socket_of(folder: Path, pid: int) -> Path:
-    return folder / "paged-kv" / f"{pid}.sock"
+def socket_of(pid: int) -> Path:
+    return runtime_folder() / f"{pid}.sock"
 
 
 @contextmanager
@@ -46,31 +51,59 @@ def listening(path: Path) -> Iterator[socket.socket]:
     path.unlink(missing_ok=True)
 
 
+@contextmanager
+def answering(path: Path, answer: bytes, times: int) -> Iterator[None]:
+    """A process that answers so many times."""
+    with listening(path) as made:
+
+        def serve() -> None:
+            for _ in range(times):
+                with made.accept()[0] as connection:
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join()
+
+
 @pytest.fixture(scope="module")
-def shown() -> Iterator[tuple[int, Path]]:
-    """A process that others can look at, and its runtime folder."""
-    with TemporaryDirectory(dir="/tmp") as folder, shown_process(Path(folder)) as pid:
-        wait_until(socket_of(Path(folder), pid).exists)
-        yield pid, Path(folder)
+def pool() -> Iterator[PagePool]:
+    """Two sequences of 300 tokens share two blocks, and a third has one block of its own."""
+    pool = PagePool(2, max_bytes=1 << 22, name="shown")
+
+    def written(count: int) -> list[PagedKVCache]:
+        sequence = Sequence(pool)
+        caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(2)]
+        for cache in caches:
+            cache.update_and_fetch(*[mx.zeros((1, 1, count, 4))] * 2)
+        return caches
+
+    first = written(300)
+    held = [first, copy.deepcopy(first), written(20)]
+    yield pool
+    held.clear()
 
 
 @pytest.fixture
-def pid(shown: tuple[int, Path], monkeypatch: pytest.MonkeyPatch) -> int:
-    number, folder = shown
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return number
+def shown(pool: PagePool) -> Iterator[Publisher]:
+    """This process can be looked at."""
+    made = Publisher(lambda: view_process([pool]))
+    made.start()
+    wait_until(processes.running_processes)
+    yield made
+    made.stop()
 
 
 def stats(*arguments: str) -> int:
     return main(["stats", *arguments])
 
 
-def test_the_only_process_is_shown_to_the_byte(
-    pid: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("shown")
+def test_the_only_process_is_shown_to_the_byte(capsys: pytest.CaptureFixture[str]) -> None:
     assert stats() == 0
     text = capsys.readouterr().out
-    assert f"process {pid}:" in text
+    assert f"process {SELF}:" in text
     # 320 tokens in 2 layers of float32, and 212 + 236 free slots after them.
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
@@ -80,18 +113,23 @@ def test_the_only_process_is_shown_to_the_byte(
     assert "\x1b" not in text
 
 
+@pytest.mark.usefixtures("shown")
 def test_json_is_a_snapshot_that_can_be_shown_later(
-    pid: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("prometheus_client")
     assert stats("--json") == 0
     output = capsys.readouterr().out
     content: dict[str, Any] = json.loads(output)
     (pool,) = content["pools"]
-    assert (content["pid"], pool["name"]) == (pid, "shown")
+    assert (content["pid"], pool["name"]) == (SELF, "shown")
     assert (pool["stats"]["blocks_used"], pool["stats"]["blocks_shared"]) == (3, 2)
     assert pool["slabs"] == [[0, 0, "fp16", "s2"], [0, 1, "fp16", "u"]]
     assert [each[1:4] for each in pool["sequences"]] == [[300, 2, 2], [300, 2, 2], [20, 1, 0]]
     assert ProcessView.from_dict(content).as_dict() == content
+    assert stats("--prom", "--pid", str(SELF)) == 0
+    labels = f'model="shown",pool="{pool["number"]}"'
+    assert f"paged_kv:kv_active_bytes{{{labels}}} 49152.0" in capsys.readouterr().out
     saved = tmp_path / "saved.json"
     saved.write_text(output)
     assert stats() == 0
@@ -107,8 +145,58 @@ def test_making_a_pool_starts_the_thread_that_answers(monkeypatch: pytest.Monkey
     assert started == [publisher]
 
 
-def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(runtime: Path) -> None:
-    """As the commands do."""
+def test_watch_draws_a_map_until_the_process_ends(
+    shown: Publisher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, times = stats_table.screen, iter(range(10_000))
+
+    def drawn(*arguments: Any) -> Any:
+        if next(times) == 4:
+            shown.stop()
+        return draw(*arguments)
+
+    monkeypatch.setattr(stats_table, "screen", drawn)
+    assert stats("--watch", "--interval", "0.001") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count(f"process {SELF}") > 3
+    for part in ("▣▣", "■", "largest"):
+        assert part in captured.out
+    assert f"process {SELF} has ended" in captured.err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shown")
+def test_plot_of_a_process(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for suffix, begin in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
+        out = tmp_path / f"out.{suffix}"
+        assert stats("--plot", str(out), "--seconds", "0.03", "--interval", "0.01") == 0
+        content = out.read_bytes()
+        assert content.startswith(begin)
+        assert len(content) > 10_000
+        assert b"<script" not in content
+
+
+@pytest.mark.usefixtures("shown")
+def test_several_processes_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    view = ProcessView(OTHER, "other", 1.0, ())
+    with answering(socket_of(OTHER), json.dumps(view.as_dict()).encode(), times=3):
+        assert stats() == 1
+        message = capsys.readouterr().err
+        for part in ("2 processes have pools; choose one", f"--pid {SELF} ", f"--pid {OTHER} "):
+            assert part in message
+        assert stats("--list") == 0
+        pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+        assert set(pids) >= {str(SELF), str(OTHER)}
+        assert stats("--pid", str(OTHER)) == 0
+        assert f"process {OTHER}:" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_real_process_is_shown_and_what_it_leaves_is_removed(
+    runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It imports nothing by the package's own names, as the commands do."""
     modules = (
         "from paged_kv.cache.paged_kv_cache import PagedKVCache\n"
         "from paged_kv.pool.page_pool import PagePool\n"
@@ -117,183 +205,71 @@ def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(runti
     script = SCRIPT.replace("from paged_kv import PagedKVCache, PagePool, Sequence", modules)
     assert script != SCRIPT
     with shown_process(runtime, script) as number:
-        wait_until(socket_of(runtime, number).exists)
-
-
-def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("prometheus_client")
-    assert stats("--prom", "--pid", str(pid)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    labels = '{model="shown",pool="0"}'
-    assert f"paged_kv:kv_active_bytes{labels} 49152.0" in lines
-    assert f"paged_kv:cow_copies_total{labels} 0.0" in lines
-    used = 'paged_kv:kv_blocks{format="fp16",model="shown",pool="0",state="used"} 3.0'
-    assert used in lines
-
-
-@pytest.mark.slow
-def test_watch_draws_a_map_until_the_process_ends(
-    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = runtime / "over"
-    draw, times = stats_table.screen, iter(range(10_000))
-
-    def drawn(*arguments: Any) -> Any:
-        if next(times) == 4:
-            over.touch()
-        return draw(*arguments)
-
-    ends = SCRIPT.replace(
-        "sys.stdin.readline()",
-        f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)",
-    )
-    with shown_process(runtime, ends) as number:
-        wait_until(socket_of(runtime, number).exists)
-        monkeypatch.setattr(stats_table, "screen", drawn)
-        assert stats("--watch", "--interval", "0.1") == 1
-    captured = capsys.readouterr()
-    assert captured.out.count(f"process {number}") > 3
-    assert "▣▣" in captured.out
-    assert "■" in captured.out
-    assert "largest" in captured.out
-    assert f"process {number} has ended" in captured.err
-
-
-@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
-def test_plot_of_a_process(pid: int, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / f"out.{suffix}"
-    assert stats("--plot", str(out), "--seconds", "0.3", "--interval", "0.1") == 0
-    begin = {"svg": b"<?xml", "png": b"\x89PNG", "html": b"<!doctype html>"}[suffix]
-    content = out.read_bytes()
-    assert content.startswith(begin)
-    assert len(content) > 10_000
-    assert b"<script" not in content
-
-
-def test_several_processes_are_listed_and_chosen(
-    pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with shown_process(shown[1]) as other:
-        wait_until(socket_of(shown[1], other).exists)
-        assert stats() == 1
-        message = capsys.readouterr().err
-        assert "2 processes have pools; choose one" in message
-        assert f"--pid {pid} " in message
-        assert f"--pid {other} " in message
-        assert stats("--list") == 0
-        pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-        assert set(pids) >= {str(pid), str(other)}
-        assert stats("--pid", str(other)) == 0
-        assert f"process {other}:" in capsys.readouterr().out
-    assert not socket_of(shown[1], other).exists()
-
-
-def test_what_dead_processes_left_is_removed(
-    runtime: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with shown_process(runtime) as number:
-        left = socket_of(runtime, number)
-        wait_until(left.exists)
+        wait_until(lambda: [view.pid for view in processes.running_processes()] == [number])
         os.kill(number, signal.SIGKILL)
         os.waitpid(number, 0)
-        assert left.exists()
+        assert socket_of(number).exists()
         assert stats() == 1
-        assert not left.exists()
+        assert not socket_of(number).exists()
     assert "no process of yours has a pool of pages" in capsys.readouterr().err
 
 
-def test_a_new_process_removes_what_dead_ones_left(runtime: Path) -> None:
-    with listening(socket_of(runtime, 99999999)) as dead:
+def test_a_new_process_removes_what_dead_ones_left() -> None:
+    """Also one with its own number."""
+    view = ProcessView(SELF, "anew", 1.0, ())
+    with listening(socket_of(99999999)) as dead, listening(socket_of(SELF)) as former:
         dead.close()
-        (runtime / "paged-kv" / "other").write_text("not ours")
-        with shown_process(runtime) as number:
-            wait_until(socket_of(runtime, number).exists)
-            names = {path.name for path in (runtime / "paged-kv").iterdir()}
-            assert names == {f"{number}.sock", "other"}
-
-
-def test_a_process_with_the_number_of_a_dead_one_is_shown(runtime: Path) -> None:
-    with listening(socket_of(runtime, os.getpid())) as dead:
-        dead.close()
-        view = ProcessView(os.getpid(), "anew", 1.0, ())
+        former.close()
+        (runtime_folder() / "other").write_text("not ours")
         anew = Publisher(lambda: view)
         anew.start()
         wait_until(lambda: processes.running_processes() == [view])
+        names = {path.name for path in runtime_folder().iterdir()}
+        assert names == {f"{SELF}.sock", "other"}
         anew.stop()
-        assert not socket_of(runtime, os.getpid()).exists()
+        assert not socket_of(SELF).exists()
 
 
-def test_a_process_with_another_version_is_left_out_unless_asked_for(
-    pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(b'{"paged_kv": 99}', "it has version 99"), (b'{"paged_kv": ', "runs, and")],
+)
+def test_a_process_of_another_version_or_that_dies_is_left_out_unless_asked_for(
+    capsys: pytest.CaptureFixture[str], answer: bytes, said: str
 ) -> None:
-    parent = os.getppid()
-    path = socket_of(shown[1], parent)
-    with listening(path) as other:
-
-        def answer() -> None:
-            for _ in range(2):
-                with other.accept()[0] as connection:
-                    connection.sendall(b'{"paged_kv": 99}')
-
-        answering = threading.Thread(target=answer)
-        answering.start()
+    with answering(socket_of(OTHER), answer, times=2):
         assert stats("--list") == 0
         listed = capsys.readouterr().out
-        assert f"{pid} " in listed
-        assert f"{parent} " not in listed
-        assert stats("--pid", str(parent)) == 1
-        assert "it has version 99" in capsys.readouterr().err
-        answering.join()
+        assert f"{SELF} " in listed
+        assert f"{OTHER} " not in listed
+        assert stats("--pid", str(OTHER)) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_a_process_that_hangs_is_named_and_the_others_are_shown(
-    pid: int,
-    shown: tuple[int, Path],
-    runtime: Path,
+    shown: Publisher,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(processes, "PATIENCE_S", 1.0)
-    parent = os.getppid()
-    with listening(socket_of(shown[1], parent)):
+    with listening(socket_of(OTHER)):
         assert stats() == 0
-        assert f"process {pid}:" in capsys.readouterr().out
-        assert f"process {parent} has not answered within 1 s" in caplog.text
-        assert stats("--pid", str(parent)) == 1
-        assert f"process {parent} has not answered" in capsys.readouterr().err
-        assert socket_of(shown[1], parent).exists()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    with listening(socket_of(runtime, parent)):
+        assert f"process {SELF}:" in capsys.readouterr().out
+        assert f"process {OTHER} has not answered within 1 s" in caplog.text
+        shown.stop()
         assert stats() == 1
-        assert f"process {parent} has not answered" in capsys.readouterr().err
+        assert f"process {OTHER} has not answered" in capsys.readouterr().err
+        assert socket_of(OTHER).exists()
 
 
-def test_a_process_that_dies_while_it_answers_has_ended(
-    runtime: Path, capsys: pytest.CaptureFixture[str]
+def test_a_process_that_cannot_be_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with listening(socket_of(runtime, os.getpid())) as dying:
-
-        def answer() -> None:
-            with dying.accept()[0] as connection:
-                connection.sendall(b'{"paged_kv": ')
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        assert stats() == 1
-        assert "no process of yours has a pool of pages" in capsys.readouterr().err
-        answering.join()
-
-
-def test_no_process_of_that_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert stats("--pid", "99999999") == 1
     assert "there is no process 99999999" in capsys.readouterr().err
 
-
-def test_another_users_process(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -302,103 +278,73 @@ def test_another_users_process(
     assert "process 1 is another user's" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
 def test_a_folder_that_others_can_enter_is_refused(
-    runtime: Path, capsys: pytest.CaptureFixture[str]
+    runtime: Path, capsys: pytest.CaptureFixture[str], is_linked: bool
 ) -> None:
-    (runtime / "paged-kv").mkdir()
-    (runtime / "paged-kv").chmod(0o755)
+    folder = runtime / "paged-kv"
+    if is_linked:
+        (runtime / "real").mkdir(mode=0o700)
+        folder.symlink_to(runtime / "real")
+    else:
+        folder.mkdir()
+        folder.chmod(0o755)
     assert stats() == 1
-    assert "that nobody else can enter: chmod 700" in capsys.readouterr().err
+    assert "must be a folder of yours that nobody else can enter" in capsys.readouterr().err
+    with pytest.raises(PermissionError):
+        make_runtime_folder(folder)
     # The process continues all the same.
-    with shown_process(runtime):
-        time.sleep(0.2)
-    assert not list((runtime / "paged-kv").iterdir())
+    hidden = Publisher(lambda: ProcessView(SELF, "", 1.0, ()))
+    hidden.start()
+    assert hidden._thread is not None
+    hidden._thread.join()
+    assert not list(folder.iterdir())
 
 
-def test_a_linked_folder_is_refused(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (runtime / "real").mkdir(mode=0o700)
-    (runtime / "paged-kv").symlink_to(runtime / "real")
-    assert stats() == 1
-    assert "must be a folder of yours" in capsys.readouterr().err
-
-
-def test_a_process_whose_socket_would_have_too_long_a_path_goes_on(
-    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = runtime / ("long" * 30)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    with shown_process(folder) as number:
-        assert stats("--pid", str(number)) == 1
-    assert "as where the path has more than 103 bytes" in capsys.readouterr().err
-
-
-def test_nothing_is_shown_where_nobody_wants_it(runtime: Path) -> None:
-    with shown_process(runtime, PAGED_KV_PUBLISH="0"):
-        time.sleep(0.3)
-        assert not (runtime / "paged-kv").exists()
-
-
-@pytest.mark.parametrize(("text", "shown"), [("0", False), ("0.0", False), ("1", True)])
 def test_a_wish_is_a_number(
-    text: str, shown: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PAGED_KV_PUBLISH", text)
-    assert is_wanted() is shown
-    assert not caplog.records
-
-
-def test_seconds_between_looks_show_a_process_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Versions before this one took them."""
+    for text, expected in (("0", False), ("0.0", False), ("1", True)):
+        monkeypatch.setenv("PAGED_KV_PUBLISH", text)
+        assert is_wanted() is expected
+    assert not caplog.records
+    # Versions before this one took seconds between looks.
     monkeypatch.setenv("PAGED_KV_PUBLISH", "0.5")
     assert is_wanted()
-    (record,) = caplog.records
-    assert "PAGED_KV_PUBLISH=0.5 has no seconds between looks any more" in record.getMessage()
+    assert len(caplog.records) == 1
+    for text in ("-1", "inf", "nan", "soon"):
+        monkeypatch.setenv("PAGED_KV_PUBLISH", text)
+        with pytest.raises(ValueError, match=f"got '{text}'"):
+            Publisher(lambda: ProcessView(1, "", 1.0, ())).start()
 
 
-@pytest.mark.parametrize("text", ["-1", "inf", "nan"])
-def test_other_numbers_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_PUBLISH", text)
-    with pytest.raises(ValueError, match=f"or 1, got '{text}'"):
-        is_wanted()
-
-
-def test_a_bad_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_PUBLISH", "soon")
-    with pytest.raises(ValueError, match="or 1, got 'soon'"):
-        Publisher(lambda: ProcessView(1, "", 1.0, ())).start()
-
-
+@pytest.mark.slow
 def test_a_forked_process_shows_its_own_pools_and_leaves_its_parents_socket(
-    runtime: Path, capsys: pytest.CaptureFixture[str]
+    runtime: Path,
 ) -> None:
     forks = SCRIPT.replace(
         'print("ready", flush=True)',
         """
 import os, time
-own = f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/%d.sock"
-def wait_until_shown():
-    while not os.path.exists(own % os.getpid()):
+def wait_until_shown(pid):
+    while not os.path.exists(f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/{pid}.sock"):
         time.sleep(0.01)
-wait_until_shown()
+wait_until_shown(os.getpid())
 for number in range(50):
     child = os.fork()
     if not child:
         assert pool.stats().blocks_used == 3
         if number == 49:
             other = PagePool(1, max_bytes=1 << 20, name="child")
-            wait_until_shown()
             time.sleep(1000)
         os._exit(0)
     if number < 49:
         assert os.waitpid(child, 0)[1] == 0
-while not os.path.exists(own % child):
-    time.sleep(0.01)
+wait_until_shown(child)
 print("ready", flush=True)""",
     )
     with shown_process(runtime, forks) as number:
-        paths = set((runtime / "paged-kv").iterdir()) - {socket_of(runtime, number)}
+        paths = set(runtime_folder().iterdir()) - {socket_of(number)}
         (child,) = [int(path.stem) for path in paths]
         try:
             for pid, pools in ((number, ["shown"]), (child, ["shown", "child"])):
@@ -407,7 +353,7 @@ print("ready", flush=True)""",
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
             assert [view.pid for view in processes.running_processes()] == [child]
-            assert not socket_of(runtime, number).exists()
+            assert not socket_of(number).exists()
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -423,51 +369,13 @@ def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
     assert (tmp_path / "paged-kv" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_file_that_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, message in (
         ("no json", "neither a snapshot"),
         ("[]", "no snapshot of this paged_kv"),
         ('{"paged_kv": 99}', "it has version 99, and 1 is read"),
         ('{"paged_kv": 1, "pid": 3}', "this snapshot is broken"),
-    ],
-)
-def test_a_file_that_is_no_snapshot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
-) -> None:
-    file = tmp_path / "file"
-    file.write_text(content)
-    assert stats(str(file)) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["x", "--watch"], "leave out the file"),
-        (["x", "--pid", "3"], "leave out the file"),
-        (["missing"], "No such file"),
-    ],
-)
-def test_arguments_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert stats(*arguments) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--json", "--prom"], ["--interval", "0"]])
-def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        stats(*arguments)
-    assert exit_info.value.code == 2
-
-
-@pytest.mark.slow
-def test_what_somebody_deletes_is_made_again(runtime: Path) -> None:
-    with shown_process(runtime) as number:
-        path = socket_of(runtime, number)
-        wait_until(path.exists)
-        path.unlink()
-        wait_until(path.exists)
-        assert processes.running_process(number).pid == number
+    ):
+        (tmp_path / "file").write_text(content)
+        assert stats(str(tmp_path / "file")) == 1
+        assert message in capsys.readouterr().err

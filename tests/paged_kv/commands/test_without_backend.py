@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.extras import backend_named, install_command
+from paged_kv.extras import install_command
 from tests.support.folders import ROOT
 
 # Linux's message about a package mlx without a backend.
@@ -45,6 +45,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     work = [
@@ -52,8 +53,6 @@ def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) ->
         "--help",
         "generate --help",
         "stats --help",
-        "store --help",
-        "doctor --help",
         f"trace synthesize {trace} --sequences 2",
         f"trace replay {trace}",
         f"stats {trace}",
@@ -73,9 +72,3 @@ def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) ->
         assert f"mlx has no backend ({SAID}): {EXTRAS}" in line
     assert len(lines) == len(work) + len(fail) + 1
     assert lines[-1].startswith(f"MissingBackend mlx has no backend ({SAID}): {EXTRAS}")
-
-
-def test_other_imports_that_fail_stay_as_they_are() -> None:
-    message = "No module named 'nothing_of_that_name'"
-    with pytest.raises(ModuleNotFoundError, match=message), backend_named():
-        __import__("nothing_of_that_name")

@@ -6,31 +6,19 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.allocator.format_slabs import IDLE_STEPS
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.plain import plain_backend
-from paged_kv.pool import layer_group
 from tests.support.arrays import normal
-from tests.support.generation import assert_same_run, greedy
-from tests.support.grids import plain_cases
-from tests.support.zoo import small_model
 
-LAYERS, DIM = 3, 32
+LAYERS, DIM = 2, 32
 LAYER_PAGE = 2 * PAGE_SIZE * DIM * mx.float16.size
 Caches = list[PagedKVCache]
-
-
-@pytest.fixture
-def exact_memory() -> Any:
-    """MLX keeps no freed memory, so that its count of active bytes is that of its arrays."""
-    gc.collect()
-    limit = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(limit)
 
 
 @pytest.fixture
@@ -64,7 +52,7 @@ def contents(caches: Caches) -> list[Any]:
 
 def scattered(pool: PagePool) -> tuple[list[Caches], list[Any]]:
     """Sequences whose pages lie beside those of others that have ended, and their contents."""
-    rows = [new_caches(pool) for _ in range(12)]
+    rows = [new_caches(pool) for _ in range(9)]
     for at in range(4):
         for seed, caches in enumerate(rows):
             write(caches, 200, 100 * at + seed)
@@ -103,6 +91,21 @@ def test_a_pool_settles_without_steps() -> None:
     assert [contents(caches) for caches in kept] == expected
 
 
+@pytest.mark.parametrize("page_format", ["fp16", "q4"])
+def test_a_short_sequence_holds_what_it_needs_and_nothing_when_it_has_ended(
+    page_format: str,
+) -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20, page_format=page_format)
+    caches = new_caches(pool)
+    # The second step fills a page, for which it takes another one until it ends.
+    for count in (200, 190, *[1] * (IDLE_STEPS + 1)):
+        write(caches, count, count)
+    assert pool.budget.mapped == sum(cache.nbytes for cache in caches) > 0
+    caches.clear()
+    gc.collect()
+    assert pool.stats().bytes_mapped == pool.budget.mapped == 0
+
+
 def test_a_pool_without_steps_keeps_no_empty_slab() -> None:
     pool = PagePool(LAYERS, max_bytes=64 << 20)
     kept = new_caches(pool)
@@ -120,49 +123,26 @@ def test_a_pool_without_steps_keeps_no_empty_slab() -> None:
     assert contents(kept) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "page_format"),
-    plain_cases(
-        [("qwen3", "q8"), ("gemma3_text", "fp16")],
-        [(name, each) for name in ("qwen3", "gemma3_text") for each in ("fp16", "q8")],
-    ),
-)
-def test_tokens_do_not_depend_on_how_often_slabs_are_rewritten(
-    name: str, page_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model(name)
-    prompt = [7 * at % 61 for at in range(300)]
-
-    def run() -> tuple[Any, int]:
-        factory = PagedCacheFactory(model, max_bytes=64 << 20, page_format=page_format)
-        found = greedy(model, prompt, factory.make_cache(), 300, step=100)
-        return found, sum(group.moves for group in factory.pool.groups)
-
-    usual, _ = run()
-    monkeypatch.setattr(layer_group, "MAX_SLABS", 1)
-    rewritten, moves = run()
-    assert moves >= 2
-    assert_same_run(usual, rewritten, 1e-3)
-
-
-def test_the_budget_bounds_what_mlx_holds_while_pages_move(exact_memory: None) -> None:
+def test_the_budget_bounds_what_mlx_holds_while_pages_move() -> None:
     """The peak of MLX's own count, with the arrays of a step of one token beside the slabs."""
-    max_bytes = 40 * LAYERS * LAYER_PAGE
+    max_bytes = 30 * LAYERS * LAYER_PAGE
     pool = PagePool(LAYERS, max_bytes=max_bytes)
     caches = new_caches(pool)
     gc.collect()
+    limit = mx.set_cache_limit(0)  # freed memory does not count
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    for seed in range(39):
+    for seed in range(29):
         write(caches, PAGE_SIZE - 1, seed)
         write(caches, 1, seed)
+    peak = mx.get_peak_memory() - before
+    mx.set_cache_limit(limit)
     assert pool.groups[0].moves > 0
     step = 2 * LAYERS * PAGE_SIZE * DIM * mx.float16.size
-    assert mx.get_peak_memory() - before <= max_bytes + 2 * step
+    assert peak <= max_bytes + 2 * step
 
 
-@pytest.mark.parametrize("fails_at", range(LAYERS))
-@pytest.mark.parametrize("after", ["map", "copy"])
+@pytest.mark.parametrize(("fails_at", "after"), [(0, "copy"), (1, "map"), (1, "copy")])
 @pytest.mark.usefixtures("filled_slabs")
 def test_a_rewrite_that_fails_in_one_layer_changes_none(
     fails_at: int, after: str, monkeypatch: pytest.MonkeyPatch

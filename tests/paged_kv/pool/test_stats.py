@@ -4,7 +4,6 @@ import copy
 import gc
 import random
 import sys
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from threading import Event, Thread
@@ -17,7 +16,6 @@ from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.writes import reserve
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
@@ -109,64 +107,12 @@ def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None
     assert_invariants(pool.stats(), pool.budget.mapped)
 
 
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("entries", [1, 2, 3])
-def test_slots_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:
-    size, window = 8, 6
-    ring = Ring(entries, -(-keep // size), window, keep)
-    tokens_at: dict[tuple[int, int], int] = {}
-    for tokens in range(1, 70):
-        tokens_at[ring.entry((tokens - 1) // size), (tokens - 1) % size] = tokens - 1
-        for entry in range(ring.size):
-            held = {
-                slot: tokens_at[entry, slot] for slot in range(size) if (entry, slot) in tokens_at
-            }
-            seen = [slot for slot, at in held.items() if at >= tokens - window or at < keep]
-            expected = sum(1 << slot for slot in held), sum(1 << slot for slot in seen)
-            assert ring.slots(entry, tokens, size) == expected
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
-    """Random lengths, forks, drops and windows. Half a page per sequence and group is unused, and
-    the difference between rings and their windows."""
-    rng = random.Random(seed)
-    pool = ring_pool(1 << 28)
-    held: list[list[PagedKVCache]] = []
-    for _ in range(64):
-        caches = new_caches(pool)
-        held.append(caches)
-        for _ in range(rng.randrange(1, 30)):
-            write(caches, rng.randrange(1, 65))
-        if rng.random() < 0.2:
-            held.append(copy.deepcopy(rng.choice(held)))
-            write(held[-1], rng.randrange(1, 65))
-        if rng.random() < 0.2:
-            held.pop(rng.randrange(len(held)))
-            gc.collect()
-        assert_invariants(pool.stats(), pool.budget.mapped)
-    stats = pool.stats()
-    full, windowed = stats.groups
-    lengths = [caches[0].offset for caches in held]
-    assert windowed.bytes_out_of_window <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
-    tails = (full.bytes_last_block + windowed.bytes_last_block / 2) / TOKEN_BYTES
-    # The mean of 64 uniform numbers of 0 to 255 has a standard deviation of 9.2.
-    assert full.bytes_last_block / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
-    assert tails / len(held) / 2 < 128 + 3 * 9.2
-    owned = [-(-int(length) // 256) * 256 - int(length) for length in lengths]
-    # Shared last blocks count once, so without forks there would be this many.
-    assert full.bytes_last_block <= sum(owned) * TOKEN_BYTES
-    pool.check()
-
-
 def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
     """Slabs are counted one by one, and blocks and tables are not."""
     pool = PagePool(1, max_bytes=1 << 30)
     write(new_caches(pool), 1)
     steps, slabs = set(), set()
-    for blocks in (5_000, 10_000):
+    for blocks in (1_000, 2_000):
         allocator = BlockAllocator(ByteBudget(2 * blocks), 1)
         table = allocator.new_table()
         reserve(table, 0, blocks * 256)
@@ -201,26 +147,18 @@ def steps_of(function: Callable[[], object]) -> int:
 def test_snapshots_from_another_thread_are_of_one_moment() -> None:
     pool = ring_pool(1 << 24)
     write(new_caches(pool), 1)
-    wrong: list[BaseException] = []
+    seen: list[PoolStats] = []
     is_over = Event()
 
     def look() -> None:
         while not is_over.is_set():
-            stats = pool.stats()
-            try:
-                assert_invariants(stats, stats.bytes_mapped)
-                for group in stats.groups:
-                    assert group.table_entries >= group.blocks_used - group.blocks_cached
-                    assert group.blocks_shared <= group.blocks_used
-            except BaseException as error:
-                wrong.append(error)
-                return
+            seen.append(pool.stats())
 
     looking = Thread(target=look)
     looking.start()
     rng = random.Random(0)
     held = []
-    for _ in range(60):
+    for _ in range(20):
         caches = new_caches(pool, rng.randrange(1, 4))
         write(caches, rng.randrange(1, 65))
         held.append(copy.deepcopy(caches))
@@ -228,7 +166,11 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
         del held[: rng.randrange(3)]
     is_over.set()
     looking.join()
-    assert not wrong
+    for stats in seen:
+        assert_invariants(stats, stats.bytes_mapped)
+        for group in stats.groups:
+            assert group.table_entries >= group.blocks_used - group.blocks_cached
+            assert group.blocks_shared <= group.blocks_used
 
 
 def test_looking_releases_nothing() -> None:
@@ -241,46 +183,6 @@ def test_looking_releases_nothing() -> None:
     assert (seen.blocks_used, seen.tables, seen.tables_dropped) == (2, 1, 1)
     after = pool.stats()
     assert (after.blocks_used, after.tables, after.tables_dropped) == (0, 0, 0)
-
-
-def test_compaction_reports_what_was_announced() -> None:
-    pool = PagePool(1, max_bytes=1 << 24)
-    sequences = [new_caches(pool) for _ in range(12)]
-    for _ in range(4):
-        for caches in sequences:
-            write(caches, 250)
-    del sequences[2:10], caches
-    gc.collect()
-    before = pool.stats()
-    announced = before.bytes_compactable
-    assert announced > 0
-    done = pool.compact()
-    assert done.blocks_moved > 0
-    assert done.slabs_freed == before.slabs - pool.stats().slabs > 0
-    assert done.bytes_freed == announced == before.bytes_mapped - pool.stats().bytes_mapped
-    assert pool.stats().bytes_compactable == 0
-    assert pool.compact().bytes_freed == 0
-
-
-@pytest.mark.parametrize("pages", [4, 40, 400])
-def test_metadata_is_about_what_python_takes(pages: int) -> None:
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    allocator = BlockAllocator(ByteBudget(20_000), 1)
-    tables: list[Any] = [allocator.new_table() for _ in range(4000 // pages)]
-    for table in tables:
-        reserve(table, 0, pages * 256 - 5)
-    taken = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert taken / 1.4 < allocator.stats().bytes_metadata < taken * 1.4
-
-
-@pytest.mark.parametrize(
-    "content", [{}, {"page_format": "fp16"}, {"groups": [3]}, {"groups": [{}]}]
-)
-def test_what_is_no_snapshot_is_refused(content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not a snapshot of this version"):
-        PoolStats.from_dict(content)
 
 
 def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
@@ -327,10 +229,14 @@ def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
     assert pool.stats().evictions == {"clear": 2}
 
 
-@pytest.mark.parametrize("text", ["x", "3u", "u-1", "u٣", "u9999999"])
-def test_what_is_no_map_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no map of blocks"):
-        unpacked(text)
+def test_what_is_no_snapshot_and_no_map_is_refused() -> None:
+    contents: list[Any] = [{}, {"page_format": "fp16"}, {"groups": [3]}, {"groups": [{}]}]
+    for content in contents:
+        with pytest.raises(ValueError, match="not a snapshot"):
+            PoolStats.from_dict(content)
+    for text in ("x", "3u", "u-1", "u٣", "u9999999"):
+        with pytest.raises(ValueError, match="is no map"):
+            unpacked(text)
 
 
 @pytest.mark.skipif(load_native_library()[0] is None, reason="there is no native library")

@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.recognition.latent_arrays import IN_PLACE, PositionKeys, PositionScores
+from paged_kv.recognition.latent_arrays import PositionKeys, PositionScores
 
 HEADS, DIM, POSITIONS, SCALE = 4, 32, 16, 0.2
 LOWEST = mx.array(mx.finfo(mx.float32).min)
@@ -95,24 +95,6 @@ def test_a_step_of_one_token_reads_pages(cache: PagedKVCache) -> None:
     assert step.gathers(output) == before
 
 
-def test_a_sequence_alone_has_no_mask(cache: PagedKVCache) -> None:
-    reference = expected(cache)
-    alone = cache.extract(0)
-    gc.collect()
-    before = cache.pool.stats().gather_fallbacks
-    assert alone.make_mask(1) is None
-    latents, positions = alone.update_and_fetch(
-        normal(3, 2, 1, 1, DIM)[:1], normal(4, 2, 1, 1, POSITIONS)[:1]
-    )
-    scores = normal(6, 2, HEADS, 1, POSITIONS)[:1] @ positions.swapaxes(2, 3)
-    queries = normal(5, 2, HEADS, 1, DIM)[:1]
-    output = paged_attention(queries, latents, latents, alone, SCALE, scores)
-    assert close(output, reference[:1])
-    del latents, positions, scores
-    gc.collect()
-    assert cache.pool.stats().gather_fallbacks == before
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda scores: scores + 1,
     "a product": lambda scores: scores * 2,
@@ -137,15 +119,16 @@ def test_changed_scores_are_honoured(cache: PagedKVCache, name: str) -> None:
     assert step.gathers(output) == before + 1
 
 
-def test_scores_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
-    def change(scores: Any) -> Any:
-        scores += 1
-        scores[..., :2] = 3
-        return scores
+def _in_place(scores: Any) -> Any:
+    scores += 1
+    scores[..., :2] = 3
+    return scores
 
-    reference = expected(cache, change)
+
+def test_scores_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
+    reference = expected(cache, _in_place)
     step = Step(cache)
-    assert close(step.attend(change(step.scores())), reference)
+    assert close(step.attend(_in_place(step.scores())), reference)
 
 
 def test_operands_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
@@ -168,7 +151,7 @@ def test_operands_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
     assert close(step.attend(scores, latents), theirs)
 
 
-@pytest.mark.parametrize("fill", [0.0, -1e4, mx.array([0.0]), LOWEST * 0])
+@pytest.mark.parametrize("fill", [0.0, -1e4])
 def test_scores_that_keep_some_weight_are_no_hidden_ones(cache: PagedKVCache, fill: Any) -> None:
     step = Step(cache)
     scores = step.position_queries @ step.positions.swapaxes(-1, -2)
@@ -214,18 +197,3 @@ def test_other_products_with_position_keys_are_plain_arrays(cache: PagedKVCache)
         assert mx.allclose(product, queries @ plain)
     assert mx.allclose(mx.matmul(step.position_queries, swapped), step.position_queries @ plain)
     assert mx.allclose(swapped @ normal(1, 11, 2), plain @ normal(1, 11, 2))
-
-
-def test_all_methods_that_change_an_array_in_place_are_known() -> None:
-    names = {name for name in dir(mx.array) if f"__{name[3:]}" in dir(mx.array)}
-    in_place = {name for name in names if name.startswith("__i")} - {"__init__", "__invert__"}
-    assert in_place - {"__int__", "__iter__", "__index__"} <= set(IN_PLACE)
-    assert {"__iadd__", "__ipow__", "__ixor__"} <= in_place
-    assert "__setitem__" in IN_PLACE
-
-
-@pytest.mark.usefixtures("hooked")
-def test_where_of_other_arrays_is_mlxs_own() -> None:
-    for arguments in ((True, 1.0, 2.0), (mx.array([True, False]), mx.array([1, 2]), 0)):
-        assert type(mx.where(*arguments)) is mx.array
-    assert mx.where(mx.array([True, False]), mx.array([1, 2]), 0, stream=mx.cpu).tolist() == [1, 0]

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,6 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.recognition.softcapped_arrays import AttentionScores
 from tests.support.generation import assert_same_run, assert_same_runs, greedy, runs_of
 from tests.support.quantised_oracle import oracle_caches
-from tests.support.stored_prompts import computed, stored_factory, warm
 from tests.support.zoo import small_model
 
 KV_HEADS, GROUP, DIM, V_DIM, SOFTCAP = 2, 3, 32, 16, 2.0
@@ -107,23 +105,6 @@ def test_a_step_reads_pages(cache: PagedKVCache, tokens: int, group: int) -> Non
     assert step.gathers(output) == before
 
 
-def test_a_sequence_alone_has_no_mask(cache: PagedKVCache) -> None:
-    expected = Step(cache).made_plain().output()
-    alone = cache.extract(0)
-    gc.collect()
-    before = cache.pool.stats().gather_fallbacks
-    keys, values = alone.update_and_fetch(
-        normal(3, 2, KV_HEADS, 1, DIM)[:1], normal(4, 2, KV_HEADS, 1, V_DIM)[:1]
-    )
-    scores = normal(5, 2, KV_HEADS, GROUP, 1, DIM)[:1] @ mx.expand_dims(keys, 2).swapaxes(3, 4)
-    scores = SOFTCAP * mx.tanh(scores / SOFTCAP)
-    output = mx.softmax(scores, axis=-1) @ mx.expand_dims(values, 2)
-    assert close(output, expected[:1])
-    del keys, values, scores
-    gc.collect()
-    assert cache.pool.stats().gather_fallbacks == before
-
-
 def _in_place(scores: Any) -> Any:
     scores /= SOFTCAP
     scores = mx.tanh(scores)
@@ -188,27 +169,9 @@ def test_values_of_another_read_or_changed_are_not_taken_for_these(cache: PagedK
     assert close(weights @ grouped, mx.array(weights) @ mx.array(grouped))
 
 
-def test_queries_changed_after_their_product_change_nothing(cache: PagedKVCache) -> None:
-    expected = Step(cache).made_plain().output()
-    step = Step(cache)
-    scores = step.scores()
-    step.queries += 1
-    step.scores = lambda: scores  # type: ignore[method-assign]  # those made before the change
-    assert close(step.output(), expected)
-
-
-@pytest.mark.usefixtures("hooked")
-def test_operations_on_other_arrays_are_mlxs_own() -> None:
-    array = mx.array([[0.5, -1.0]])
-    assert mx.expand_dims(array, axis=(0, 1), stream=mx.cpu).shape == (1, 1, 1, 2)
-    assert mx.allclose(mx.tanh(array, stream=mx.cpu), mx.sigmoid(2 * array) * 2 - 1)
-    assert mx.allclose(mx.softmax(array, -1, precise=True), mx.softmax(array))
-    assert {type(mx.tanh(array)), type(mx.softmax(array))} == {mx.array}
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return small_model("gemma2")
+    return small_model("gemma2", num_hidden_layers=2)
 
 
 def test_a_batch_decodes_as_prompts_alone_which_mlx_lm_cannot(model: Any, backend: str) -> None:
@@ -225,37 +188,7 @@ def test_a_batch_decodes_as_prompts_alone_which_mlx_lm_cannot(model: Any, backen
     assert factory.stats().gather_fallbacks == 0
 
 
-def test_a_mask_that_lengths_cannot_express_gathers(model: Any, backend: str) -> None:
-    factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    cache, stock = factory.make_cache(), make_prompt_cache(model)
-    for each in (cache, stock):
-        model(mx.array([PROMPT[:9]]), cache=each)
-    attention, hidden = model.layers[0].self_attn, mx.arange(10) % 3 > 0
-    step = normal(7, 1, 1, 64)
-    ours, theirs = (attention(step, mask=hidden, cache=each[0]) for each in (cache, stock))
-    assert close(ours, theirs)
-    gc.collect()
-    assert factory.stats().gather_fallbacks == 1
-
-
-@pytest.mark.parametrize("page_format", ["q8", pytest.param("q4", marks=pytest.mark.slow)])
-def test_quantised_pages(model: Any, backend: str, page_format: Any) -> None:
-    factory = PagedCacheFactory(model, page_format=page_format, max_bytes=64 << 20)
-    ours = greedy(model, PROMPT, factory.make_cache(), 4, 256)
-    oracle = greedy(model, PROMPT, oracle_caches(model, page_format), 4, 256)
-    assert_same_run(ours, oracle, 2e-3)
-
-
-def test_prefixes_from_memory_and_from_disk(model: Any, tmp_path: Path) -> None:
-    factory = stored_factory(model, tmp_path / "store")
-    computed(model, factory, PROMPT)
-    longer = [*PROMPT, 5, 6, 7]
-    expected = greedy(model, longer, make_prompt_cache(model), 4, 64)
-    warmed, cached = warm(model, factory, longer)
-    assert cached == len(PROMPT)
-    factory.close()
-    again = stored_factory(model, tmp_path / "store")
-    restored, cached = warm(model, again, longer)
-    assert cached == len(PROMPT)
-    again.close()
-    assert_same_runs([warmed, restored], [expected] * 2, 1e-4)
+def test_quantised_pages(model: Any, backend: str) -> None:
+    factory = PagedCacheFactory(model, page_format="q8", max_bytes=64 << 20)
+    ours = greedy(model, PROMPT, factory.make_cache(), 2, 256)
+    assert_same_run(ours, greedy(model, PROMPT, oracle_caches(model, "q8"), 2, 256), 2e-3)

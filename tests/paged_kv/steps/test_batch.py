@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.steps.batch import Batch
 from tests.support.arrays import normal
 
 LAYERS = 2
@@ -101,33 +100,3 @@ def test_a_step_in_one_batch_closes_that_of_another(pool: PagePool) -> None:
     expected = mx.concatenate([keys[:1], more, last[:1]], axis=2)
     assert mx.array_equal(alone[1].keys, expected)
     assert mx.array_equal(layers[1].keys[:1], expected)
-
-
-def test_layers_may_go_on_alone(pool: PagePool) -> None:
-    layers = new_layers(pool, 2)
-    keys = write(layers, 2, 5)
-    layers[1].filter([0])
-    assert [len(cache.sequences) for cache in layers] == [2, 1]
-    layers[0].update_and_fetch(*numbers(2, 1, 1))
-    taken = numbers(1, 2, 2)[0]
-    layers[1].update_and_fetch(taken, taken)
-    assert mx.array_equal(layers[1].keys, mx.concatenate([keys[:1], taken], axis=2))
-    assert mx.array(layers[0].offset).tolist() == [6, 6]
-
-
-def test_pages_of_dropped_caches_are_given_back_by_others_next_step(pool: PagePool) -> None:
-    layers, dropped = new_layers(pool), new_layers(pool)
-    write(dropped, 1, 5000)
-    write(layers, 1, 5)
-    mapped = pool.budget.mapped
-    dropped.clear()
-    gc.collect()
-    layers[0].make_mask(1)
-    assert pool.budget.mapped < mapped / 10
-
-
-def test_batches_are_found_by_pool_and_sequences(pool: PagePool) -> None:
-    other = PagePool(LAYERS, max_bytes=1 << 24)
-    empty = Batch.of(pool, [])
-    assert Batch.of(other, []) is not empty
-    assert Batch.of(pool, []) is empty

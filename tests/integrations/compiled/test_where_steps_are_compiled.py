@@ -1,0 +1,93 @@
+"""Which steps are compiled, and which of those are compared with Python's."""
+
+import logging
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from benches.host_cost import GraphMaker
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.compiled.recordings import (
+    LAST_DOUBLING,
+    Comparisons,
+    are_alike,
+    compiles,
+)
+from paged_kv.kernels import faster_steps
+from paged_kv.kernels.backends import variant
+from paged_kv.kernels.faster_steps import note_faster
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.left_out import COMPILED_STEPS, leave_out
+from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+from tests.support.generation import greedy
+from tests.support.zoo import small_model
+
+
+def test_steps_that_are_compared() -> None:
+    comparisons = Comparisons()
+    steps = range(1, 3 * LAST_DOUBLING + 1)
+    due = [step for step in steps if comparisons.is_due(is_first=step == 700)]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 700, 1024, 1536]
+    # One difference is chance, and two in turn are not: another step is compared.
+    found = [comparisons.is_wrong(each) for each in (False, True, False)]
+    assert [comparisons.is_due(is_first=False) for _ in range(3)] == [True] * 3
+    assert [*found, comparisons.is_wrong(False)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"),
+    [(mx.float32, 1e-3, 1e-2), (mx.float16, 0.1, 1.0), (mx.bfloat16, 0.5, 3.0)],
+)
+def test_logits_that_are_alike(dtype: mx.Dtype, small: float, large: float) -> None:
+    logits = mx.arange(20).astype(mx.float32).reshape(1, 1, 20)
+    for error, expected in ((0.0, True), (small, True), (large, False), (mx.nan, False)):
+        other = logits + mx.where(mx.arange(20) == 3, error, 0)
+        assert are_alike(other, logits, [dtype]) == expected
+    masked = mx.where(mx.arange(20) == 5, -mx.inf, logits)
+    assert are_alike(masked, masked, [dtype])
+    assert not are_alike(logits, masked, [dtype])
+
+
+def test_where_steps_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PAGED_KV_COMPILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu, plain = GpuBackend("metal", GraphMaker()), PlainBackend()
+    with caplog.at_level(logging.WARNING, logger="paged_kv"):
+        warn_once.cache_clear()
+        assert [compiles(None, gpu) for _ in range(3)] == [False] * 3
+    assert len(caplog.records) == 1
+    note_faster(variant(gpu), is_so=True)
+    note_faster(variant(plain), is_so=True)
+    assert compiles(None, gpu)
+    assert not compiles(None, plain)
+    for part in ("version", "device_name"):
+        with monkeypatch.context() as here:
+            here.setattr(faster_steps, part, lambda *_: "another")
+            assert not compiles(None, gpu)
+    leave_out(variant(gpu), {COMPILED_STEPS: "slower"})
+    assert not compiles(None, gpu)
+    assert all(compiles(True, each) for each in (gpu, plain))
+    leave_out(variant(gpu), {})
+    monkeypatch.setenv("PAGED_KV_COMPILE", "0")
+    assert not compiles(None, gpu)
+    monkeypatch.setenv("PAGED_KV_COMPILE", "1")
+    assert compiles(None, plain)
+    assert not compiles(False, plain)
+    monkeypatch.setenv("PAGED_KV_COMPILE", "yes")
+    with pytest.raises(ValueError, match="PAGED_KV_COMPILE"):
+        PagedCacheFactory(small_model("llama"))
+    with pytest.raises(TypeError, match="compile"):
+        PagedCacheFactory(small_model("llama"), compile="no")  # type: ignore[arg-type]
+
+
+def test_a_backend_that_mlx_cannot_record_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
+    model = small_model("llama")
+    factory = PagedCacheFactory(model, compile=True, max_bytes=64 << 20)
+    greedy(model, [1, 2, 3], factory.make_cache(), 3)
+    reason = factory.recordings[factory.pool].reason
+    assert reason == "MLX cannot record the native backend"
