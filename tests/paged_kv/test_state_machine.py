@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from tests.support.grids import plain_only
 from tests.support.state_machine.store_rules import StoreRules
 from tests.support.state_machine.worlds import FORMATS, World
 
@@ -81,7 +80,10 @@ def run(worlds: st.SearchStrategy[World], examples: int) -> None:
 # gemma3 has everything that a llama has, lfm2 everything that falcon_h1 has, and windows everything
 # that a table and a hybrid have.
 @pytest.mark.parametrize(
-    "name", WORLDS if SOAK else plain_only(["windows"], ["windows", "gemma3", "lfm2"])
+    "name",
+    WORLDS
+    if SOAK
+    else ["windows", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "lfm2"))],
 )
 @pytest.mark.timeout(0 if SOAK else 300)
 def test_nothing_goes_wrong(name: str) -> None:

@@ -148,7 +148,7 @@ def test_code_of_other_languages_is_changed_by_its_text() -> None:
         mutant.applied("int c = a  + b;")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()

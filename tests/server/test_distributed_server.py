@@ -117,6 +117,7 @@ def answers(port: int) -> list[Any]:
     return [one_by_one, salted, at_once, several, seeded, text]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("options", [[], ["--draft-model", "ngram"]])
 def test_ranks_answer_as_one_process_with_unequal_budgets(
     options: list[str], tmp_path: Path

@@ -77,10 +77,14 @@ class StockServer(RunningServer):
 
 
 class PagedRunningServer(RunningServer):
-    """Runs what `paged-kv server` runs, in an event loop of its own."""
+    """Runs what `paged-kv server` runs, in an event loop of its own.
+
+    Its budget is not measured unless a test asks for "auto": that takes seconds for each model.
+    """
 
     def __init__(self, *options: str) -> None:
-        arguments = server_parser().parse_args(["--port", "0", *options])
+        usual = ["--port", "0", "--max-kv-bytes", "256MB"]
+        arguments = server_parser().parse_args([*usual, *options])
         self.provider = PagedModelProvider(arguments)
         self._arguments = arguments
         self._listening = Event()

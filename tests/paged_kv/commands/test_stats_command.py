@@ -61,7 +61,7 @@ def answering(path: Path, answer: bytes, times: int) -> Iterator[None]:
                 with made.accept()[0] as connection:
                     connection.sendall(answer)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield
         thread.join()

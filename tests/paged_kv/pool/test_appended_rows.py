@@ -23,7 +23,6 @@ from tests.support.generation import (
     greedy,
     runs_of,
 )
-from tests.support.grids import plain_cases
 from tests.support.zoo import small_model
 
 TOLERANCE = 1e-4
@@ -87,7 +86,7 @@ def assert_goes_on(model: Any, ours: Any, held: list[list[int]], then: list[int]
 
 @pytest.mark.parametrize(
     ("rates", "step"),
-    plain_cases([("4 and 1", 64)], [("4 and 1", 64), ("128 and 2", 2048)]),
+    [("4 and 1", 64), pytest.param("128 and 2", 2048, marks=pytest.mark.slow)],
 )
 def test_tokens_are_those_of_mlx_lm(rates: str, step: int) -> None:
     """Prompts that end within a group, a window and a page, and behind each."""

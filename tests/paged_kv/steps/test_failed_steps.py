@@ -26,7 +26,6 @@ from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.window import Window
 from tests.support.dense_attention import dense_attention
 from tests.support.failures import ERRORS, Failures
-from tests.support.grids import plain_cases
 
 KV_HEADS, Q_HEADS, DIM, SCALE = 1, 2, 32, 32**-0.5
 NUMBERS = np.random.default_rng(5).standard_normal((4001, DIM), dtype=np.float32)
@@ -225,8 +224,7 @@ def compared(history: History, sound: World, world: World, expected: list[Floats
     pool.check()
 
 
-CASES = [
-    ("fork", False, False),
+SLOW = [
     ("first step", True, False),
     ("forked rings", True, False),
     ("step after a long one", False, True),
@@ -234,14 +232,15 @@ CASES = [
     ("after pages that a long step passed", True, False),
     ("q4 fork", False, True),
 ]
-MORE = itertools.product(HISTORIES, (False, True), (False, True))
+PLAIN = ("fork", False, False)
+CASES = [
+    pytest.param(*each, marks=pytest.mark.slow if each in SLOW else pytest.mark.soak)
+    for each in itertools.product(HISTORIES, (False, True), (False, True))
+    if each != PLAIN
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "late", "lasts"),
-    plain_cases(CASES[:1], CASES)
-    + [pytest.param(*each, marks=pytest.mark.soak) for each in MORE if each not in CASES],
-)
+@pytest.mark.parametrize(("name", "late", "lasts"), [PLAIN, *CASES])
 def test_it_can_be_repeated_whichever_call_fails(
     name: str, late: bool, lasts: bool, tmp_path: Path, failures: Failures
 ) -> None:

@@ -45,7 +45,7 @@ def result_of(turn: int) -> str:
     return source[300 * turn :][:900]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_95_percent_of_an_agents_prompt_tokens_come_from_the_cache(
     running: PagedRunningServer, script: Script
 ) -> None:
