@@ -104,6 +104,7 @@ def test_merged_rows_are_extended_filtered_and_extracted(name: str) -> None:
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_format", plain_only(["q4"], ["q4", ("q8", "q4")]), ids=str)
 def test_rows_are_trimmed_and_written_again(page_format: FormatName) -> None:
     """Trim back into an earlier page, and within one: other slots of the page keep their

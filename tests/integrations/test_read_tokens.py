@@ -110,6 +110,7 @@ def test_a_shared_prefix_brings_its_summaries(model: Any) -> None:
     assert_same_run(greedy(model, PROMPT[cached:], cache, 12), cold, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_pages_that_are_written_again_are_summarised_again(model: Any) -> None:
     factory = PagedCacheFactory(model, read_tokens=READ)
     cache = factory.make_cache()
@@ -155,6 +156,7 @@ def test_a_stored_page_that_is_not_full_has_no_summaries(model: Any) -> None:
     assert not summaries(200).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "loading"), [(READ, None), (None, READ)])
 def test_saved_caches_load_with_and_without_summaries(
     model: Any, tmp_path: Path, saving: int | None, loading: int | None

@@ -192,6 +192,7 @@ def test_position_queries_that_do_not_fit_are_refused(
         {"causal": st.booleans(), "window": st.none() | st.sampled_from([1, 300])}
     ),
 )
+@pytest.mark.slow
 def test_any_batch(
     backend: str,
     sizes: tuple[int, int],

@@ -108,16 +108,20 @@ def assert_equal_under_pressure(
     return small
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("falcon_h1", "gemma3_text")),
-    ],
-)
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_greedy_texts_are_equal(name: str) -> None:
-    """Without a window, with recurrent layers, and with windows."""
-    assert_equal_under_pressure(name, blocks=6.75 if name == "gemma3_text" else 9)
+    """Without a window, and with recurrent layers."""
+    assert_equal_under_pressure(name)
+
+
+def longer() -> dict[str, Any]:
+    return {"max_tokens": [150] * len(PROMPTS)}
+
+
+@pytest.mark.slow
+def test_texts_with_windows_are_equal() -> None:
+    """Rings do not grow: only full layers run out of pages."""
+    assert_equal_under_pressure("gemma3_text", longer, blocks=5.75)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ needs_both = pytest.mark.skipif(bool(REASON), reason=REASON or "there are both")
 
 @needs_both
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "formats"), cases([96, 128, 256, 512], (128, ["fp16"])))
+@pytest.mark.parametrize(("dim", "formats"), cases([96, 128, 256, 512], (128, ["fp16", "q4"])))
 def test_kernels_of_heads_compile(
     dim: int, formats: list[FormatName], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,6 +331,7 @@ def test_a_gather_that_fails_undoes_the_step(
     world.pool.check()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("attends", [False, True])
 def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool, tmp_path: Path) -> None:
     world = World.of(HISTORIES["fork"], tmp_path)

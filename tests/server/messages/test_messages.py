@@ -479,6 +479,7 @@ def marked(text: str, mark: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["system", "first message", "last message", "body"])
+@pytest.mark.slow
 def test_what_a_mark_of_an_hour_ends_is_counted_and_held_for_an_hour(
     client: Anthropic, running: PagedRunningServer, where: str
 ) -> None:

@@ -7,20 +7,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OPTIONS = ["--device-as-default-execution-space", "--std=c++17", "--ptxas-options=-v"]
-# Replaces a header of MLX that its Linux wheel without CUDA lacks.
+# Replaces a header of MLX that its Linux wheel without CUDA lacks. There, strides are an array of
+# cuda::std, which alone takes the compiler longer than a kernel.
 UTILS = b"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda/std/array>
-#include <cuda/std/cstdint>
 namespace mlx::core::cu {
-using cuda::std::int32_t;
-using cuda::std::int64_t;
-using cuda::std::uint16_t;
-using Strides = cuda::std::array<int64_t, 10>;
+using int32_t = int;
+using int64_t = long;
+using uint16_t = unsigned short;
+struct Strides {
+  int64_t all[10];
+  __device__ const int64_t& operator[](unsigned i) const { return all[i]; }
+};
 }
 """
-UTILS_NAME = b"mlx/backend/cuda/device/utils.cuh"
+# The other header that MLX includes; kernels use nothing of it.
+HEADERS = {b"mlx/backend/cuda/device/utils.cuh": UTILS, b"cooperative_groups.h": b""}
 
 
 def why_not() -> str:
@@ -49,9 +52,13 @@ def compiled(text: str, architecture: str) -> tuple[int, str]:
     """The bytes of machine code that an architecture such as "sm_90" takes for a text, 0 if it does
     not compile, and NVRTC's messages."""
     library, program = _library(), ctypes.c_void_p()
-    names, headers = (ctypes.c_char_p * 1)(UTILS_NAME), (ctypes.c_char_p * 1)(UTILS)
+    count = len(HEADERS)
+    names, headers = (
+        (ctypes.c_char_p * count)(*HEADERS),
+        (ctypes.c_char_p * count)(*HEADERS.values()),
+    )
     created = library.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), b"kernel.cu", 1, headers, names
+        ctypes.byref(program), text.encode(), b"kernel.cu", count, headers, names
     )
     assert created == 0
     includes = [
