@@ -53,6 +53,7 @@ def speculated(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
 
 
 @pytest.mark.parametrize("run", [generated, streamed, batched, speculated])
+@pytest.mark.slow
 def test_the_same_output_from_installed_caches(
     run: Callable[..., Any],
     model_and_tokenizer: Any,

@@ -142,6 +142,7 @@ def test_a_call_can_be_repeated_whatever_failed_in_it(
     assert n, "too few calls failed to show anything"
 
 
+@pytest.mark.slow
 def test_a_call_that_begins_no_step_undoes_none() -> None:
     case = Case("qwen3_next")
     model, nothing = model_of(case), Any

@@ -53,6 +53,7 @@ def gathers(factory: PagedCacheFactory) -> int:
 
 
 @pytest.mark.parametrize("name", plain_only(["deepseek_v3", "deepseek_v32"], LATENT))
+@pytest.mark.slow
 def test_decode_reads_pages_also_after_a_trim(name: str) -> None:
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=64 << 20)

@@ -70,6 +70,7 @@ def test_same_tokens_after_trim(family: Any) -> None:
     assert_same_runs(runs[2:], runs[:2], TOLERANCE)
 
 
+@pytest.mark.slow
 def test_copies_and_saved_caches_go_on(family: Any, tmp_path: Path) -> None:
     _, model = family
     factory = PagedCacheFactory(model, max_bytes=64 << 20)

@@ -47,6 +47,7 @@ def new_factory(model: Any, page_format: FormatName) -> PagedCacheFactory:
         ),
     ],
 )
+@pytest.mark.slow
 def test_small_models_of_every_dtype(
     name: str, page_format: FormatName, dtype: mx.Dtype, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_small_models_of_every_dtype(
 
 
 @pytest.mark.parametrize("name", plain_only(["gemma3_text"], ["llama", "gemma3_text", "gpt_oss"]))
+@pytest.mark.slow
 def test_merged_rows_are_extended_filtered_and_extracted(name: str) -> None:
     """Every sequence decodes the same in one batch after the other as alone."""
     model: Any = small_model(name)

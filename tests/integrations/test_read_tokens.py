@@ -67,6 +67,7 @@ def difference(ours: Run, others: Run) -> float:
     return float(mx.abs(ours.logprobs - others.logprobs).max())
 
 
+@pytest.mark.slow
 def test_a_step_reads_what_matters_most(model: Any) -> None:
     """The prompt's last token, and others until one is in the next page."""
     with attention_that_hides(READ):

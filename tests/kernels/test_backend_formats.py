@@ -117,6 +117,7 @@ def assert_attends(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
+@pytest.mark.slow
 def test_decode_and_prefill_at_the_edges_of_pages(
     backend: str, name: FormatName, length: int
 ) -> None:
@@ -138,6 +139,7 @@ def test_decode_and_prefill_at_the_edges_of_pages(
         pytest.param(512, 512, mx.bfloat16, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_head_sizes(
     backend: str, name: FormatName, k_dim: int, v_dim: int, dtype: mx.Dtype
 ) -> None:
@@ -166,6 +168,7 @@ def test_head_counts_and_head_sizes(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 100, 1000])
 @pytest.mark.parametrize("queries", [1, 6, 90])
+@pytest.mark.slow
 def test_rows_of_different_lengths_with_windows_and_sinks(
     backend: str, causal: bool, window: int | None, queries: int
 ) -> None:
@@ -212,6 +215,7 @@ def test_infinite_scores_are_capped_too(backend: str) -> None:
     with_sinks=st.booleans(),
     softcap=st.none() | st.sampled_from([0.5, 3.0]),
 )
+@pytest.mark.slow
 def test_pages_of_several_formats_in_one_table(
     backend: str,
     names: list[FormatName],

@@ -96,6 +96,7 @@ MIXED_DTYPES = LayerGeometry(2, 24, mx.float32, 2, 40, mx.bfloat16)
 
 @pytest.mark.parametrize("geometry", [same(2, 192, 128, mx.float16), MIXED, MIXED_DTYPES])
 @pytest.mark.parametrize(("starts", "count"), WRITES)
+@pytest.mark.slow
 def test_a_write_changes_its_slots_and_nothing_else(
     backend: str, geometry: LayerGeometry, starts: tuple[int, int], count: int
 ) -> None:

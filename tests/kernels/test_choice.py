@@ -113,6 +113,7 @@ def expected(rows: Rows, queries: mx.array, row: int, read_tokens: int, **option
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("group", [1, 3, 9])
+@pytest.mark.slow
 def test_each_row_and_kv_head_reads_what_matters_most(
     backend: str, dtype: mx.Dtype, group: int
 ) -> None:

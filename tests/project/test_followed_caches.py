@@ -74,6 +74,7 @@ def distance(model: Any, prompt: list[int], page_format: FormatName, fault: Any 
     ids=str,
 )
 @pytest.mark.slow
+@pytest.mark.slow
 def test_rounding_stays_far_below_the_bound_and_faults_far_above(
     name: str, page_format: FormatName, trained: Any, source_text: str
 ) -> None:
@@ -86,6 +87,7 @@ def test_rounding_stays_far_below_the_bound_and_faults_far_above(
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_token_that_attention_does_not_see_is_far_above_the_bound(
     name: str, trained: Any, source_text: str
 ) -> None:

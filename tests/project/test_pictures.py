@@ -5,6 +5,9 @@ from html import unescape
 from itertools import groupby
 
 import mlx.core as mx
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs the extra plot")
 
 from benches.figure import FIGURE, figure
 from benches.pictures import PICTURES, watch_picture

@@ -132,6 +132,7 @@ def computed(model: Any, reuse: PromptReuse, tokens: list[int], salt: str) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+@pytest.mark.slow
 def test_a_held_prompt_outlives_the_prompts_of_others_with_windows_and_states_too(
     name: str,
 ) -> None:

@@ -63,6 +63,7 @@ def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
         ([(600, 1), (600, 0), (300, 7), (0, 20)], 600, 256),
     ],
 )
+@pytest.mark.slow
 def test_what_prompts_share_is_computed_once(
     name: str,
     lengths: list[tuple[int, int]],

@@ -195,6 +195,7 @@ def _noted(counts: list[int]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["pages", pytest.param("hybrid", marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_prompts_take_steps_that_there_is_memory_for(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +250,7 @@ def survived(generator: BatchGenerator, uids: list[int]) -> tuple[Texts, list[Ou
     ],
 )
 @pytest.mark.parametrize("is_prompt", [True, False])
+@pytest.mark.slow
 def test_only_a_sequence_without_memory_for_a_token_ends(
     name: str, is_prompt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_newcomer_does_not_wait_for_a_prompt_cache_that_nobody_has_read() -> N
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.slow
 def test_prompts_inserted_into_a_full_pool_share_their_beginning_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +138,7 @@ def test_prompts_inserted_into_a_full_pool_share_their_beginning_later(
 @pytest.mark.parametrize(
     ("length", "blocks"), [(513, 3), pytest.param(700, 4, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_samples_wait_whose_caller_holds_the_prompt(length: int, blocks: int) -> None:
     """With these blocks one sample fits beside the prompt. Samples cannot be preempted, as nobody
     told BatchGenerator their prompt."""
@@ -160,6 +162,7 @@ def test_samples_wait_whose_caller_holds_the_prompt(length: int, blocks: int) ->
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_who_can_be_preempted_makes_room_for_who_cannot() -> None:
     """The second one's prompt is unknown. The first one grows into what was promised to it."""

@@ -72,6 +72,7 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.mark.parametrize(("schema", "fitting", "others"), TAKEN)
+@pytest.mark.slow
 def test_new_keywords_say_the_same(
     schema: dict[str, Any], fitting: list[str], others: list[str], vocabulary: Vocabulary
 ) -> None:

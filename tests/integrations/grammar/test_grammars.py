@@ -32,6 +32,7 @@ def vocabulary(llama: Any) -> Vocabulary:
     return Vocabulary(llama[1])
 
 
+@pytest.mark.slow
 def test_a_processor_of_mlx_lms_generate(llama: Any) -> None:
     model, tokenizer = llama
     processor = GrammarProcessor.of(tokenizer, json_schema(INTEGERS))

@@ -60,6 +60,7 @@ def with_head(
         for kind in ("layer_head", "eagle3")
     ],
 )
+@pytest.mark.slow
 def test_rejected_drafts_change_nothing(case: str) -> None:
     name, kind = case.split()
     model = small_model(name)

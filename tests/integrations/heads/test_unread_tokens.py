@@ -69,6 +69,7 @@ def is_read(own: PagedKVCache, model: Any, factory: PagedCacheFactory, tokens: l
         pytest.param("deepseek_v3", 255, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int) -> None:
     """Before a page is full, after so many tokens, and for a draft."""
     model, factory, head = factory_and_head(name)
@@ -206,6 +207,7 @@ def test_rings_bound_what_is_left_unread() -> None:
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")

@@ -56,6 +56,7 @@ def texts_of(runs: list[Run]) -> list[list[int]]:
         pytest.param("deepseek_v3", marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.slow
 def test_ragged_drafts_change_nothing(name: str) -> None:
     """With recurrent layers that leave padding out, a window, and some that take padding in."""
     model = small_model(name)
@@ -71,6 +72,7 @@ def test_ragged_drafts_change_nothing(name: str) -> None:
     assert_nothing_is_used(factory)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_no_more_is_drafted_than_a_ring_can_roll_back() -> None:
     model = small_model("gemma3_text")
@@ -143,6 +145,7 @@ class Counting:
         return mx.where(mx.arange(logits.shape[-1]) == mx.argmax(logits), -mx.inf, logits)
 
 
+@pytest.mark.slow
 def test_logits_processors_see_the_tokens_that_they_would_see_without_drafts(
     model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
 ) -> None:
@@ -176,6 +179,7 @@ class Seeded:
         return mx.random.categorical(logprobs, key=key)
 
 
+@pytest.mark.slow
 def test_a_seeded_row_samples_the_same_tokens_with_and_without_drafts(
     model: Any, llama_factory: PagedCacheFactory
 ) -> None:

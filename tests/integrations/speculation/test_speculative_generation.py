@@ -94,6 +94,7 @@ def test_paged_caches_give_the_greedy_run(
     assert_written_and_free(*factories)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_abandoned_leaves_caches_where_mlx_lm_leaves_its_own(case: Case) -> None:
     draft = case.drafts["truncated"]
     factories = factories_of(case, draft)

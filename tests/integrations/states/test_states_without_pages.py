@@ -241,6 +241,7 @@ def test_what_a_store_gave_back_is_not_inserted_for_other_weights(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", plain_only(["gpt_bigcode"], ["gpt_bigcode", "llama4"]))
+@pytest.mark.slow
 def test_models_that_take_one_sequence_are_batched_one_after_the_other(name: str) -> None:
     """Ragged drafts have padding; so their steps have too."""
     model = small_model(name)

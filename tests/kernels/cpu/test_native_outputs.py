@@ -154,6 +154,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.slow
 def test_sums_follow_the_largest_logit(isa: str) -> None:
     """The logits grow page by page, or none of the later ones comes near the first. Rotated, keys
     and queries are the same."""

@@ -59,6 +59,7 @@ def held_by(pages: LayerPages) -> tuple[Numbers, Numbers]:
     ("gqa_group_size", "dim"),
     [(1, 128), (2, 32), (3, 96), (4, 128), (5, 160), (7, 64), (8, 256), (16, 576)],
 )
+@pytest.mark.slow
 def test_queries_that_bytes_hold_are_multiplied_as_they_are(
     backend: str, dtype: mx.Dtype, gqa_group_size: int, dim: int
 ) -> None:

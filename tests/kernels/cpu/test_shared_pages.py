@@ -166,6 +166,7 @@ def pages(request: pytest.FixtureRequest) -> LayerPages:
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("slab", range(len(FORMATS)))
+@pytest.mark.slow
 def test_a_shared_page_is_read_once(pages: LayerPages, steps: int, slab: int) -> None:
     """16 sequences behind 12 pages; a step of 5 tokens is a draft's verification."""
     shared, rows, length = 12, 16, 12 * PAGE_SIZE + 200

@@ -32,6 +32,7 @@ def _decode_flags() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.slow
 def test_no_variant_of_decode_is_long(dialect: str) -> None:
     for flags in _decode_flags():
         assert len(_text(dialect, "decode", flags, dim=256)) < MOST_OF_DECODE, flags

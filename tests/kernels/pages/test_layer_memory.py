@@ -90,6 +90,7 @@ class WatchedGrowth:
 @pytest.mark.parametrize(
     ("step", "budget_in_tokens"), [(64, 2 * TOKENS), (STEP, 2 * TOKENS), (STEP, 8 * TOKENS)]
 )
+@pytest.mark.slow
 def test_growth_to_16k_tokens_copies_little(step: int, budget_in_tokens: int) -> None:
     """Prefill copies nothing, and decode less than it writes. A step may hold its tokens three
     times: in the step, in page order and in the graph."""

@@ -100,6 +100,7 @@ def test_writing_and_attending(formats: list[FormatName], options: dict[str, Any
 
 
 @pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.slow
 def test_choosing(formats: list[FormatName]) -> None:
     """Some rows have no more tokens than are read, one fills a page, and not all have summaries."""
     metadata = _metadata(len(formats), (700, 1, 512, 320))

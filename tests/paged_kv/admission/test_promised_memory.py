@@ -90,6 +90,7 @@ def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> Non
         soak(40, "q4", {0: Window(256, 100)}),
     ],
 )
+@pytest.mark.slow
 def test_no_step_of_what_was_promised_exhausts_a_pool(
     budget_blocks: int, page_format: str, windows: dict[int, Window]
 ) -> None:

@@ -41,6 +41,7 @@ def gathers(factory: PagedCacheFactory) -> int:
 @pytest.mark.parametrize(
     ("length", "step"), [(5, 7), (CHUNK - 1, 64), (CHUNK, 7), (CHUNK + 1, 64), (3 * CHUNK, 64)]
 )
+@pytest.mark.slow
 def test_prompts_that_end_anywhere_in_a_chunk(
     model: Any, backend: str, length: int, step: int
 ) -> None:

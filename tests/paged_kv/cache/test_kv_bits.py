@@ -55,6 +55,7 @@ def contents(cache: PagedKVCache) -> mx.array:
 @pytest.mark.parametrize(
     ("name", "bits", "start"), [("llama", 4, 0), ("llama", 8, 250), ("gemma3_text", 4, 250)]
 )
+@pytest.mark.slow
 def test_pages_hold_what_a_cache_does_that_is_converted_at_the_same_step(
     name: str, bits: int, start: int
 ) -> None:

@@ -24,6 +24,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("size", plain_only([5, 24], [5, 24, 150]))
+@pytest.mark.slow
 def test_decoding_equals_stock_before_and_after_the_wrap(model: Any, size: int) -> None:
     factory = PagedCacheFactory(model, max_bytes=1 << 26)
     stock, ours = make_prompt_cache(model, size), factory.make_cache(size)

@@ -7,6 +7,8 @@ import pytest
 
 from paged_kv.command_line import main
 
+pytest.importorskip("shtab", reason="needs the extra completion")
+
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shells_accept_the_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,9 +130,12 @@ def tree(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("command", REFUSED)
+@pytest.mark.slow
 def test_it_is_refused_in_words(
     command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if command == "bench":
+        pytest.importorskip("matplotlib", reason="needs the extra plot")
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(files / "none"))
     # A thread would make its socket in that folder.

@@ -126,6 +126,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return backend_named(request.param, GEOMETRY)
 
 
+@pytest.mark.slow
 def test_the_pages_that_weigh_most_are_fetched(backend: Backend, tmp_path: Path) -> None:
     layer = OneLayer(backend, tmp_path, 2, FRAMES * 2)
     for step in range(2 * RANKED_STEPS):
@@ -147,6 +148,7 @@ def test_what_was_fetched_is_kept_while_it_is_wanted(tmp_path: Path) -> None:
     "options",
     [{}, {"softcap": 3.0}, {"sinks": [0.5, 9.0, -1.0, 30.0]}, {"window": 2000}, {"causal": False}],
 )
+@pytest.mark.slow
 def test_steps_that_read_all_are_exact(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def assert_goes_on(model: Any, ours: Any, held: list[list[int]], then: list[int]
     ("rates", "step"),
     [("4 and 1", 64), pytest.param("128 and 2", 2048, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_mlx_lm(rates: str, step: int) -> None:
     """Prompts that end within a group, a window and a page, and behind each."""
     model = random_model(rates)

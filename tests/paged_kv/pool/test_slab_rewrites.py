@@ -64,6 +64,7 @@ def scattered(pool: PagePool) -> tuple[list[Caches], list[Any]]:
 
 @pytest.mark.parametrize("page_format", ["fp16", "q4"])
 @pytest.mark.usefixtures("backend")
+@pytest.mark.slow
 def test_what_sequences_hold_is_given_back_within_few_steps(page_format: str) -> None:
     pool = PagePool(LAYERS, max_bytes=64 << 20, page_format=page_format)
     kept, expected = scattered(pool)
@@ -144,6 +145,7 @@ def test_the_budget_bounds_what_mlx_holds_while_pages_move() -> None:
 
 @pytest.mark.parametrize(("fails_at", "after"), [(0, "copy"), (1, "map"), (1, "copy")])
 @pytest.mark.usefixtures("filled_slabs")
+@pytest.mark.slow
 def test_a_rewrite_that_fails_in_one_layer_changes_none(
     fails_at: int, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def run(pool: PagePool, todo: Iterator[tuple[int, int]]) -> tuple[int, PoolExhau
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_it_is_enough(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS[name]
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")

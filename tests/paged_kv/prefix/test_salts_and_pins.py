@@ -11,6 +11,7 @@ from tests.support.stored_prompts import TEXT, read, shallow_model
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
+@pytest.mark.slow
 def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str) -> None:
     model = shallow_model(name)
     factory = PagedCacheFactory(model)

@@ -35,6 +35,7 @@ def asked(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "falcon_h1", "gpt_oss", "mamba"])
+@pytest.mark.slow
 def test_the_end_of_a_session_keeps_what_others_share(name: str) -> None:
     model = shallow_model(name)
     factory = PagedCacheFactory(model)

@@ -234,6 +234,7 @@ lists = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 @example([([0], False), ([0, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)])
 @given(st.lists(st.tuples(lists, st.booleans()), min_size=1, max_size=10))
 @examples(80)
+@pytest.mark.slow
 def test_what_a_state_is_for_is_what_its_prompts_say(
     kept: list[tuple[list[int], bool]],
 ) -> None:

@@ -58,6 +58,7 @@ MORE: list[tuple[Any, ...]] = [
     ("name", "page_format", "length"),
     [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
 )
+@pytest.mark.slow
 def test_a_restart_goes_on_as_if_there_had_been_none(
     folder: Path, name: str, page_format: Any, length: int
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_prompt_that_was_stored_with_its_answer_is_found_to_the_token(
     ("name", "part"),
     [("gemma3_text", "pages 1"), ("falcon_h1", CHECKPOINT)],
 )
+@pytest.mark.slow
 def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str) -> None:
     model = shallow_model(name)
     factory = stored_factory(model, folder)

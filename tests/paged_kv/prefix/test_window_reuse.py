@@ -44,6 +44,7 @@ def cold(model: Any, prompt: list[int]) -> Run:
 
 
 @pytest.mark.parametrize("step", [100, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
     gemma3: Any, step: int
 ) -> None:

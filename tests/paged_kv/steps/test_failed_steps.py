@@ -241,6 +241,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "late", "lasts"), [PLAIN, *CASES])
+@pytest.mark.slow
 def test_it_can_be_repeated_whichever_call_fails(
     name: str, late: bool, lasts: bool, tmp_path: Path, failures: Failures
 ) -> None:
@@ -333,6 +334,7 @@ def test_a_gather_that_fails_undoes_the_step(
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.slow
 def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool, tmp_path: Path) -> None:
     world = World.of(HISTORIES["fork"], tmp_path)
     batch, original = world.batch, world.original

@@ -142,6 +142,7 @@ def statement_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[li
         yield count
 
 
+@pytest.mark.slow
 def test_every_statement_to_the_index_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     # Recurrent layers resume only where a prompt has ended, and the first two share no end.
     [("qwen3", 512, 512), ("gemma3_text", 512, 700), ("falcon_h1", 0, 700)],
 )
+@pytest.mark.slow
 def test_what_comes_once_is_not_written_and_what_comes_again_is(
     folder: Path, name: str, first: int, later: int
 ) -> None:

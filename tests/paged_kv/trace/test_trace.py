@@ -89,6 +89,7 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
 def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
     """Random use of forks, trims, drops, windows and prefixes."""
     path = tmp_path / "trace"

@@ -116,6 +116,7 @@ def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     return begun
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_no_process(tiny: str, slow_calls: list[Process]) -> None:
     with ThreadPoolExecutor(1) as threads:
         with paged_server("--model", tiny, "--max-kv-bytes", "64MB") as server:

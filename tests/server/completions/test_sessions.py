@@ -62,6 +62,7 @@ def cached_blocks(running: PagedRunningServer) -> int:
 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
+@pytest.mark.slow
 def test_the_end_of_a_session_frees_its_blocks(
     path: str, field: str, running: PagedRunningServer
 ) -> None:

@@ -155,6 +155,7 @@ def test_the_event_loop_goes_on_meanwhile_and_who_leaves_ends_the_process(
     assert all(process.returncode is not None for process in processes)
 
 
+@pytest.mark.slow
 def test_the_system_ends_a_process_that_nobody_waits_for() -> None:
     async def alone() -> int:
         process = await asyncio.create_subprocess_exec(

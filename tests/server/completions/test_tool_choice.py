@@ -84,6 +84,7 @@ def calls_of(choice: Any) -> list[str]:
         (WRONG, {}, ["get_weather"]),
     ],
 )
+@pytest.mark.slow
 def test_calls_fit_their_tools(
     said: str,
     body: dict[str, Any],

@@ -81,6 +81,7 @@ def expected(tiny: str) -> list[Any]:
         pytest.param("model", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_answers_of_a_batch_are_those_without_drafts(
     kind: str, tiny: str, expected: list[Any], tmp_path: Path
 ) -> None:

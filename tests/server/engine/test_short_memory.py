@@ -52,6 +52,7 @@ def test_only_the_request_without_memory_is_refused(
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"extra_body": {"prompt_logprobs": 1}}, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_shortages_end_no_server_and_steps_become_smaller(
     options: dict[str, Any], running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

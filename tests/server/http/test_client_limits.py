@@ -77,6 +77,7 @@ def test_lower_priorities_begin_first_and_equal_ones_in_their_order() -> None:
     assert requests.next() == "soon"
 
 
+@pytest.mark.slow
 def test_a_server_limits_keys_and_lets_the_lowest_priority_begin(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("small requests=1\nlarge priorities=-5:5\n")

@@ -136,6 +136,7 @@ def test_a_body_that_never_ends_keeps_no_place(running: PagedRunningServer) -> N
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.slow
 def test_a_completion_that_nobody_reads_ends(running: PagedRunningServer, stream: bool) -> None:
     before = running.service.metrics.finished["abort"]
     # The answer of a stream is long. The others are sent behind pages that nobody reads.
@@ -159,6 +160,7 @@ def test_a_completion_that_nobody_reads_ends(running: PagedRunningServer, stream
         request("/kv/data"),
     ],
 )
+@pytest.mark.slow
 def test_a_client_that_has_ended_its_side_gets_its_answers(
     running: PagedRunningServer, said: bytes
 ) -> None:

@@ -171,6 +171,7 @@ def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> lis
     return noted_prompts(running, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_response_is_continued_from_what_is_kept(
     client: OpenAI, script: Script, prompts: list[str]
 ) -> None:
@@ -294,6 +295,7 @@ def test_effort_is_a_variable_of_the_template(
     ],
 )
 @pytest.mark.slow
+@pytest.mark.slow
 def test_fields_that_change_the_meaning_work_or_are_refused(
     more: dict[str, Any], status: int, running: PagedRunningServer, script: Script
 ) -> None:
@@ -322,6 +324,7 @@ def test_an_error_in_a_stream_is_a_failed_response(
     assert last.response.error.code == "server_error"
 
 
+@pytest.mark.slow
 def test_texts_have_the_log_probabilities_of_their_tokens(client: OpenAI, script: Script) -> None:
     """And thoughts, calls and marks have none."""
     said = f"{THOUGHT}I read it, twice.\n{CALL}"
