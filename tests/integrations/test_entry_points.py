@@ -15,7 +15,7 @@ from mlx_lm.models.cache import load_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.support.generation import assert_written_and_free
-from tests.support.zoo import small_model
+from tests.support.zoo import llama_for
 
 # Several sequences at once, or masks in another form: float32 sums in another order.
 FLOAT32_TOLERANCE = 1e-3
@@ -26,9 +26,7 @@ NEW_TOKENS = 14
 def model_and_tokenizer(trained: Any) -> Any:
     """A small random model with the vocabulary of a trained one."""
     tokenizer = trained("stdlib-llama")[1]
-    layers = ["full_attention"] * 2
-    changes = {"layer_types": layers, "vocab_size": tokenizer.vocab_size}
-    return small_model("llama", num_hidden_layers=2, **changes), tokenizer
+    return llama_for(tokenizer), tokenizer
 
 
 def streamed(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import KVCache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
-from tests.support.zoo import small_model
+from tests.support.zoo import llama_for, small_model
 
 # `mlx_lm.generate` is a function if somebody imported the package.
 MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
@@ -30,9 +30,7 @@ def stock_function() -> Callable[..., Any]:
 def model_and_tokenizer(trained: Any) -> Any:
     """A small random model with the vocabulary of a trained one."""
     tokenizer = trained("stdlib-llama")[1]
-    layers = ["full_attention"] * 2
-    changes = {"layer_types": layers, "vocab_size": tokenizer.vocab_size}
-    return small_model("llama", num_hidden_layers=2, **changes), tokenizer
+    return llama_for(tokenizer), tokenizer
 
 
 def assert_nothing_is_installed(stock: Callable[..., Any], model: Any) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from paged_kv import PagedCacheFactory
 from tests.support.generation import assert_written_and_free
 from tests.support.running_server import StockServer, wait_until
-from tests.support.zoo import small_model
+from tests.support.zoo import llama_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
@@ -33,9 +33,7 @@ def complete(running: StockServer, **body: Any) -> Any:
 def model_and_tokenizer(trained: Any) -> Any:
     """A small random model with the vocabulary of a trained one."""
     tokenizer = trained("stdlib-llama")[1]
-    layers = ["full_attention"] * 2
-    changes = {"layer_types": layers, "vocab_size": tokenizer.vocab_size}
-    return small_model("llama", num_hidden_layers=2, **changes), tokenizer
+    return llama_for(tokenizer), tokenizer
 
 
 @pytest.fixture

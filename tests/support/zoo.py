@@ -74,6 +74,14 @@ def small_model(name: str, *, seed: int = 0, **changes: Any) -> Module:
     return cast(Module, model)
 
 
+def llama_for(tokenizer: Any) -> Module:
+    """A small llama of two full layers, with the vocabulary of a tokenizer."""
+    layers = ["full_attention"] * 2
+    return small_model(
+        "llama", num_hidden_layers=2, layer_types=layers, vocab_size=tokenizer.vocab_size
+    )
+
+
 def model_that_tells_keys_apart() -> Any:
     """A small model whose queries tell keys apart, as those of trained models do."""
     model: Any = small_model("qwen3")
