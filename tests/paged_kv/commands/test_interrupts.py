@@ -28,7 +28,7 @@ QUIET = ["--log-level", "error"]
 # Interrupts the process once, at the first event of Python's auditing that has a text in its
 # arguments.
 INTERRUPTER = """
-import os, sys
+import _signal, os, sys
 
 awaited, text = os.environ["INTERRUPT_AT"].split(" ")
 
@@ -36,7 +36,7 @@ def look(event, arguments):
     global awaited
     if event == awaited and text in str(arguments):
         awaited = None
-        os.kill(os.getpid(), 2)  # SIGINT: signal is to be imported by the command
+        _signal.raise_signal(2)  # SIGINT. The command is to import signal itself.
 
 sys.addaudithook(look)
 """
@@ -156,10 +156,11 @@ def test_no_half_written_export_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 def run_python(script: str, *beginning: str) -> tuple[int, str, str]:
     """As `ended`, of a script in a process that interrupts end."""
     head = (
-        "import os, signal\n"
+        "import signal\n"
         "from paged_kv.commands.interrupts import end_at_interrupts, raised\n"
         "def interrupt():\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        # To this thread. os.kill() may choose the other one, and then Python raises later.
+        "    signal.raise_signal(signal.SIGINT)\n"
         "end_at_interrupts()\n"
     )
     return ended(started([*beginning, sys.executable, "-c", head + script], Path.cwd()))
