@@ -55,6 +55,15 @@ def test_a_page_that_is_shared_again_is_copied_again() -> None:
     allocator.check()
 
 
+def test_blocks_of_collected_tables_are_appended() -> None:
+    allocator = new_allocator(blocks=4)
+    table = allocator.new_table()
+    allocator.drop_later(new_table(allocator, 1000))
+    table.append(["fp16"] * 4)
+    assert len(table.blocks) == 4
+    allocator.check()
+
+
 @pytest.mark.parametrize(
     ("start", "end", "copies", "blocks"),
     [

@@ -60,15 +60,22 @@ def test_a_block_lives_where_an_earlier_one_did(ring: Ring, entries: list[int]) 
 
 
 def test_slots_are_those_that_hold_tokens_and_those_that_the_next_token_sees() -> None:
-    for ring in (Ring(3, window=7), Ring(2, head=1, window=5, sink_tokens=2)):
-        assert ring.window is not None
+    for ring in (Ring(3), Ring(3, window=7), Ring(2, head=1, window=5, sink_tokens=2)):
         for tokens, entry in product(range(40), range(ring.size)):
             own = [each for each in range(tokens) if ring.entry(each // PAGE) == entry]
             latest = {position % PAGE: position for position in own}
-            seen = {*range(tokens - ring.window, tokens), *range(ring.sink_tokens)}
+            window = ring.window if ring.window is not None else tokens
+            seen = {*range(tokens - window, tokens), *range(ring.sink_tokens)}
             bits = sum(1 << slot for slot in latest)
             seen_bits = sum(1 << slot for slot, position in latest.items() if position in seen)
             assert ring.slots(entry, tokens, PAGE) == (bits, seen_bits)
+
+
+@pytest.mark.parametrize("ring", [Ring(1), Ring(3), Ring(2, head=1), Ring(3, head=2)])
+def test_the_held_pages_are_the_latest_of_each_entry(ring: Ring) -> None:
+    for last in range(10):
+        latest = {ring.entry(page): page for page in range(last + 1)}
+        assert ring.held(last) == [latest[entry] for entry in sorted(latest)]
 
 
 def test_blocks_of_follows_the_tokens_around_the_ring() -> None:
