@@ -152,7 +152,6 @@ def test_pages_that_did_not_come_are_left_out_and_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_disk_that_fails_loses_nothing(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,6 @@ def test_every_prefill_step_gives_the_tokens_of_the_same_one(name: str) -> None:
     "changes", plain_only([{}], [{}, {"attention_k_eq_v": True, "num_global_key_value_heads": 1}])
 )
 @pytest.mark.slow
-@pytest.mark.slow
 def test_full_layers_with_heads_of_512_give_the_same_tokens(changes: dict[str, Any]) -> None:
     """As Gemma 4 has them, with and without values that are the keys."""
     model: Any = small_model("gemma4_text", global_head_dim=512, **changes)
@@ -90,7 +89,6 @@ def test_full_layers_with_heads_of_512_give_the_same_tokens(changes: dict[str, A
     assert_written_and_free(factory)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_speculation_behind_the_window_equals_greedy_decoding() -> None:
     """Windows of 32 in rings of one page: the 40 tokens lie where the page wraps. mlx-lm's rotating

@@ -227,7 +227,6 @@ def is_a_run(ours: Run, stock: Run) -> None:
     plain_cases([("gemma3_text", "fp16", 9)], [("gemma3_text", "fp16", 9), ("llama", "auto", 8)]),
 )
 @pytest.mark.slow
-@pytest.mark.slow
 def test_one_factory_in_two_threads_is_right_or_says_why_not(
     name: str, page_format: str, blocks: int
 ) -> None:

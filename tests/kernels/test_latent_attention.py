@@ -193,7 +193,6 @@ def test_position_queries_that_do_not_fit_are_refused(
     ),
 )
 @pytest.mark.slow
-@pytest.mark.slow
 def test_any_batch(
     backend: str,
     sizes: tuple[int, int],

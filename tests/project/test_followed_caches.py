@@ -74,7 +74,6 @@ def distance(model: Any, prompt: list[int], page_format: FormatName, fault: Any 
     ids=str,
 )
 @pytest.mark.slow
-@pytest.mark.slow
 def test_rounding_stays_far_below_the_bound_and_faults_far_above(
     name: str, page_format: FormatName, trained: Any, source_text: str
 ) -> None:

@@ -153,7 +153,6 @@ def token_budget(tokens: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
     with paged_server(*options(LLAMA, *token_budget(512))) as running:
         client = running.client()
@@ -188,7 +187,6 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         (GEMMA, "2.2MB", "fp16"),
     ],
 )
-@pytest.mark.slow
 @pytest.mark.slow
 def test_requests_wait_for_memory_and_all_are_served(
     model: str, budget: str, page_format: str, system: str
@@ -228,7 +226,6 @@ def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_another_model_gets_pages_of_its_own(system: str) -> None:
     """The request for the other model waits until the others have ended. Then the first model loads
@@ -308,7 +305,6 @@ def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41", "gpt_bigcode"]))
 @pytest.mark.slow
-@pytest.mark.slow
 def test_prompts_that_mlx_lm_cannot_reuse_or_batch_resume_at_their_ends(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -345,7 +341,6 @@ def answers(running: Any, prompts: list[str]) -> list[tuple[str, int]]:
 
 @pytest.mark.usefixtures("loads_hybrid")
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantised(
     system: str,
 ) -> None:
@@ -368,7 +363,6 @@ def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantis
 
 @pytest.mark.usefixtures("loads_hybrid")
 @pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
-@pytest.mark.slow
 @pytest.mark.slow
 def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str) -> None:
     prompt = system * 9
@@ -399,7 +393,6 @@ def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str)
 
 @pytest.mark.parametrize("model", [LLAMA, GEMMA])
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_server_that_is_started_again_begins_with_what_is_stored(
     model: str, system: str, tmp_path: Path
 ) -> None:
@@ -416,7 +409,6 @@ def test_a_server_that_is_started_again_begins_with_what_is_stored(
     assert cached[1] >= 256
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_penalties_of_a_request_alone_count_its_prompt() -> None:
     """As those of a batch do."""

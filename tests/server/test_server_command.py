@@ -103,7 +103,6 @@ def options(port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
     port = free_port()
     command = [sys.executable, "-m", "paged_kv", "server", *options(port)]

@@ -122,7 +122,6 @@ def conversation(model: Any, make_cache: MakeCache) -> tuple[list[Run], list[lis
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_caches_go_in_and_out_of_batches_and_stay_the_callers(model: Any) -> None:
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     ours, caches = conversation(model, factory.make_cache)

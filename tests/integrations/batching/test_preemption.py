@@ -125,7 +125,6 @@ def test_texts_with_windows_are_equal() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_what_is_evicted_is_computed_again() -> None:
     small = assert_equal_under_pressure(blocks=8)
     assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 525
@@ -274,7 +273,6 @@ def test_a_preempted_sequences_pages_are_its_sessions_and_keep_its_salt(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:
     model = small_model("qwen3")
     factory = factory_of_blocks(model, 8)
@@ -294,7 +292,6 @@ def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() ->
     assert_nothing_is_used(factory)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_sequence_whose_prompt_is_half_computed_can_be_preempted() -> None:
     model = small_model("qwen3")
@@ -334,7 +331,6 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
     assert factory.stats().preemptions == 0
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_worst_priority_is_preempted_first_whoever_came_first() -> None:
     model = small_model("qwen3")

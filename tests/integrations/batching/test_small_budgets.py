@@ -163,7 +163,6 @@ def test_samples_wait_whose_caller_holds_the_prompt(length: int, blocks: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_who_can_be_preempted_makes_room_for_who_cannot() -> None:
     """The second one's prompt is unknown. The first one grows into what was promised to it."""
     model: Any = small_model("qwen3")

@@ -208,7 +208,6 @@ def test_rings_bound_what_is_left_unread() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
     model = small_model("qwen3_next")

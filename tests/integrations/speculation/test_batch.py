@@ -73,7 +73,6 @@ def test_ragged_drafts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_no_more_is_drafted_than_a_ring_can_roll_back() -> None:
     model = small_model("gemma3_text")
     factory = PagedCacheFactory(model, max_bytes=64 << 20, write_chunk=3)

@@ -139,7 +139,6 @@ def test_a_draft_model_with_recurrent_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["model", pytest.param("look-up", marks=pytest.mark.slow)])
 @pytest.mark.slow
-@pytest.mark.slow
 def test_speculative_batch_generate_returns_what_batch_generate_returns(
     kind: str, trained: Any, prompts: list[list[int]]
 ) -> None:

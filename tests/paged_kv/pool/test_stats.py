@@ -145,7 +145,6 @@ def steps_of(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_snapshots_from_another_thread_are_of_one_moment() -> None:
     pool = ring_pool(1 << 24)
     write(new_caches(pool), 1)

@@ -203,7 +203,6 @@ def test_more_connections_than_are_allowed_are_told_so(running: PagedRunningServ
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_slow_clients_are_told_so() -> None:
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "1"]
     limits = ["--header-timeout", "0.2", "--body-timeout", "0.2"]

@@ -304,7 +304,6 @@ def test_lines_that_change_with_every_request_do_not_break_the_prefix(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_line_is_kept_on_demand(script: Script, tmp_path: Path) -> None:
     options = ["--model", agent_folder(tmp_path), "--skip-system-lines"]
     with paged_server(*options) as running, anthropic_client(running) as client:
@@ -332,7 +331,6 @@ def test_tokens_are_counted_without_generating(
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_both_packages_list_models_with_their_context_and_abilities(
     tmp_path: Path, script: Script
@@ -397,7 +395,6 @@ def test_an_error_in_a_stream_is_an_event(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_keys_come_in_either_header(script: Script, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice-key\n")
@@ -431,7 +428,6 @@ def test_keys_come_in_either_header(script: Script, tmp_path: Path) -> None:
         ({"n": 2}, 400),
     ],
 )
-@pytest.mark.slow
 @pytest.mark.slow
 def test_fields_that_change_the_meaning_work_or_are_refused(
     more: dict[str, Any], status: int, running: PagedRunningServer, script: Script
@@ -483,7 +479,6 @@ def marked(text: str, mark: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["system", "first message", "last message", "body"])
-@pytest.mark.slow
 @pytest.mark.slow
 def test_what_a_mark_of_an_hour_ends_is_counted_and_held_for_an_hour(
     client: Anthropic, running: PagedRunningServer, where: str

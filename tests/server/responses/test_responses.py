@@ -295,7 +295,6 @@ def test_effort_is_a_variable_of_the_template(
     ],
 )
 @pytest.mark.slow
-@pytest.mark.slow
 def test_fields_that_change_the_meaning_work_or_are_refused(
     more: dict[str, Any], status: int, running: PagedRunningServer, script: Script
 ) -> None:
