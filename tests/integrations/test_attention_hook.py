@@ -1,16 +1,12 @@
 """When attention reads pages, and when it must not."""
 
-import gc
-import logging
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from tests.support.generation import greedy
-from tests.support.zoo import small_model
 
 HEADS, DIM, SCALE = 2, 16, 0.25
 pytestmark = pytest.mark.usefixtures("hooked")
@@ -64,18 +60,6 @@ def attended(cache: PagedKVCache, queries: mx.array, arrays: list[Any], mask: An
     return cache.pool.stats().gather_fallbacks - before
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_masks_that_the_cache_made_are_read_from_pages(
-    cache: PagedKVCache, window: int | None, tokens: int
-) -> None:
-    for return_array in (False, True):
-        mask = cache.make_mask(tokens, return_array=return_array, window_size=window)
-        arrays = list(cache.update_and_fetch(normal(3, tokens), normal(4, tokens)))
-        assert attended(cache, normal(5, tokens, 4), arrays, mask) == 0
-        cache.trim(tokens)
-
-
 @pytest.mark.parametrize("dtype", [mx.bool_, mx.float32])
 def test_masks_of_the_models_own_making_are_honoured(cache: PagedKVCache, dtype: mx.Dtype) -> None:
     arrays = list(cache.update_and_fetch(normal(3, 3), normal(4, 3)))
@@ -103,24 +87,6 @@ def test_what_a_model_does_to_keys_or_values_is_honoured(cache: PagedKVCache) ->
     keys[0] = mx.array(1.0)
     found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
     assert mx.abs(found - stock(queries, changed, values)).max() < 1e-6
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_keys_cast_to_float32_are_read_from_pages(
-    pool: PagePool, dtype: mx.Dtype, tokens: int
-) -> None:
-    cache = PagedKVCache(pool, 0, [Sequence(pool)])
-    mask = cache.make_mask(tokens)
-    keys, values = cache.update_and_fetch(
-        normal(3, tokens).astype(dtype), normal(4, tokens).astype(dtype)
-    )
-    arrays = [keys.astype(mx.float32), values]
-    del keys, values
-    queries = normal(5, tokens, 4)
-    output = paged_attention(queries.astype(dtype), arrays[0], arrays[1], cache, SCALE, mask)
-    assert output.dtype == mx.float32
-    assert attended(cache, queries, arrays, mask) == 0
 
 
 def test_keys_cast_to_fewer_bits_are_gathered(cache: PagedKVCache) -> None:
@@ -153,47 +119,8 @@ def test_other_tiles_are_gathered(cache: PagedKVCache, mask: mx.array | None) ->
         assert_as_stock(cache, queries, ours, theirs, mask)
 
 
-def test_a_model_that_calls_mlx_s_attention_reads_pages(cache: PagedKVCache) -> None:
-    keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
-    expected = stock(normal(5, 1), keys, values)
-    before = cache.pool.stats().gather_fallbacks
-    found = mx.fast.scaled_dot_product_attention(normal(5, 1), keys, values, scale=SCALE)
-    assert mx.abs(found - expected).max() < 1e-6
-    del keys, values
-    assert cache.pool.stats().gather_fallbacks == before
-
-
-def test_the_cache_that_is_passed_beside_does_not_matter(cache: PagedKVCache) -> None:
-    arrays = cache.update_and_fetch(normal(3, 1), normal(4, 1))
-    results = [
-        paged_attention(normal(5, 1), *arrays, other, SCALE, None)
-        for other in (cache, None, [cache, cache], PagedKVCache(cache.pool, 0, []))
-    ]
-    assert all(mx.array_equal(result, results[0]) for result in results)
-
-
 def test_keys_of_one_step_and_values_of_another_are_gathered(cache: PagedKVCache) -> None:
     before = cache.pool.stats().gather_fallbacks
     arrays = [cache.keys_and_values()[0], cache.keys_and_values()[1]]
     attended(cache, normal(5, 1), arrays, None)
     assert cache.pool.stats().gather_fallbacks == before + 2
-
-
-def test_arrays_that_are_no_pages_go_to_mlx_lms_own_attention() -> None:
-    arguments = normal(5, 2), normal(1, 6), normal(2, 6)
-    for mask in (None, "causal", mx.ones((2, 6), dtype=mx.bool_)):
-        expected = mx.fast.scaled_dot_product_attention(*arguments, scale=SCALE, mask=mask)
-        assert mx.array_equal(paged_attention(*arguments, None, SCALE, mask), expected)
-
-
-def test_a_gather_is_counted_each_time_and_reported_once_per_model(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Prompt steps of latent attention gather: each layer in both of them."""
-    model = small_model("deepseek_v3")
-    factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    with caplog.at_level(logging.WARNING, logger="paged_kv"):
-        greedy(model, list(range(1, 9)), factory.make_cache(), 2, step=4)
-    gc.collect()
-    assert factory.stats().gather_fallbacks == 2 * len(model.layers)
-    assert sum("does not read pages" in each.message for each in caplog.records) == 1

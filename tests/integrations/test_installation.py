@@ -1,9 +1,7 @@
 """Uninstalling restores mlx-lm, and keeps the patches of others."""
 
 import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,36 +44,6 @@ def is_paged(model: Any) -> bool:
     return kinds == {PagedKVCache}
 
 
-def test_installing_and_uninstalling_twice_is_as_once(
-    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
-) -> None:
-    model = model_and_tokenizer[0]
-    for end in (factory.uninstall, factory.close):
-        for _ in range(2):
-            factory.install()
-            assert is_paged(model)
-        for _ in range(2):
-            end()
-            assert_nothing_is_installed(stock_function, model)
-
-
-def test_a_with_ends_its_own_installation_also_by_an_error(
-    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
-) -> None:
-    model = model_and_tokenizer[0]
-
-    def body() -> None:
-        with factory:
-            with factory:
-                assert is_paged(model)
-            assert is_paged(model)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        body()
-    assert_nothing_is_installed(stock_function, model)
-
-
 def test_two_models_have_pools_of_their_own_and_a_third_has_none(
     stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
 ) -> None:
@@ -95,28 +63,6 @@ def test_two_models_have_pools_of_their_own_and_a_third_has_none(
         # Calls for other models go to mlx-lm's function with all their arguments.
         assert mlx_lm_cache.make_prompt_cache(third, 64)[0].max_size == 64
     assert_nothing_is_installed(stock_function, model)
-
-
-def test_names_in_modules_imported_before_and_after_are_replaced_and_put_back(
-    stock_function: Callable[..., Any],
-    factory: PagedCacheFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    modules = {}
-    for when in ("before", "after"):
-        source = "from mlx_lm.models.cache import make_prompt_cache as new_cache\n"
-        (tmp_path / f"imported_{when}.py").write_text(source)
-    modules["before"] = importlib.import_module("imported_before")
-    with factory:
-        modules["after"] = importlib.import_module("imported_after")
-        replacement = mlx_lm_cache.make_prompt_cache
-        assert replacement is not stock_function
-        assert all(module.new_cache is replacement for module in modules.values())
-    assert all(module.new_cache is stock_function for module in modules.values())
-    for when in modules:
-        monkeypatch.delitem(sys.modules, f"imported_{when}")
 
 
 def test_a_second_factory_of_a_model_and_a_closed_one_are_refused(

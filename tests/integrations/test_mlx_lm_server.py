@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from mlx_lm import generate, server
+from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv import PagedCacheFactory
@@ -100,25 +100,4 @@ def test_concurrent_clients_read_the_same_text(
         assert conversation(serve, prompts) == stock
     # The server's prompt cache had most of the last prompt.
     assert stock[-1][2]["prompt_tokens_details"]["cached_tokens"] > 200
-    assert_written_and_free(factory)
-
-
-def test_a_server_keeps_quantised_pages_that_prompts_share(
-    serve: Serve, prompts: list[str], factory: PagedCacheFactory, model_and_tokenizer: Any
-) -> None:
-    """And leaves a pool that other threads can use: slabs hold nothing that only the ended thread
-    could compute."""
-    model, tokenizer = model_and_tokenizer
-    stock = generate(model, tokenizer, prompts[3], max_tokens=8)
-    with factory:
-        with serve(1, "--kv-bits", "8", "--quantized-kv-start", "0") as running:
-            for ending in ("", "a", "b", "c"):
-                # More than a block, so that one block is full and stays shared.
-                complete(running, prompt="".join(prompts) + ending, max_tokens=2)
-            # Clients get their answer before the server keeps the last prompt.
-            assert len(running.generator.prompt_cache) >= 3
-            stats = factory.stats()
-            assert stats.table_entries > stats.blocks_used > 0
-            assert stats.blocks_by_format["q8"] > 0
-        assert generate(model, tokenizer, prompts[3], max_tokens=8) == stock
     assert_written_and_free(factory)

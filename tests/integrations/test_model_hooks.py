@@ -10,15 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.nn.layers.base import Module
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models import base
-from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.attention_hook import ATTENTION, paged_attention
-from paged_kv.integrations.model_hooks import ModelHooks, Undo, modules_of
-from tests.support.generation import assert_same_run, greedy
+from paged_kv.integrations.model_hooks import ModelHooks, Undo
+from tests.support.generation import greedy
 from tests.support.zoo import small_model
 
 # Not by `import`: these modules do not say that they have the names of what they import.
@@ -32,10 +30,6 @@ STOCK_ATTENTION = base.scaled_dot_product_attention
 def names_of_mlx() -> list[Any]:
     found: list[Any] = [*vars(mx).items(), *vars(mx.fast).items()]
     return [*found, *vars(base).items(), PromptProcessingBatch.prompt]
-
-
-def names_of(model: Module) -> list[Any]:
-    return [each for module in modules_of(model) for each in vars(module).items()]
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
@@ -56,22 +50,6 @@ def _nothing_is_left() -> Iterator[None]:
     assert same(before, names_of_mlx())
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "qwen3_next"])
-def test_everything_is_as_before_once_a_factory_is_closed(name: str) -> None:
-    model = small_model(name)
-    before, call, mlx = names_of(model), type(model).__call__, names_of_mlx()
-    with PagedCacheFactory(model, max_bytes=64 << 20, compile=False) as factory:
-        assert PromptProcessingBatch.prompt is not mlx[-1]
-        greedy(model, PROMPT, factory.make_cache(), 4)
-        assert not same(before, names_of(model))
-        assert type(model).__call__ is not call
-        assert same(mlx[:-1], names_of_mlx()[:-1])
-    factory.close()
-    gc.collect()
-    assert same(before, names_of(model))
-    assert type(model).__call__ is call
-
-
 @pytest.mark.parametrize(("module", "is_needed"), [(llama, False), (gemma2, True)])
 def test_operations_are_replaced_only_where_a_trial_shows_the_need(
     module: ModuleType, is_needed: bool
@@ -86,38 +64,6 @@ def test_operations_are_replaced_only_where_a_trial_shows_the_need(
     assert qwen3_next.mx is vars(base)["mx"] is mx
     factory.close()
     assert module.mx is mx
-
-
-def test_caches_go_on_after_their_factory_and_end_what_is_replaced() -> None:
-    model = small_model("gemma2")
-    call = type(model).__call__
-    factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    cache, pool = factory.make_cache(), factory.pool
-    first = greedy(model, PROMPT, cache, 4)
-    forks = [each.__deepcopy__({}) for each in cache]
-    del cache, factory
-    gc.collect()
-    stock = make_prompt_cache(model)
-    assert_same_run(first, greedy(model, PROMPT, stock, 4), 1e-4)
-    assert_same_run(greedy(model, [7], forks, 4), greedy(model, [7], stock, 4), 1e-4)
-    assert pool.stats().gather_fallbacks == 0
-    assert gemma2.mx is not mx
-    del forks, pool
-    gc.collect()
-    assert gemma2.mx is mx
-    assert type(model).__call__ is call
-
-
-def test_one_of_two_factories_of_a_model_goes_on_alone() -> None:
-    model = small_model("llama")
-    expected = greedy(model, PROMPT, make_prompt_cache(model), 4)
-    one, other = PagedCacheFactory(model), PagedCacheFactory(model)
-    one.make_cache()
-    cache = other.make_cache()
-    one.close()
-    assert_same_run(greedy(model, PROMPT, cache, 4), expected, 1e-4)
-    assert other.stats().gather_fallbacks == 0
-    other.close()
 
 
 def test_all_names_of_a_module_are_replaced_and_put_back() -> None:

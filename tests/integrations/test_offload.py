@@ -219,15 +219,3 @@ def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Pa
     found, count = whole.fetch_cache([*PROMPT, 9])
     assert count == len(PROMPT)
     assert_same_run(greedy(model, [9], found, 4), wanted, TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{"read_tokens": None}, {"page_format": "auto"}])
-def test_what_cannot_be_offloaded(model: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="offload needs"):
-        PagedCacheFactory(model, **{"read_tokens": READ, "offload": tmp_path, **options})
-
-
-def test_a_folder_that_cannot_be_written(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError):
-        PagedCacheFactory(model, read_tokens=READ, offload=tmp_path / "file")

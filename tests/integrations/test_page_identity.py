@@ -1,16 +1,12 @@
 """Pages on disk hit only for the model, settings and versions that computed them."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.nn.layers.base import Module
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from paged_kv import PagedCacheFactory
-from paged_kv.integrations.page_identity import fingerprints
 from tests.support.generation import greedy
 from tests.support.stored_prompts import TEXT, computed, found, stored_factory
 from tests.support.zoo import small_model
@@ -73,46 +69,3 @@ def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path) -> None:
     for page_format in ("q8", "q4", "auto"):
         assert found(model, folder, TEXT[:300], page_format=page_format) == 0
     assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
-
-
-def test_weights_exchanged_under_a_factory_find_nothing(folder: Path) -> None:
-    model = small_model("qwen3")
-    factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:300])
-    begun = factory.make_cache()
-    greedy(model, [1, *TEXT[:300]], begun, 1)
-    scaled(model)
-    assert factory.fetch_cache(TEXT[:300])[1] == 0
-    # The sequence began with the other weights: it must not be stored under these.
-    factory.insert_cache([1, *TEXT[:300]], begun)
-    factory.close()
-    assert found(model, folder, [1, *TEXT[:300]]) == 0
-    assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
-
-
-def test_the_fingerprint_is_that_of_the_content() -> None:
-    model = small_model("qwen3")
-    first = fingerprints(model)
-    assert fingerprints(small_model("qwen3")) == fingerprints(copy.deepcopy(model)) == first
-    # Running the model changes nothing.
-    greedy(model, TEXT[:20], PagedCacheFactory(model).make_cache(), 1)
-    assert fingerprints(model) == first
-
-
-def test_arrays_are_told_apart_by_name_dtype_and_shape() -> None:
-    """All of these have the same bytes."""
-
-    def weights(name: str, array: mx.array) -> str:
-        empty: type[Any] = Module
-        model = empty()
-        model[name] = array
-        return fingerprints(model)[0]
-
-    all_of_them = {
-        weights("weight", mx.zeros(4, mx.float16)),
-        weights("bias", mx.zeros(4, mx.float16)),
-        weights("weight", mx.zeros(4, mx.bfloat16)),
-        weights("weight", mx.zeros((2, 2), mx.float16)),
-    }
-    assert len(all_of_them) == 4
-    assert weights("weight", mx.zeros(4, mx.float16)) in all_of_them

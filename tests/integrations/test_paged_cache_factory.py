@@ -1,7 +1,5 @@
 """The promises of a factory: limits, freed memory, caches saved beyond the process."""
 
-import gc
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted, PoolStats
+from paged_kv import PagedCacheFactory, PoolExhausted
 from tests.support.folders import ROOT
 from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.support.zoo import small_model
@@ -32,21 +30,6 @@ def block_bytes(model: Any) -> int:
     factory.can_admit(1)
     size: int = factory.pool.groups[0].allocator.formats[0].block_bytes
     return size
-
-
-def test_make_cache_replaces_what_has_keys_and_values() -> None:
-    kinds = {
-        name: {type(cache).__name__ for cache in PagedCacheFactory(small_model(name)).make_cache()}
-        for name in ("qwen3", "gemma3_text", "qwen3_next", "mamba")
-    }
-    assert kinds["qwen3"] == kinds["gemma3_text"] == {"PagedKVCache"}
-    assert kinds["qwen3_next"] == {"PagedKVCache", "ArraysCache"}
-    assert "PagedKVCache" not in kinds["mamba"]
-
-
-def test_a_write_chunk_that_is_no_part_of_the_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="window"):
-        PagedCacheFactory(small_model("gemma3_text"), write_chunk=33)
 
 
 def test_a_budget_that_is_too_small_raises_and_changes_nothing(model: Any) -> None:
@@ -96,47 +79,6 @@ def test_can_admit_counts_whole_blocks_that_are_or_can_be_had(model: Any) -> Non
     assert factory.can_admit(768)
 
 
-def test_clear_gives_back_what_no_sequence_uses(model: Any) -> None:
-    factory = PagedCacheFactory(model, max_bytes=1 << 26)
-    cache, kept = factory.make_cache(), factory.make_cache()
-    greedy(model, PROMPT * 4, cache, 1)
-    greedy(model, PROMPT[:5], kept, 1)
-    del cache
-    gc.collect()
-    factory.clear()
-    assert (factory.stats().blocks_used, factory.stats().slabs) == (1, 1)
-    greedy(model, PROMPT[:5], kept, 1)
-    del kept
-    gc.collect()
-    factory.clear()
-    assert (factory.stats().bytes_mapped, factory.stats().slabs) == (0, 0)
-
-
-def test_caches_of_a_closed_factory_go_on(model: Any) -> None:
-    factory = PagedCacheFactory(model, max_bytes=1 << 24)
-    cache = factory.make_cache()
-    greedy(model, PROMPT, cache, 1)
-    factory.close()
-    factory.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        factory.make_cache()
-    greedy(model, PROMPT[:5], cache, 1)
-    del cache
-    assert_nothing_is_used(factory)
-
-
-def test_stats_are_a_dictionary_too(model: Any) -> None:
-    factory = PagedCacheFactory(model, max_bytes=1 << 24)
-    cache = factory.make_cache()
-    greedy(model, PROMPT, cache, 1)
-    stats = factory.stats()
-    assert PoolStats.from_dict(json.loads(json.dumps(stats.as_dict()))) == stats
-    assert (stats.groups[0].layers, stats.groups[0].formats[0].used) == (len(cache), 2)
-    assert (stats.blocks_used, stats.gather_fallbacks) == (2, 0)
-    assert stats.bytes_active == 2 * block_bytes(model) <= stats.bytes_mapped
-    assert stats.bytes_active == sum(layer.nbytes for layer in cache)
-
-
 CONTINUE_ELSEWHERE = """
 import sys
 from mlx_lm.models.cache import load_prompt_cache
@@ -172,15 +114,6 @@ def test_a_saved_cache_goes_on_in_a_fresh_process(
     command = [sys.executable, "-c", CONTINUE_ELSEWHERE, name, file, page_format]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [str(continued), f"{used} {kinds}"]
-
-
-def test_a_file_of_another_version_is_refused(model: Any) -> None:
-    cache = PagedCacheFactory(model).make_cache()
-    greedy(model, PROMPT[:5], cache, 1)
-    state = {**cache[0].state, "version": 99}
-    for saved in (state, {}):
-        with pytest.raises(ValueError, match="format version"):
-            PagedKVCache.from_state(saved)
 
 
 def test_a_cache_class_that_nobody_knows_is_named() -> None:

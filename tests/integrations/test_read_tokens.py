@@ -1,7 +1,6 @@
 """Models whose decode steps read chosen tokens, beside mlx-lm's caches and attention that hides the
 others."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
@@ -19,7 +17,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.prefix.node_pages import block_bytes
 from tests.support.arrays import numbers
 from tests.support.choices import chosen
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.generation import Run, assert_same_run, greedy
 from tests.support.grids import plain_only
 from tests.support.stored_prompts import read, stored_factory
 from tests.support.zoo import model_that_tells_keys_apart, small_model
@@ -86,22 +84,6 @@ def test_what_is_read_whole_has_the_same_bits(name: str) -> None:
     assert difference(decoded(model, PROMPT, 8, read_tokens=count), exact) == 0
 
 
-@pytest.mark.slow
-def test_rows_of_a_batch_choose_as_they_would_alone(model: Any) -> None:
-    prompts = [PROMPT[100:], PROMPT[:500], PROMPT[:790]]
-    factory = PagedCacheFactory(model, read_tokens=READ)
-    with factory:
-        generator = BatchGenerator(model, max_tokens=8, prefill_step_size=512)
-        uids = generator.insert(prompts)
-        runs = runs_of(generator, uids)
-        generator.close()
-    for prompt, run in zip(prompts, runs, strict=True):
-        cache = PagedCacheFactory(model, read_tokens=READ).make_cache()
-        assert_same_run(run, greedy(model, prompt, cache, 8, step=512), TOLERANCE)
-    del generator
-    assert_nothing_is_used(factory)
-
-
 def test_a_shared_prefix_brings_its_summaries(model: Any) -> None:
     factory = PagedCacheFactory(model, read_tokens=READ)
     cold = greedy(model, PROMPT, factory.make_cache(), 12)
@@ -109,17 +91,6 @@ def test_a_shared_prefix_brings_its_summaries(model: Any) -> None:
     cache, cached = factory.fetch_cache(PROMPT)
     assert cached == 1100
     assert_same_run(greedy(model, PROMPT[cached:], cache, 12), cold, TOLERANCE)
-
-
-@pytest.mark.slow
-def test_pages_that_are_written_again_are_summarised_again(model: Any) -> None:
-    factory = PagedCacheFactory(model, read_tokens=READ)
-    cache = factory.make_cache()
-    greedy(model, [*PROMPT[:300], *reversed(PROMPT)], cache, 2)
-    for layer in cache:
-        layer.trim(layer.offset - 300)
-    again = greedy(model, PROMPT[300:], cache, 12)
-    assert_same_run(again, decoded(model, PROMPT, 12, read_tokens=READ), TOLERANCE)
 
 
 @pytest.mark.parametrize("page_format", plain_only(["fp16"], ["fp16", "q4"]))
@@ -184,24 +155,3 @@ def test_what_is_left_out_is_counted(model: Any) -> None:
     assert stats.tokens_chosen == sum(736 + there for there in steps.values())
     assert stats.tokens_chosen + stats.tokens_left_out == sum(steps)
     assert "tokens_left_out" in stats.as_dict()
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (767, ValueError),
-        (0, ValueError),
-        ("8192", TypeError),
-        (8192.0, TypeError),
-        (True, TypeError),
-    ],
-)
-def test_bad_numbers_are_refused(model: Any, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="read_tokens must be an integer"):
-        PagedCacheFactory(model, read_tokens=value)
-
-
-def test_a_model_that_reads_all_anyway_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "paged_kv"):
-        PagedCacheFactory(small_model("recurrent_gemma"), read_tokens=READ)
-    assert "read_tokens changes nothing" in caplog.text

@@ -1,11 +1,10 @@
 """Models with sliding windows generate the same on rings of pages as on mlx-lm's caches."""
 
 import copy
-import gc
 from typing import Any
 
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 from tests.support.generation import assert_same_run, assert_written_and_free, greedy, speculate
@@ -17,41 +16,10 @@ TOLERANCE = 1e-3
 # Windows of 32 tokens live in rings of one page: these prompts wrap.
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(330)]
 NEW_TOKENS = 4
-WITH_RINGS = [
-    "gemma3_text",
-    "gemma3n",
-    "gemma4_text",
-    "gpt_oss",
-    "cohere2",
-    "olmo3",
-    "exaone4",
-    "mimo_v2_flash",
-    "afmoe",
-    "iquestloopcoder",
-    "ministral3",
-    "plamo3",
-]
-# mlx-lm gives these windows full caches, or chunked ones of its own.
-WITHOUT_RINGS = ["smollm3", "llama4_text"]
 
 
 def new_factory(model: Any, **options: Any) -> PagedCacheFactory:
     return PagedCacheFactory(model, max_bytes=64 << 20, **options)
-
-
-@pytest.mark.parametrize(
-    "name", plain_only(["gemma3_text", "gpt_oss"], [*WITH_RINGS, *WITHOUT_RINGS])
-)
-def test_layers_with_a_window_get_rings(name: str) -> None:
-    model = small_model(name)
-    factory = new_factory(model)
-    assert bool(factory.pool.windows) == (name in WITH_RINGS)
-    for window in factory.pool.windows.values():
-        assert (window.size, window.write_chunk, window.sink_tokens) == (32, 32, 0)
-    stock_types = [type(cache) for cache in make_prompt_cache(model)]
-    paged_types = {type(cache) for cache in factory.make_cache()}
-    assert (RotatingKVCache in stock_types) == (name in WITH_RINGS)
-    assert not paged_types & {KVCache, RotatingKVCache}
 
 
 @pytest.mark.parametrize(
@@ -108,14 +76,3 @@ def test_speculation_behind_the_window_equals_greedy_decoding() -> None:
     assert all(cache.is_trimmable() for cache in caches)
     del caches
     assert_written_and_free(*factories)
-
-
-def test_a_draft_longer_than_the_ring_can_take_back_is_said_to_be() -> None:
-    model = small_model("gemma3_text")
-    cache = new_factory(model).make_cache()
-    greedy(model, PROMPT, cache, 1)
-    possible = cache[0].pool.windows[0].capacity - 31
-    assert [layer.can_trim(possible) for layer in cache] == [True] * len(cache)
-    assert [layer.can_trim(possible + 1) for layer in cache] == [False] * len(cache)
-    del cache
-    gc.collect()

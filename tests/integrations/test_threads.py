@@ -111,37 +111,6 @@ def test_pages_of_another_threads_lazy_array_are_not_written_over(
     assert mx.allclose(found[0], step(300, 1)[0].sum(axis=2), atol=1e-3)
 
 
-@pytest.mark.parametrize("call", ["fork", "adopt"])
-def test_no_other_thread_comes_between_while_blocks_are_shared(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = PagePool(1, max_bytes=1 << 24)
-    cache = new_cache(pool)
-    cache.update_and_fetch(*step(10, 1))
-    sequence, group = cache.sequences[0], pool.groups[0]
-    blocks = list(sequence.table(group).blocks)
-    came: list[bool] = []
-
-    def come() -> bool:
-        is_free = pool.lock.acquire(blocking=False)
-        if is_free:
-            pool.lock.release()
-        return is_free
-
-    def note(self: Sequence) -> Sequence:
-        came.append(in_thread(come))
-        return self
-
-    # The first that each of the two calls.
-    monkeypatch.setattr(Sequence, "_copy" if call == "fork" else "close_step", note)
-    if call == "fork":
-        sequence.fork(0)
-    else:
-        Sequence(pool).adopt(group, blocks, 10)
-    assert came == [False]
-    assert in_thread(come)
-
-
 @pytest.mark.slow
 def test_a_slab_can_be_made_while_another_thread_clears_mlxs_cache() -> None:
     """`mx.clear_cache` waits for all streams, and meanwhile holds the interpreter's lock."""

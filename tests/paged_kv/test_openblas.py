@@ -12,12 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.nn.layers.base import Module
-from mlx.nn.layers.quantized import quantize
 
 from paged_kv import PagedCacheFactory, openblas
-from paged_kv.blas_in_use import library_in_use, openblas_version
-from paged_kv.command_line import main
 from paged_kv.integrations import slow_products
 from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
@@ -144,14 +140,6 @@ def test_whatever_imports_mlx_after_paged_kv_has_the_package(first: str) -> None
     assert printed(first + SHOW).split()[-1] == PACKAGED
 
 
-@needs_package
-def test_importing_paged_kv_alone_loads_no_library() -> None:
-    code = (
-        "import paged_kv, sys; print('ctypes' in sys.modules, 'paged_kv.openblas' in sys.modules)"
-    )
-    assert printed(code) == "False False"
-
-
 SYSTEM = """
 import sys
 from paged_kv import openblas
@@ -183,58 +171,6 @@ def test_the_systems_serves_where_it_is_preferred_or_alone(
     said = printed(f"from paged_kv import openblas\n{without}\n{line}", **environment)
     assert said.startswith("BLAS of MLX: OpenBLAS 0.")
     assert PACKAGED not in said
-
-
-@linux_only
-def test_an_openblas_that_cannot_serve_is_named_and_another_is_taken(tmp_path: Path) -> None:
-    broken = tmp_path / PACKAGED
-    broken.write_text("no library")
-    code = f"""
-from paged_kv import openblas
-openblas._file_of_package = lambda: openblas.Path({str(broken)!r})
-openblas._NAMES = openblas.Path(__import__("sys").executable)
-openblas._OF_SYSTEM = ()
-print(openblas.load_openblas())
-"""
-    said = printed(code)
-    assert f"{PACKAGED} of the package scipy-openblas32 cannot serve MLX: " in said
-    assert said.startswith("None")
-
-
-@linux_only
-def test_mlx_keeps_its_own_where_that_is_asked_for() -> None:
-    assert not printed(f"import paged_kv, mlx.core{SHOW}", PAGED_KV_BLAS="mlx").startswith(
-        ("libopenblas", PACKAGED)
-    )
-
-
-@linux_only
-def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_BLAS", "fast")
-    monkeypatch.delitem(sys.modules, "mlx.core")
-    with pytest.raises(ValueError, match="unknown"):
-        openblas.load_openblas.__wrapped__()
-
-
-def test_a_program_that_loads_it_after_mlx_is_told() -> None:
-    with pytest.raises(RuntimeError, match="before"):
-        openblas.load_openblas.__wrapped__()
-
-
-def test_a_mac_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.delitem(sys.modules, "mlx.core")
-    assert openblas.load_openblas.__wrapped__() is None
-    assert examination.blas_line() is None
-
-
-@needs_package
-def test_the_doctor_names_the_one_that_serves() -> None:
-    library = library_in_use()
-    assert library is not None
-    assert f"BLAS of MLX: {openblas_version(library) or library.name}, " in str(
-        examination.blas_line()
-    )
 
 
 @pytest.fixture
@@ -320,30 +256,3 @@ def test_a_command_in_16_bits_on_a_cpu_is_told_of_dtype(
     assert caplog.messages == []
     slow_products.warn_in_command(model)
     assert [message.startswith(hint or "-") for message in caplog.messages] == [True] * bool(hint)
-
-
-@linux_only
-def test_generate_tells_of_dtype(
-    cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(slow_products, "openblas_version", lambda library: "OpenBLAS 0.3.30")
-    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--max-kv-bytes", "8MB"]) == 0
-    assert any("--dtype float32 " in message for message in caplog.messages)
-
-
-@linux_only
-def test_a_quantised_model_is_told_nothing(cpu: None, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_in(mx.bfloat16)
-    quantize(model, group_size=32, bits=8)
-    slow_products.warn_in_command(model)
-    assert [each for each in caplog.messages if "--dtype" in each] == []
-
-
-@linux_only
-def test_a_model_without_weights_is_told_nothing(
-    reference_blas: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An object that another program gives in the place of a model may hide its weights."""
-    model: Any = Module
-    slow_products.warn_in_program(model())
-    assert caplog.messages == []

@@ -10,7 +10,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from openai import APIStatusError
 
 from paged_kv.server import lifecycle
 from paged_kv.server.engine.generation_thread import GenerationThread
@@ -98,19 +97,6 @@ def test_a_signal_finishes_or_cuts_fifty_streams(max_tokens: int, seconds: int) 
         assert ("shutting down" in text) == (max_tokens != 60)
 
 
-def test_what_does_not_finish_in_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = PagedRunningServer(*OPTIONS, "--shutdown-timeout", "0.1", "--decode-concurrency", "1")
-    whole, waiting = started(running, 1900), started(running, 1800)
-    wait_until(lambda: running.service.metrics.generation_tokens > 0)
-    running.end()
-    for answer in (whole, waiting):
-        with pytest.raises(APIStatusError, match="shutting down") as refused:
-            answer.result(PATIENCE_S)
-        assert refused.value.status_code == 503
-    assert running.join() == 0
-    assert running.provider.factories == []
-
-
 def started(running: PagedRunningServer, max_tokens: int) -> Any:
     """A request whose answer another thread waits for."""
     answer: Future[Any] = Future()
@@ -134,18 +120,6 @@ def status_of(port: int, path: str) -> int:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     client.request("GET", path)
     return client.getresponse().status
-
-
-def test_a_server_is_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = PagedRunningServer(*OPTIONS)
-    assert [status_of(running.port, path) for path in ("/health", "/ready")] == [200, 200]
-    talking = started(running, 1900)
-    running.end()
-    wait_until(lambda: not running.service.gate.is_open)
-    assert [status_of(running.port, path) for path in ("/health", "/ready")] == [200, 503]
-    running.end()
-    assert running.join() == 0
-    assert talking.exception(PATIENCE_S) is not None
 
 
 def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(

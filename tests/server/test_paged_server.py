@@ -10,7 +10,6 @@ from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
 from tests.support.folders import MODEL_FOLDERS
-from tests.support.grids import plain_only
 from tests.support.running_server import (
     PagedRunningServer,
     RunningServer,
@@ -107,40 +106,6 @@ def test_conversations_read_the_same_and_share_what_they_begin_with(
         assert_idle_pools_hold_nothing(running)
 
 
-@pytest.mark.slow
-def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
-    """The draft model has windows, and reuses what it has cached itself."""
-    draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
-    with stock_server(*options(LLAMA)) as running:
-        stock, _ = converse(running, system, NAMES[0], turns=2)
-    with paged_server(*options(LLAMA, *draft, "--max-kv-bytes", "64MB")) as running:
-        assert len(running.pools) == 2
-        assert sum(pool.budget.max_bytes for pool in running.pools) <= 64_000_000
-        answers, cached = converse(running, system, NAMES[0], turns=2)
-        assert answers == stock
-        assert cached[1] > 256
-        assert_idle_pools_hold_nothing(running)
-
-
-def test_clients_that_leave_leave_nothing_behind(system: str) -> None:
-    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
-        streams = [
-            running.client().completions.create(
-                model="default_model", prompt=system[start:], max_tokens=2000, stream=True
-            )
-            for start in range(4)
-        ]
-        for number, stream in enumerate(streams):
-            for _ in range(number + 1):
-                next(stream)
-        assert running.service.thread.jobs
-        for stream in streams:
-            stream.close()
-        assert_idle_pools_hold_nothing(running)
-        # The server still serves others.
-        assert ask(running.client(), [{"role": "user", "content": "import "}])[0]
-
-
 def tokens_of(running: PagedRunningServer, text: str) -> list[int]:
     tokenizer: Any = running.provider.tokenizer
     tokens: list[int] = tokenizer.encode(text)
@@ -227,28 +192,6 @@ def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
 
 
 @pytest.mark.slow
-def test_another_model_gets_pages_of_its_own(system: str) -> None:
-    """The request for the other model waits until the others have ended. Then the first model loads
-    again."""
-    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", "--allow-model-switch")) as running:
-        first = running.pools[0]
-        stream = running.client().completions.create(
-            model="default_model", prompt=system, max_tokens=20, stream=True
-        )
-        next(stream)
-        other = running.client().completions.create(
-            model=str(MODEL_FOLDERS[GEMMA]), prompt="import os", max_tokens=4, temperature=0
-        )
-        assert len(list(stream)) >= 4
-        assert other.choices[0].text
-        assert [pool.name for pool in running.pools] == ["gemma3_text"]
-        assert first.stats().bytes_mapped == 0
-        talk = converse(running, system, NAMES[0], turns=2)
-        assert talk[1][1] > 256
-        assert_idle_pools_hold_nothing(running)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("draft", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
 def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> None:
     """The test checks what the cache finds, not the time."""
@@ -303,27 +246,6 @@ def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "load", load_small)
 
 
-@pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41", "gpt_bigcode"]))
-@pytest.mark.slow
-def test_prompts_that_mlx_lm_cannot_reuse_or_batch_resume_at_their_ends(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Several at once have the answers that they have alone; a restart finds them in the store."""
-    let_servers_load(name, monkeypatch)
-    prompts = [f"{word} = import\n" * count for word, count in (("os", 90), ("sys", 40), ("re", 5))]
-    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
-        first = answers(running, prompts)
-        assert [cached for _, cached in first] == [0, 0, 0]
-        lengths = [len(tokens_of(running, prompt)) for prompt in prompts]
-        again = answers(running, prompts[::-1])[::-1]
-        # Rows of deepseek_v41 are of two tokens.
-        ends = [(n - 1) // 2 * 2 if name == "deepseek_v41" else n - 1 for n in lengths]
-        assert again == [(text, end) for (text, _), end in zip(first, ends, strict=True)]
-        assert [answers(running, [prompt])[0] for prompt in prompts] == again
-    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
-        assert answers(running, prompts) == again
-
-
 def answers(running: Any, prompts: list[str]) -> list[tuple[str, int]]:
     """The texts that follow prompts, asked at once, and how many tokens were cached."""
 
@@ -359,36 +281,6 @@ def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantis
             return answer.usage.prompt_tokens_details.cached_tokens or 0
 
         assert [cached_of_answer() for _ in range(2)] == [0, last_page]
-
-
-@pytest.mark.usefixtures("loads_hybrid")
-@pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str) -> None:
-    prompt = system * 9
-    with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB", *alone)) as running:
-        tokens = len(tokens_of(running, prompt))
-        snapshot = tokens // 2048 * 2048
-        assert 2100 < tokens < 6000
-
-        def complete(text: str) -> tuple[str, int]:
-            answer = running.client().completions.create(
-                model="default_model", prompt=text, max_tokens=4, temperature=0
-            )
-            running.wait_until_idle()
-            assert answer.usage
-            assert answer.usage.prompt_tokens_details
-            return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
-
-        first, cached = complete(prompt)
-        assert cached == 0
-        assert complete(prompt) == (first, snapshot if alone else tokens - 1)
-        other, cached = complete(prompt[:-30] + "\nimport")
-        # Alone, no state is kept at a prompt's end: the second one left one where it went on.
-        assert cached == (len(tokens_of(running, prompt[:-30])) // 256 * 256 if alone else snapshot)
-        running.pools[0].clear()
-        assert complete(prompt[:-30] + "\nimport") == (other, 0)
-        assert_idle_pools_hold_nothing(running)
 
 
 @pytest.mark.parametrize("model", [LLAMA, GEMMA])

@@ -1,7 +1,6 @@
 """The options of `paged-kv server`."""
 
 import json
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +11,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from paged_kv.command_line import main
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import server_parser
 from tests.support.folders import MODEL_FOLDERS
@@ -43,61 +41,6 @@ def test_the_model_and_its_draft_are_converted_to_another_number_format() -> Non
     provider.reset()
 
 
-def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["server", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for part in ("paged-kv server", "--chat-template-args", "--max-kv-bytes", "(default: auto)"):
-        assert part in text
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (["--max-kv-bytes", "10GBB"], "'10GBB' is not a size"),
-        (["--page-format", "q5"], "argument --page-format: 'q5' is no"),
-        (["--admission-timeout", "-1"], "up to 1,000,000, got '-1'"),
-        (["--shutdown-timeout", "soon"], "up to 1,000,000, got 'soon'"),
-        (["--max-connections", "0"], "'0' is not a positive integer"),
-        (["--max-body-bytes", "long"], "'long' is not a size"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
-    ],
-)
-def test_wrong_options_are_named(
-    options: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["server", *options])
-    assert ended.value.code == 2
-    assert part in capsys.readouterr().err
-
-
-def test_a_server_needs_something_to_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["server"]) == 1
-    assert "there is nothing to serve: name a --model" in capsys.readouterr().err
-
-
-def test_an_mlx_lm_before_the_server_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlx_lm.__version__", "0.32.0")
-    assert main(["server", "--model", str(MODEL)]) == 1
-    assert "needs mlx-lm 0.32.1 or newer, and mlx-lm 0.32.0 is" in capsys.readouterr().err
-
-
-def test_other_commands_still_refuse_what_they_do_not_know(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "--prompt", "a", "--port", "8080"])
-    error = capsys.readouterr().err
-    assert error == (
-        "paged-kv generate: unrecognized arguments: --port 8080\n"
-        "`paged-kv generate --help` lists the options\n"
-    )
-
-
 def options(port: int) -> list[str]:
     return ["--model", str(MODEL), "--port", str(port), "--max-kv-bytes", "64MB"]
 
@@ -115,20 +58,6 @@ def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
             assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         finally:
             process.terminate()
-
-
-def test_a_port_in_use_ends_the_process(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Settings for a process of its own would stay in this one.
-    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["server", *options(taken.getsockname()[1])]) == 1
-    said = capsys.readouterr().err
-    assert "paged-kv server: " in said
-    assert "in use" in said
 
 
 def opened(request: Request, process: subprocess.Popen[bytes]) -> bytes:

@@ -1,6 +1,5 @@
 """The metrics of `paged-kv server` and its status page, in a real browser."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,9 +8,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from paged_kv import extras
 from paged_kv.pool.columns import COLUMNS, Unit
-from paged_kv.server import status_page
 from tests.support.folders import MODEL_FOLDERS, ROOT
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 
@@ -86,31 +83,6 @@ def test_metrics(running: PagedRunningServer) -> None:
     assert any(float(line.split()[-1]) > 100 for line in asked)
 
 
-def test_data_is_what_the_pools_hold_and_not_how_the_server_was_started(
-    running: PagedRunningServer,
-) -> None:
-    with get(running, "/kv/data") as answer:
-        view = json.load(answer)
-        assert answer.headers["Access-Control-Allow-Origin"] is None
-    numbers = [pool.serial for pool in running.pools]
-    (pool,) = [each for each in view["pools"] if each["number"] in numbers]
-    assert pool["stats"]["bytes_budget"] == 64_000_000
-    assert pool["stats"]["blocks_cached"] == running.pools[0].stats().blocks_cached > 0
-    assert view["command"] == ""
-
-
-def test_without_the_extra_metrics_say_what_to_install(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(name="prometheus_client")
-
-    monkeypatch.setattr(extras, "import_module", missing)
-    answer = status_page.metrics(running.service)
-    assert answer.status_code == 501
-    assert extras.install_command("metrics").encode() in answer.body
-
-
 def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
     running: PagedRunningServer,
 ) -> None:
@@ -121,29 +93,6 @@ def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
             urlopen(Request(address, headers={"Host": "evil.example"}), timeout=30)
         with urlopen(Request(address, headers={"Host": "localhost:1"}), timeout=30) as answer:
             assert answer.status == 200
-
-
-def test_requests_are_counted_and_listed(running: PagedRunningServer) -> None:
-    create: Any = running.client().completions.create
-    stream = create(
-        model="default_model",
-        prompt=[7] * 300,
-        max_tokens=1500,
-        n=2,
-        stream=True,
-        logit_bias={"0": -1000},
-        extra_headers={"X-Request-Id": "page-test"},
-    )
-    next(stream)
-    with get(running, "/kv/data") as answer:
-        requests = json.load(answer)["requests"]
-    stream.close()
-    assert (requests["running"], requests["waiting"]) == (2, 0)
-    ((name, stage, prompt, cached, generated, _),) = requests["listed"]
-    assert (name, stage, prompt, cached) == ("page-tes", "running", 300, 0)
-    assert generated > 0
-    assert requests["finished"]["length"] > 0
-    running.wait_until_idle()
 
 
 @pytest.fixture

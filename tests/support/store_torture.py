@@ -30,7 +30,6 @@ from tests.support.system_calls import CALLS, SystemCalls
 
 CAP = MIN_BYTES
 WORDS = 40_000  # In each of two layers: about 40 entries fill the store.
-MANY_WORDS = 4 * WORDS
 
 
 def main() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.sample_utils import make_logits_processors
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import Preemption, attach
+from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.rates import Rates
@@ -108,12 +107,6 @@ def assert_equal_under_pressure(
     return small
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_greedy_texts_are_equal(name: str) -> None:
-    """Without a window, and with recurrent layers."""
-    assert_equal_under_pressure(name)
-
-
 def longer() -> dict[str, Any]:
     return {"max_tokens": [150] * len(PROMPTS)}
 
@@ -124,12 +117,6 @@ def test_texts_with_windows_are_equal() -> None:
     assert_equal_under_pressure("gemma3_text", longer, blocks=5.75)
 
 
-@pytest.mark.slow
-def test_what_is_evicted_is_computed_again() -> None:
-    small = assert_equal_under_pressure(blocks=8)
-    assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 525
-
-
 def seeded() -> dict[str, Any]:
     class Options:
         temperature, top_p, top_k, min_p = 1.0, 0.9, 4, 0.0
@@ -137,11 +124,6 @@ def seeded() -> dict[str, Any]:
 
     options: Any = Options()
     return {"samplers": [RandomSampler(options, [], seed) for seed in range(len(PROMPTS))]}
-
-
-def penalised() -> dict[str, Any]:
-    processors = [make_logits_processors(None, 1.3, 30) for _ in PROMPTS]
-    return {"logits_processors": processors}
 
 
 @pytest.mark.slow
@@ -167,12 +149,6 @@ def test_what_is_evicted_is_read_again_if_that_is_quicker(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_options", [seeded, penalised])
-def test_random_and_penalised_texts_are_equal(make_options: Callable[[], dict[str, Any]]) -> None:
-    assert_equal_under_pressure("qwen3", make_options, blocks=8)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("page_format", ["q4", pytest.param("q8", marks=pytest.mark.soak)])
 def test_texts_from_quantised_pages_are_equal(
     page_format: str, monkeypatch: pytest.MonkeyPatch
@@ -194,15 +170,6 @@ def test_texts_from_quantised_pages_are_equal(
     assert_same_runs(served(small, model), expected, TOLERANCE)
     assert small.stats().preemptions > 0
     assert_nothing_is_used(large, small)
-
-
-def test_pages_are_requantised_before_a_sequence_is_preempted() -> None:
-    model = small_model("qwen3")
-    small = factory_of_blocks(model, 13, "auto")
-    runs = served(small, model)
-    assert [len(run.tokens) for run in runs] == [NEW_TOKENS] * len(PROMPTS)
-    assert sum(small.stats().requantisations.values()) > 0
-    assert_nothing_is_used(small)
 
 
 def until_preempted(generator: BatchGenerator, factory: PagedCacheFactory) -> None:
@@ -272,45 +239,6 @@ def test_a_preempted_sequences_pages_are_its_sessions_and_keep_its_salt(
         assert not preemption.sessions
 
 
-@pytest.mark.slow
-def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:
-    model = small_model("qwen3")
-    factory = factory_of_blocks(model, 8)
-    with factory:
-        generator = generator_of(model)
-        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
-        until_preempted(generator, factory)
-        waiting = [entry[0] for entry in generator._unprocessed_sequences]
-        assert waiting == sorted(waiting)
-        held, tokens = generator.extract_cache([waiting[0]])[waiting[0]]
-        assert held[0].size() == len(tokens)
-        assert generator.remove([waiting[0]], return_prompt_caches=True)
-        left = [uid for uid in uids if uid != waiting[0]]
-        runs = runs_of(generator, left)
-        assert all(run.tokens for run in runs)
-        del held
-    assert_nothing_is_used(factory)
-
-
-@pytest.mark.slow
-def test_a_sequence_whose_prompt_is_half_computed_can_be_preempted() -> None:
-    model = small_model("qwen3")
-    # The first one needs a second block after 41 of the 50 steps of the other one's prompt.
-    prompts = [PROMPTS[0][:216], [5, *PROMPTS[0][:250] * 2]]
-    large, small = PagedCacheFactory(model, max_bytes=LARGE), factory_of_blocks(model, 3)
-    runs = []
-    for factory in (large, small):
-        with factory:
-            generator = generator_of(model, prefill_step_size=10)
-            first = generator.insert(prompts[:1], max_tokens=[60])
-            assert len(generator.next_generated()) == 1
-            second = generator.insert(prompts[1:], max_tokens=[3])
-            runs.append(runs_of(generator, [*first, *second]))
-    assert_same_runs(runs[1], runs[0], TOLERANCE)
-    assert (large.stats().preemptions, small.stats().preemptions) == (0, 1)
-    assert_nothing_is_used(large, small)
-
-
 def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
     """Three begin in one page that is partly filled, and three pages hold them all."""
     model = small_model("qwen3")
@@ -329,24 +257,6 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
         assert factory.stats().blocks_used == 3
         runs_of(generator, uids)
     assert factory.stats().preemptions == 0
-
-
-@pytest.mark.slow
-def test_the_worst_priority_is_preempted_first_whoever_came_first() -> None:
-    model = small_model("qwen3")
-    small = factory_of_blocks(model, 9)
-    with small:
-        generator: Any = generator_of(model)
-        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
-        attached = attach(generator, small)
-        assert attached is not None
-        attached.priorities.by_uid.update({uids[0]: 5, uids[1]: -5})
-        noted = Noted(generator, uids)
-        while noted.step():
-            pass
-    assert [uids.index(uid) for uid in noted.ended] == [1, 2, 3, 0]
-    assert_same_runs(noted.runs(), undisturbed(), TOLERANCE)
-    assert small.stats().preemptions > 0
 
 
 def test_sequences_make_way_for_one_of_a_better_priority_if_that_is_enough() -> None:

@@ -1,6 +1,6 @@
 """The common prefix of prompts inserted together is computed once, and results do not change."""
 
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,6 @@ from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.shared_prefill import (
     cut_for_snapshots,
     joined,
-    step_ends,
     without_first,
 )
 from tests.support.generation import greedy
@@ -92,47 +91,8 @@ def test_what_prompts_share_is_computed_once(
     factory.pool.check()
 
 
-def test_shared_blocks_are_held_once() -> None:
-    model: Any = small_model("qwen3")
-    factory = PagedCacheFactory(model)
-    prompts = [[*COMMON[:600], row] for row in range(8)]
-    with factory:
-        generator = BatchGenerator(model, max_tokens=3)
-        uids = generator.insert(prompts)
-        generator.next()
-        # Two full blocks that all share, and a last block for each.
-        assert factory.stats().blocks_used <= 2 + len(prompts) + 1
-        finish(generator, uids)
-        generator.close()
-
-
-def test_other_models_and_prompts_with_caches_are_left_alone() -> None:
-    model: Any = small_model("qwen3")
-    other: Any = small_model("qwen3", seed=1)
-    factory = PagedCacheFactory(model)
-    with factory:
-        for served in (model, other):
-            generator = BatchGenerator(served, max_tokens=2)
-            own = PagedCacheFactory(served)
-            caches = [own.make_cache() for _ in range(2)]
-            uids = generator.insert([COMMON[:400], COMMON[:410]], caches=caches)
-            finish(generator, uids)
-            generator.close()
-    assert factory.stats().blocks_cached == 0
-
-
 # Where any prompt leaves a state.
 ON_THE_WAY = (2048, 4096, 8192, 16384)
-
-
-@settings(deadline=None, derandomize=True)
-@given(start=st.integers(0, 9000), length=st.integers(0, 9000), step=st.integers(1, 3000))
-def test_steps_end_where_states_are_kept(start: int, length: int, step: int) -> None:
-    ends = step_ends(start, start + length, step)
-    steps = list(pairwise([start, *ends]))
-    assert sum(end - begin for begin, end in steps) == length
-    assert all(0 < end - begin <= step for begin, end in steps)
-    assert not any(begin < due < end for due in ON_THE_WAY for begin, end in steps)
 
 
 @settings(deadline=None, derandomize=True)

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import SamplingArguments
 
 from paged_kv import OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.batching.short_memory import compute_fitting, is_shortage
+from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.batching.shortages import LEAST_LASTING, Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
@@ -150,23 +150,6 @@ def test_whichever_allocation_fails_all_tokens_are_the_same(
     for n in range(0, counts[0], -(-counts[0] // MOST)):
         with begun(case) as (generator, uids), suppress(OfMlxLm), of_mlx_lm():
             assert texts(generator, uids, at, partial(failing_allocations, n)) == expected
-
-
-def test_a_step_of_one_token_is_tried_again_once_there_is_room() -> None:
-    taken: list[int] = []
-
-    def compute(count: int) -> None:
-        taken.append(count)
-        if len(taken) < fails:
-            raise MemoryError(WHY)
-
-    fails = 2
-    assert compute_fitting(compute, 1) == 1
-    taken.clear()
-    fails = 6
-    with pytest.raises(OutOfMemory, match="Unable to allocate 5 bytes"):
-        compute_fitting(compute, 4)
-    assert taken == [4, 2, 1]
 
 
 class OfMlxLm(Exception):

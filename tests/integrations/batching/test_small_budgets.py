@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -67,24 +67,6 @@ def test_a_prompt_cache_that_was_read_is_the_callers() -> None:
         assert last_response(generator).uid == 1
         generator.close()
     assert_nothing_is_used(factory)
-
-
-def test_a_prompt_cache_that_nobody_has_read_makes_room() -> None:
-    model = small_model("qwen3")
-    factory = factory_of_blocks(model, 2)
-    with factory:
-        generator = generator_of(model)
-        generator.insert([text[:300] for text in TEXTS], max_tokens=[3, 3])
-        first = last_response(generator)
-        assert isinstance(first, GenerationBatch.Response)
-        assert "prompt_cache" not in repr(first)
-        second = last_response(generator)
-        with pytest.raises(PromptCacheTaken, match=r"sequence 0 .*before the batch's next step"):
-            _ = first.prompt_cache
-        assert second.prompt_cache[0].size() == len(second.all_tokens)
-        first.prompt_cache = None
-        assert first.prompt_cache is None
-        generator.close()
 
 
 def test_a_newcomer_does_not_wait_for_a_prompt_cache_that_nobody_has_read() -> None:

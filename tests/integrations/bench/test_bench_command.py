@@ -1,22 +1,15 @@
 """`paged-kv bench` compares both kinds of caches, and says where it could not."""
 
-import getpass
-import json
-import platform
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory, PagedKVCache
-from paged_kv.command_line import main
 from paged_kv.integrations.batching.unpaged_caches import leaves
-from paged_kv.integrations.bench import measurements
 from paged_kv.integrations.bench.cache_pairs import CachePairs
 from paged_kv.integrations.bench.measurements import BenchSizes
-from paged_kv.integrations.bench.report import measured_on
 from paged_kv.integrations.bench.turns import (
     FEWEST_TURNS,
     Measurement,
@@ -31,11 +24,6 @@ TINY = BenchSizes(contexts=(256,), prompt=16, prefix=300, part_s=0.5)
 
 def measured(**changes: Any) -> Measurement:
     return Measurement(**{"name": "", "unit": "s", "mlx_lm": 3, "paged": 2, **changes})
-
-
-def test_the_verdict_names_the_better_one() -> None:
-    assert measured(times_better=1.5).verdict == "paged_kv, 1.50 times"
-    assert measured(times_better=0.5).verdict == "mlx-lm, 2.00 times"
 
 
 def test_what_the_spread_explains_is_equal_or_unknown() -> None:
@@ -87,30 +75,3 @@ def test_to_fill_pages_counts_as_no_gather() -> None:
     factory = PagedCacheFactory(model)
     CachePairs(model, factory).filled(300, 2)
     assert factory.stats().gather_fallbacks == 0
-
-
-@pytest.mark.slow
-def test_the_command_prints_writes_and_plots(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(measurements, "QUICK", TINY)
-    # In a narrow terminal the names of measurements are folded.
-    monkeypatch.setenv("COLUMNS", "200")
-    report, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
-    assert main(["bench", "--quick", "--json", str(report), "--plot", str(plot)]) == 0
-    output = capsys.readouterr()
-    for part in ("decode at 256, 8 rows", "prefill of 16", "fork of 300", "300 are cached"):
-        assert part in output.out
-    assert "does not read pages" not in caplog.text
-    content = json.loads(report.read_text())
-    assert measured_on(content) in output.out
-    assert content["backend"] in ("native", "plain", "metal", "cuda")
-    assert {"chip", "memory_bytes"} <= content["machine"].keys()
-    assert any("verdict" in each for each in content["outcomes"])
-    # It is made to be attached to an issue.
-    assert platform.node() not in report.read_text()
-    assert getpass.getuser() not in report.read_text()
-    assert "<svg" in plot.read_text()

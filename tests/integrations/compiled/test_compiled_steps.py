@@ -9,11 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
-from benches import host_cost
-from benches.host_cost import HEAD_DIM, KV_HEADS, GraphMaker, backend, filled
 from benches.model_families import alone, attempt, batched
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled import recordings as recordings_module
@@ -151,22 +149,6 @@ def test_steps_of_padding_are_not_recorded() -> None:
     expected, got, recordings = both(model, run)
     assert got == expected
     assert recordings.repeated == 2 + 3
-
-
-def test_drafts_between_recorded_steps() -> None:
-    """Wrong ones are trimmed, and others are written in their place."""
-    model, draft = small_llama(), small_model("llama", seed=1)
-
-    def run(factory: PagedCacheFactory) -> Any:
-        drafting = new_factory(draft, compile=factory.recordings is not None)
-        caches = factory.make_cache() + drafting.make_cache()
-        steps = speculative_generate_step(
-            mx.array(PROMPT), model, draft, max_tokens=8, prompt_cache=caches
-        )
-        return [int(token) for token, *_ in steps]
-
-    expected, got, _ = both(model, run)
-    assert got == expected
 
 
 def test_threads_have_recordings_of_their_own() -> None:
@@ -334,23 +316,3 @@ def test_recordings_keep_neither_sequences_nor_arrays_and_end_with_their_factory
     del factory
     gc.collect()
     assert pool() is None
-
-
-def test_long_runs_record_a_handful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10,000 tokens, on kernels that only make arrays."""
-    monkeypatch.delenv("PAGED_KV_BACKEND")
-    model, length = host_cost.small_llama(layers=1), 300
-    with backend("metal", GraphMaker()):
-        factory = PagedCacheFactory(model, compile=True, max_bytes=1 << 30)
-        (cache,) = filled(factory.make_cache(), 2, length)
-        while length < 10_000:
-            tokens = mx.zeros((2, KV_HEADS, 512, HEAD_DIM), mx.float16)
-            cache.update_and_fetch(tokens, tokens)
-            mx.eval(cache.state)
-            for _ in range(3):
-                model(mx.ones((2, 1), mx.int32), cache=[cache])
-            length += 515
-    recordings = recordings_of(factory)
-    assert recordings.reason is None
-    assert recordings.count <= 12
-    assert recordings.repeated >= 3 * 17

@@ -177,22 +177,3 @@ def test_groups_that_read_shared_pages_are_recorded(monkeypatch: pytest.MonkeyPa
     assert sum("in_groups" in name for name in names) == 8 * 2
     assert faults == []
     assert _run("metal", compile=False, forks=3)[:2] == (found, names)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dialect", "read_tokens"),
-    [("cuda", 768), pytest.param("metal", 1026, marks=pytest.mark.soak)],
-)
-def test_choices_are_recorded(dialect: str, read_tokens: int) -> None:
-    """The page that a step fills is summarised behind all of its layers, and chosen of then. Of
-    1,026 tokens, steps choose from the sixth on."""
-    expected, launches, _ = _run(dialect, compile=False, read_tokens=read_tokens)
-    found, names, faults = _run(dialect, compile=True, read_tokens=read_tokens)
-    assert found == expected
-    assert sorted(names) == sorted(launches)
-    assert faults == []
-    scored = [name for name in names if "_score_" in name]
-    assert len(scored) == (8 if read_tokens == 768 else 3) * 2
-    assert sum("_summarise_" in name for name in names) == 2 * 2

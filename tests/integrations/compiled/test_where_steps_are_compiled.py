@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from benches.host_cost import GraphMaker
@@ -11,7 +10,6 @@ from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled.recordings import (
     LAST_DOUBLING,
     Comparisons,
-    are_alike,
     compiles,
 )
 from paged_kv.kernels import faster_steps
@@ -21,7 +19,6 @@ from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.left_out import COMPILED_STEPS, leave_out
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
-from tests.support.generation import greedy
 from tests.support.zoo import small_model
 
 
@@ -34,20 +31,6 @@ def test_steps_that_are_compared() -> None:
     found = [comparisons.is_wrong(each) for each in (False, True, False)]
     assert [comparisons.is_due(is_first=False) for _ in range(3)] == [True] * 3
     assert [*found, comparisons.is_wrong(False)] == [False, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "small", "large"),
-    [(mx.float32, 1e-3, 1e-2), (mx.float16, 0.1, 1.0), (mx.bfloat16, 0.5, 3.0)],
-)
-def test_logits_that_are_alike(dtype: mx.Dtype, small: float, large: float) -> None:
-    logits = mx.arange(20).astype(mx.float32).reshape(1, 1, 20)
-    for error, expected in ((0.0, True), (small, True), (large, False), (mx.nan, False)):
-        other = logits + mx.where(mx.arange(20) == 3, error, 0)
-        assert are_alike(other, logits, [dtype]) == expected
-    masked = mx.where(mx.arange(20) == 5, -mx.inf, logits)
-    assert are_alike(masked, masked, [dtype])
-    assert not are_alike(logits, masked, [dtype])
 
 
 def test_where_steps_are_compiled(
@@ -82,12 +65,3 @@ def test_where_steps_are_compiled(
         PagedCacheFactory(small_model("llama"))
     with pytest.raises(TypeError, match="compile"):
         PagedCacheFactory(small_model("llama"), compile="no")  # type: ignore[arg-type]
-
-
-def test_a_backend_that_mlx_cannot_record_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
-    model = small_model("llama")
-    factory = PagedCacheFactory(model, compile=True, max_bytes=64 << 20)
-    greedy(model, [1, 2, 3], factory.make_cache(), 3)
-    reason = factory.recordings[factory.pool].reason
-    assert reason == "MLX cannot record the native backend"

@@ -64,15 +64,6 @@ def test_ranks_of_layers_append_the_rows_that_one_process_appends(
     assert found == [expected, expected]
 
 
-@pytest.mark.slow
-def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
-    found = told(tmp_path, 2, "full")
-    assert found[0] == found[1]
-    assert found[0]["batched"] == alone("full")["batched"]
-    assert found[0]["preemptions"] > 0
-    assert "within a budget of 1,200,000 bytes" in found[0]["refused"]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_random_histories_keep_ranks_alike(tmp_path: Path, seed: str) -> None:

@@ -1,10 +1,8 @@
 """How ranks agree and fail, without processes: each rank is a thread."""
 
 import hmac
-import pickle
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,11 +35,9 @@ from paged_kv.integrations.distributed.sharded_model import (
     digest,
     require_same_prefixes,
 )
-from paged_kv.integrations.distributed.watch import Beat, Farewell, Watch, hanging, own_memory
+from paged_kv.integrations.distributed.watch import Beat, Farewell, Watch, hanging
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.ranks import ALONE, RankMemory, Ranks
-from paged_kv.server.engine.jobs import Job
-from paged_kv.server.http.api_errors import APIError
+from paged_kv.ranks import ALONE, Ranks
 from tests.support.zoo import small_model
 
 KEY = b"a key of thirty-two bytes, or so"
@@ -78,19 +74,6 @@ def leave(watches: list[Watch]) -> None:
         list(threads.map(Watch.leave, watches))
 
 
-def test_every_rank_hears_the_answers_of_all() -> None:
-    def work(ranks: Ranks) -> Any:
-        return (
-            ranks.gather("rank", ranks.rank),
-            ranks.least("budget", 64 - ranks.rank),
-            ranks.agree("room", ranks.rank != 1),
-            ranks.agree("room", True),
-            ranks.of_first("seed", ranks.rank + 7),
-        )
-
-    assert on_ranks(3, work) == [([0, 1, 2], 62, False, True, 7)] * 3
-
-
 def test_ranks_that_ask_different_questions_all_fail_with_both() -> None:
     def work(ranks: Ranks) -> Any:
         ranks.gather("budget", 1)
@@ -125,27 +108,6 @@ def listener(**options: Any) -> Iterator[tuple[Any, Meeting, ThreadPoolExecutor]
         ThreadPoolExecutor(1) as thread,
     ):
         yield listening, Meeting(["127.0.0.1"], listening.getsockname()[1], KEY), thread
-
-
-def test_only_a_process_with_the_key_becomes_a_rank() -> None:
-    with listener() as (listening, meeting, thread):
-        accepted = thread.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
-        with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
-            connect(Meeting(meeting.hosts, meeting.port, b"another key"), 1)
-        connection = connect(meeting, 1)
-        (rank, its_end), *others = accepted.result().items()
-        assert rank == 1
-        assert not others
-        its_end.send("hello")
-        assert connection.recv() == "hello"
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        pytest.raises(NotConnected, match="rank 1, 2 did not connect to rank 0"),
-    ):
-        accept(listening, KEY, range(1, 3), 0.05)
 
 
 # What a client says that is no rank; None for one that leaves.
@@ -378,24 +340,6 @@ def test_a_rank_tries_again_where_another_has_taken_pages_back() -> None:
         factory.ranks = AnsweringRanks(ended=has_taken)
         assert Preemption(generator, factory)._take_back() is has_taken
     generator.close()
-
-
-def test_what_other_ranks_get_of_a_job_has_no_client() -> None:
-    anything: Any = threading.Lock()  # cannot be pickled, as channels and readers
-    job = Job("id", (None, None, None), anything, 7, 1, 0, "salt", anything)  # type: ignore[arg-type]  # not read
-    its = pickle.loads(pickle.dumps(job))
-    assert (its.number, its.request_id, its.salt) == (job.number, "id", "salt")
-    assert its.channel is its.read is None
-    error = pickle.loads(pickle.dumps(APIError(503, "busy", param="n", headers={"a": "b"})))
-    assert (error.status, str(error), error.param, error.headers) == (503, "busy", "n", {"a": "b"})
-
-
-def test_a_rank_tells_its_memory_also_while_a_pool_is_locked() -> None:
-    pool = PagePool(1, max_bytes=1 << 22)
-    now = own_memory(RankMemory())
-    assert now.budget >= pool.budget.max_bytes
-    with pool.lock, ThreadPoolExecutor(1) as threads:
-        assert threads.submit(own_memory, RankMemory(1, 2, 3)).result() == RankMemory(1, 2, 3)
 
 
 def test_ranks_do_not_answer_each_beat_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@ tests/kernels/gpu/test_backend.py."""
 
 import json
 import socket
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
 from paged_kv.integrations.doctor import compiled_steps, examination, kernel_times, report
 from paged_kv.integrations.doctor.kernel_times import KernelTime, Size
-from paged_kv.integrations.doctor.report import progress
 from paged_kv.kernels import left_out as left_out_module
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
@@ -39,8 +36,6 @@ from paged_kv.kernels.self_test import Check
 from paged_kv.steps.recorded import NotRecordable, RecordedStep
 from tests.support.arrays import normal
 from tests.support.backends import native_library
-from tests.support.generation import assert_same_run, greedy
-from tests.support.zoo import small_model
 
 
 @pytest.fixture(autouse=True)
@@ -118,61 +113,10 @@ def test_all_of_it_is_printed_only_where_it_is_asked_for(
         assert line not in summary
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_shows_each_line_until_the_end(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setenv("COLUMNS", "11")
-    with progress(verbose=False) as tell:
-        tell("pass  gather q8 float16")
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert printed.err == ("\r\x1b[Kpass  gath\r\x1b[K" if is_terminal else "")
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_slow_kernel_is_left_out_until_it_is_quick_or_reset(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def times(backend: Any, without: Any) -> list[KernelTime]:
-        return [slow("decode fp16 float16"), KernelTime("gather q4 float16", 1.0, 9.0, 0.1, 0.1)]
-
-    name = variant(whole_backend())
-    monkeypatch.setattr(examination, "kernel_times", times)
-    for undo in (["doctor", "--reset"], ["doctor"]):
-        with monkeypatch.context() as here:
-            here.setattr(examination, "kernel_times", times)
-            assert main(["doctor"]) == 0
-        out = capsys.readouterr().out
-        assert "SLOW  decode fp16 float16" in out
-        assert "slower than plain operations: decode fp16 float16" in out
-        assert left_out(name) == {"decode fp16 float16": "2.00 times as long as plain operations"}
-        monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
-        assert main(undo) == 0
-        assert not left_out(name)
-
-
 def test_noise_is_not_slowness() -> None:
     assert slow("decode fp16 float16").is_slow
     assert not KernelTime("decode fp16 float16", 2.0, 1.0, 2.0, 0.9).is_slow
     assert not KernelTime("decode fp16 float16", 1.05, 1.0, 1.05, 1.04).is_slow
-
-
-def test_every_read_is_timed_but_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_times, "ON_CPU", Size(1, 40, 4))
-    monkeypatch.setattr(kernel_times, "REPETITIONS", 1)
-    found = [
-        each.name for each in kernel_times.kernel_times(whole_backend(), ["gather q4 float16"])
-    ]
-    expected = {
-        f"{operation} {number_format} {dtype}"
-        for operation in READS
-        for number_format in ("fp16", "q8", "q4")
-        for dtype in ("float16", "bfloat16")
-    }
-    assert set(found) == expected - {"gather q4 float16"}
-    assert len(found) == len(set(found))
 
 
 def test_a_time_is_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,17 +295,6 @@ def test_kernels_of_other_pages_are_served(kernel: str) -> None:
     assert partial.fallbacks == 0
 
 
-def test_a_model_without_reading_kernels_gives_the_same_tokens() -> None:
-    model: Any = small_model("qwen3", num_hidden_layers=1)
-    runs = []
-    for kernels in ({}, {f"{each} fp16 float32": "it is slow" for each in READS}):
-        leave_out(variant(whole_backend()), kernels)
-        with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
-            runs.append(greedy(model, [*range(90)] * 3, factory.make_cache(), 10))
-            assert bool(factory.stats().kernel_fallbacks) == bool(kernels)
-    assert_same_run(runs[0], runs[1], tolerance=1e-3)
-
-
 def test_a_wrong_write_leaves_all_kernels_out_except_of_a_backend_that_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -388,21 +321,6 @@ def test_what_was_found_holds_for_its_device_and_versions(monkeypatch: pytest.Mo
     assert not left_out(name)
     assert left_out("metal")
     forget_left_out()
-    assert not left_out_file().exists()
-
-
-def test_a_damaged_file_leaves_nothing_out() -> None:
-    left_out_file().parent.mkdir(parents=True)
-    for content in ("{", "[1]", '"a"'):
-        left_out_file().write_text(content)
-        assert choose_backend().name == "native"
-        leave_out("native", {"gather q8 float16": "off by 4"})
-        assert left_out("native")
-
-
-@pytest.mark.usefixtures("quick")
-def test_nothing_is_written_where_all_is_well() -> None:
-    assert main(["doctor"]) == 0
     assert not left_out_file().exists()
 
 
@@ -439,12 +357,3 @@ def test_a_report_has_all_and_names_nobody(
     assert json.loads(text.split("```")[-2])["backend"] == "native"
     for personal in (str(Path.home()), socket.gethostname(), str(Path.cwd())):
         assert personal not in text
-
-
-def test_a_report_that_cannot_be_written_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--report", str(tmp_path / "none" / "report.md")]) == 1
-    printed = capsys.readouterr()
-    assert "there is no folder" in printed.err
-    assert not printed.out

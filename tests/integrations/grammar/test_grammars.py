@@ -1,19 +1,12 @@
 """Grammars in Python: a logits processor, where a grammar begins, and what a step does."""
 
-import json
-import re
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import generate
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
-from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.grammar.processor import GrammarProcessor, within_grammars
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
@@ -30,43 +23,6 @@ def llama(trained: Any) -> Any:
 @pytest.fixture
 def vocabulary(llama: Any) -> Vocabulary:
     return Vocabulary(llama[1])
-
-
-@pytest.mark.slow
-def test_a_processor_of_mlx_lms_generate(llama: Any) -> None:
-    model, tokenizer = llama
-    processor = GrammarProcessor.of(tokenizer, json_schema(INTEGERS))
-    text = generate(
-        model, tokenizer, "x = [1, 2", sampler=HOT, logits_processors=[processor], max_tokens=500
-    )
-    assert 2 <= len(json.loads(text)) <= 4
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(BatchGenerator, marks=pytest.mark.slow), MaskedBatchGenerator]
-)
-def test_sequences_of_a_batch_follow_their_own_grammars(
-    kind: Any, llama: Any, vocabulary: Vocabulary
-) -> None:
-    model, tokenizer = llama
-    compiled = [vocabulary.compiled(regex(f"{letter}{{20,40}}!")) for letter in "ab"]
-    generator = kind(model, stop_tokens=[[token] for token in tokenizer.eos_token_ids])
-    uids = generator.insert(
-        [tokenizer.encode(prompt) for prompt in PROMPTS],
-        [30, 100, 100],
-        samplers=[make_sampler(), HOT, HOT],
-        logits_processors=[[], *[[GrammarProcessor(each.begin())] for each in compiled]],
-    )
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            if response.finish_reason != "stop":
-                tokens[response.uid].append(response.token)
-    free, a, b = [tokenizer.decode(tokens[uid]) for uid in uids]
-    assert re.fullmatch("a{20,40}!", a)
-    assert re.fullmatch("b{20,40}!", b)
-    assert free
-    assert not re.fullmatch("[ab!]*", free)
 
 
 def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:
@@ -93,32 +49,6 @@ def test_a_grammar_begins_after_its_trigger_wherever_tokens_end(vocabulary: Voca
     grammar.take(joint, 0)
     assert grammar.is_masking
     assert grammar.allowed(tokens_of(vocabulary, "7")) == 1
-
-
-def test_a_grammar_repeats_after_its_end_if_it_may(vocabulary: Vocabulary) -> None:
-    for repeats in (True, False):
-        grammar = vocabulary.compiled(regex("[0-9];")).begin(after="(", repeats=repeats)
-        follow(grammar, tokens_of(vocabulary, "f("))
-        assert grammar.allowed(tokens_of(vocabulary, "x")) == 0
-        follow(grammar, [*tokens_of(vocabulary, "1"), *tokens_of(vocabulary, ";")])
-        assert grammar.is_masking is not repeats
-        assert grammar.allowed(tokens_of(vocabulary, "g")) == repeats
-
-
-def test_an_opening_may_come_in_place_of_the_grammar(vocabulary: Vocabulary) -> None:
-    (opening,) = tokens_of(vocabulary, "(")
-    (digit,) = tokens_of(vocabulary, "7")
-    compiled = vocabulary.compiled(regex("7"))
-    thinking, direct = [compiled.begin(after=")", opening=opening) for _ in range(2)]
-    for grammar in (thinking, direct):
-        processed = GrammarProcessor(grammar)(mx.array([1, 2]), mx.zeros((1, 4096)))
-        assert set(_finite(processed)) == {opening, digit}
-    thinking.take(opening, 0)
-    assert not thinking.is_masking
-    direct.take(digit, 0)
-    assert direct.is_masking
-    follow(thinking, tokens_of(vocabulary, "any thing)"))
-    assert thinking.allowed([digit]) == 1
 
 
 def _finite(logits: mx.array) -> list[int]:
@@ -187,32 +117,3 @@ def test_logits_behind_the_vocabulary_are_masked(vocabulary: Vocabulary) -> None
 def test_wrong_grammars_raise(grammar: Any, vocabulary: Vocabulary) -> None:
     with pytest.raises(GrammarError):
         vocabulary.compiled(grammar)
-
-
-def test_models_with_answers_of_their_own_form_are_refused() -> None:
-    constraint = Constraint(regex("a"), "response_format")
-    for tokenizer in (
-        SimpleNamespace(structural_markers=("<|open|>response<|sep|>",)),
-        SimpleNamespace(structural_markers=(), response_transitions={"normal": [("a", "tool")]}),
-    ):
-        with pytest.raises(ValueError, match="marks"):
-            constraint.place(tokenizer, "normal")
-
-
-@pytest.mark.parametrize(
-    ("state", "think", "expected"),
-    [
-        ("reasoning", (5,), {"after": "</think>", "is_required": True}),
-        ("normal", (5,), {"after": "</think>", "opening": 5, "is_required": True}),
-        ("normal", (5, 6), {}),
-        ("normal", None, {}),
-    ],
-)
-def test_a_model_may_think_before_its_grammar_begins(state: str, think: Any, expected: Any) -> None:
-    tokenizer = SimpleNamespace(
-        structural_markers=(),
-        response_transitions={},
-        think_start_tokens=think,
-        think_end="</think>",
-    )
-    assert Constraint(regex("a"), "a").place(tokenizer, state) == expected

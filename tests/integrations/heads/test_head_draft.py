@@ -77,29 +77,6 @@ def test_rejected_drafts_change_nothing(case: str) -> None:
     assert_nothing_is_used(factory)
 
 
-@pytest.mark.slow
-def test_quantised_pages_of_a_head_give_rejected_tokens_back() -> None:
-    model = small_model("llama", head_dim=32)
-    options: dict[str, Any] = {"max_bytes": 64 << 20, "page_format": "q4"}
-    plain = PagedCacheFactory(model, **options)
-    stock = [greedy(model, prompt, plain.make_cache(), NEW_TOKENS) for prompt in PROMPTS]
-    ours, _ = with_head(model, PagedCacheFactory(model, head=random_head(model), **options))
-    same = sum(run.tokens == other.tokens for run, other in zip(ours, stock, strict=True))
-    assert same >= len(PROMPTS) - 1
-
-
-@pytest.mark.slow
-def test_sequences_that_wait_for_memory_draft_again() -> None:
-    model = small_model("llama")
-    factory = PagedCacheFactory(model, max_bytes=1 << 20, head=random_head(model))
-    ours, generator = with_head(model, factory)
-    assert_same_runs(ours, alone(model), TOLERANCE)
-    assert generator.counts.drafts > 20
-    del generator
-    factory.clear()
-    assert_nothing_is_used(factory)
-
-
 def test_pages_on_disk_belong_to_a_head(tmp_path: Path) -> None:
     model, prompt = small_model("llama"), PROMPT
     options: dict[str, Any] = {"store": tmp_path, "max_bytes": 64 << 20}

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from paged_kv import HeadDraft, PagedCacheFactory
 from paged_kv.commands.model_names import AUTO_HEAD
 from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
-from paged_kv.integrations.heads.loading import is_head, load_head
+from paged_kv.integrations.heads.loading import load_head
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
 from paged_kv.integrations.speculation.draft_models import load_draft_model, make_draft
@@ -43,17 +43,6 @@ def written(folder: Path, config: dict[str, Any], **changes: mx.array | None) ->
     mx.save_safetensors(str(folder / "model.safetensors"), kept)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.mark.parametrize("config", [LAYER, EAGLE])
-def test_a_head_is_read(config: dict[str, Any], tmp_path: Path) -> None:
-    like = mx.random.normal((64,))
-    others = {"t2d": mx.zeros(3)} if config is EAGLE else {}
-    folder = written(tmp_path, config, **{"norm.weight": like}, **others)
-    assert is_head(folder)
-    head: Any = load_head(folder)
-    assert mx.array_equal(head.norm.weight, like)
-    assert (head.hidden_size, head.vocab_size) == (64, 128)
 
 
 def test_a_head_of_eagle3_drafts_tokens_of_the_model(tmp_path: Path) -> None:
@@ -96,11 +85,3 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         load_head(written(tmp_path, config, **changes))
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_folders_that_are_not_whole(missing: str, tmp_path: Path) -> None:
-    (written(tmp_path, LAYER) / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=missing):
-        load_head(tmp_path)
-    assert is_head(tmp_path) == (missing != "config.json")

@@ -1,13 +1,10 @@
 """Heads that come with a model's weights, in files as they are published."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.nn.layers.linear import Linear
-from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv.integrations.heads.loading import has_own_head
@@ -79,30 +76,3 @@ def test_what_stands_around_the_layer(name: str) -> None:
     feeds_normed = name not in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
     wanted = mx.array([[first]]) * (1 if feeds_normed else 3)
     assert mx.allclose(states, wanted, atol=1e-4)
-
-
-def test_a_quantised_head_is_read(tmp_path: Path) -> None:
-    model = small_model("mimo")
-    head = saved(model, "mimo", tmp_path)
-    quantize(head, 32, 4, class_predicate=lambda _, part: isinstance(part, Linear))
-    weights = published(head, "mimo", 3)
-    mx.save_safetensors(str(tmp_path / "model-00001-of-00001.safetensors"), weights)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"quantization": {"group_size": 32, "bits": 4}})
-    )
-    found = load_mtp_head(model, tmp_path)
-    given = [mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2)]
-    assert mx.allclose(found(*given), head(*given), atol=1e-5)
-
-
-def test_what_is_no_head(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="llama is not known to be trained with a prediction head"):
-        load_mtp_head(small_model("llama"), tmp_path)
-    model = small_model("mimo")
-    with pytest.raises(
-        ValueError, match=r"hold no weights of a prediction head \(model.mtp_layers.0"
-    ):
-        load_mtp_head(model, tmp_path)
-    saved(model, "mimo", tmp_path, **{"model.mtp_layers.0.extra.weight": mx.zeros((2, 2))})
-    with pytest.raises(ValueError, match=r"has unknown weights: layer\.extra\.weight"):
-        load_mtp_head(model, tmp_path)

@@ -1,6 +1,5 @@
 """The trained head of the embedded model: its drafts are accepted, and change nothing."""
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,11 +7,11 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
-from paged_kv import HeadDraft, PagedCacheFactory, SpeculativeBatchGenerator, load_head
+from paged_kv import HeadDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.heads.loading import load_own_head
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
+from tests.support.generation import Run, assert_same_runs, runs_of
 
 TOLERANCE = 2e-3
 NEW_TOKENS = 32
@@ -69,17 +68,6 @@ def accepted(generator: SpeculativeBatchGenerator) -> float:
     return 1 + generator.counts.accepted_tokens / generator.counts.drafts
 
 
-@pytest.mark.slow
-def test_its_drafts_are_accepted_and_change_nothing(model: Any, prompts: list[list[int]]) -> None:
-    factory = with_head(model)
-    ours, generator = drafted(model, factory, prompts)
-    assert_same_runs(ours, undrafted(model, prompts), TOLERANCE)
-    assert accepted(generator) > LEAST
-    del generator
-    factory.clear()
-    assert_nothing_is_used(factory)
-
-
 class _Squeezed:
     """A generator whose pool is full from its second step on, until a row is preempted."""
 
@@ -109,10 +97,3 @@ def test_preempted_rows_draft_as_well(model: Any, prompts: list[list[int]]) -> N
     assert factory.stats().preemptions
     assert_same_runs(ours, undrafted(model, prompts), TOLERANCE)
     assert accepted(generator) > LEAST
-
-
-def test_the_head_is_what_its_folder_says() -> None:
-    folder = Path(embedded_model()) / "draft_head"
-    head = load_head(folder)
-    assert (head.hidden_size, head.vocab_size) == (256, 4096)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 3 << 20

@@ -90,28 +90,6 @@ def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int
     factory.pool.check()
 
 
-def test_rows_leave_other_numbers_of_tokens_unread() -> None:
-    """In a batch whose rows came at other times, after trims of each row."""
-    model, factory, head = factory_and_head()
-    begun = [PROMPT[row : row + 50 + taken] for row, taken in enumerate((1, 5, 9))]
-    caches = [cache_of(model, factory, text[:50], *one_by_one(text[50:])) for text in begun]
-    batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
-    model(mx.array([PROMPT[row + 60 : row + 64] for row in range(3)]), cache=batch)
-    for layer in batch:
-        layer.trim_per_sequence([3, 0, 2])
-    texts = [
-        [*text, *PROMPT[row + 60 : row + 60 + kept]]
-        for row, (text, kept) in enumerate(zip(begun, (1, 4, 2), strict=True))
-    ]
-    expected = [at_once(model, factory, text).sequences[0] for text in texts]
-    own = batch[-1].sequences
-    for order in ([0, 1, 2], [2, 0]):
-        rows = [[each[row] for row in order] for each in (own, expected)]
-        assert_same_drafts(head, *rows, last=[7 + row for row in order])
-    for row, text in enumerate(texts):
-        assert is_read(batch[-1].extract(row), model, factory, text)
-
-
 @pytest.mark.parametrize("is_read_before", [True, False])
 def test_tokens_in_the_place_of_trimmed_ones_are_read(is_read_before: bool) -> None:
     model, factory, head = factory_and_head()
@@ -190,21 +168,6 @@ def test_reads_that_find_no_memory_change_nothing() -> None:
     held.clear()
     head.read_waiting(fork[-1].sequences)
     assert is_read(fork[-1], model, factory, PROMPT[:60])
-
-
-def test_rings_bound_what_is_left_unread() -> None:
-    """A ring rolls back no more than a step."""
-    model = small_model("gemma3_text")
-    drafts = []
-    for write_chunk, chunks in ((8, [PROMPT[:8], *one_by_one(PROMPT[8:40])]), (32, [PROMPT[:40]])):
-        factory = PagedCacheFactory(
-            model, max_bytes=64 << 20, head=random_head(model), write_chunk=write_chunk
-        )
-        cache = cache_of(model, factory, *chunks)
-        head = head_of(factory.pool)
-        assert head is not None
-        drafts.append(head.draft(cache[-1].sequences, [7], 3).tolist())
-    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The command says what fits, and what to change."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +23,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(flat), {"format": "mlx"})
     save_config(ZOO["qwen3"] | changes, tmp_path / "config.json")
     return str(tmp_path)
-
-
-@pytest.mark.slow
-def test_what_fits_is_a_table_and_what_does_not_names_changes(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["plan", "--model", model, "--context", "1000"]
-    assert main([*asked, "--memory", "1GB", "--sessions", "2"]) == 0
-    text = capsys.readouterr().out
-    for words in ("weights", "prompt step of 1,000", "2 sessions, fp16", "left to the system"):
-        assert words in text
-    assert "fits, as would" in text
-    small = [*asked, "--memory", "12MB", "--sessions", "20"]
-    assert main(small) == 1
-    text = capsys.readouterr().out
-    assert "does not fit, but these would: " in text
-    assert "--sessions " in text
-    assert main([*small, "--json"]) == 1
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"] is False
-    assert plan["memory"] == 12_000_000
-    assert {"change", "saves", "fits"} == set(plan["changes"][0])
-    assert plan["needed"] > plan["memory"]
-    assert main([*asked, "--memory", "250KB"]) == 1
-    assert "does not fit. What changes give:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

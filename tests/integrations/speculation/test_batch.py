@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, StopSequences
 
-from paged_kv import NGramDraft, PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
+from paged_kv import PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import Draft
 from tests.support.drafts import PlannedDraft
@@ -120,16 +120,6 @@ def test_a_row_ends_at_its_stop_sequence_and_its_cache_holds_no_token_more(
         assert {cache.offset for cache in last[uid].prompt_cache or []} == {len(prompt + text)}
 
 
-def test_a_row_never_emits_more_than_max_tokens(
-    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
-) -> None:
-    limits = [1, 2, 3, 7, 9]
-    ours, _ = drafted(model, llama_factory, PlannedDraft(texts_of(stock)), max_tokens=limits)
-    assert [run.tokens for run in ours] == [
-        run.tokens[:limit] for run, limit in zip(stock, limits, strict=True)
-    ]
-
-
 class Counting:
     """A logits processor that bans the token that follows each seventh, and notes its contexts."""
 
@@ -190,25 +180,6 @@ def test_a_seeded_row_samples_the_same_tokens_with_and_without_drafts(
     assert 0 < generator.counts.accepted_tokens < generator.counts.draft_tokens
 
 
-def test_rows_can_be_inserted_and_removed_between_steps(
-    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
-) -> None:
-    draft = PlannedDraft(texts_of(stock), RAGGED, wrong_every=4)
-    with llama_factory:
-        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
-        early = generator.insert(PROMPTS[:2])
-        first = [response for _ in range(3) for response in generator.next_generated()]
-        caches = generator.remove(early[:1], return_prompt_caches=True)  # type: ignore[no-untyped-call]  # mlx-lm's
-        late = generator.insert(PROMPTS[2:])
-        rest = runs_of(generator, [early[1], *late])
-    given = [each.token for each in first if each.uid == early[1]]
-    assert given + rest[0].tokens == stock[1].tokens
-    assert [run.tokens for run in rest[1:]] == [run.tokens for run in stock[2:]]
-    cache, tokens = caches[early[0]]
-    assert cache[0].offset == len(tokens)
-    assert tokens == (PROMPTS[0] + stock[0].tokens)[: len(tokens)]
-
-
 def test_a_row_without_memory_for_drafts_goes_on_without_them() -> None:
     """Drafts reach the border of a page before the token does that needs the next one."""
     model = small_model("qwen3")  # one group of layers, so that a full pool has no page left
@@ -241,19 +212,6 @@ def full_pool(model: Any, factory: PagedCacheFactory) -> list[Any]:
             others.append(factory.make_cache())
             model(mx.array([[1]]), cache=others[-1])
     return others
-
-
-def test_caches_that_cannot_be_rolled_back_are_refused_at_insertion(model: Any) -> None:
-    generator = SpeculativeBatchGenerator(model, NGramDraft())
-    with pytest.raises(ValueError, match=r"got KVCache.*: make them with a PagedCacheFactory"):
-        generator.insert([[1, 2, 3]])
-    assert not generator.next_generated()
-
-
-def test_what_is_no_draft_is_refused(model: Any) -> None:
-    for draft in (None, NGramDraft, "a model", small_model):
-        with pytest.raises(TypeError, match="draft"):
-            SpeculativeBatchGenerator(model, draft)  # type: ignore[arg-type]  # not drafts
 
 
 def test_steps_without_drafts_are_timed_first(
@@ -302,24 +260,6 @@ def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_draft
     assert lengths.steps == [(1, 3, 3), (1, 3, 3), (1, 1, 1)]
     # To prepare what may draft, in all steps but the first, and the step behind each draft.
     assert lengths.beside == [(1, 0), (1, 1), (1, 0), (1, 0), (1, 1)]
-
-
-def test_each_response_has_the_counts_of_its_row(
-    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
-) -> None:
-    draft = PlannedDraft(texts_of(stock)[:2], (3,), wrong_every=5)
-    with llama_factory:
-        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
-        uids = generator.insert(PROMPTS[:3])
-        counts = {}
-        while responses := generator.next_generated():
-            counts.update({each.uid: each.speculation for each in responses})
-    assert counts[uids[2]].drafts == counts[uids[2]].draft_tokens == 0
-    assert 0 < counts[uids[0]].accepted_tokens < counts[uids[0]].draft_tokens
-    for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert getattr(generator.counts, name) == sum(
-            getattr(each, name) for each in counts.values()
-        )
 
 
 @pytest.mark.slow

@@ -83,16 +83,6 @@ def test_drafts_never_cost_more_than_three_percent() -> None:
         assert simulation.speed > 0.97, (clock.__name__, chance, rows)
 
 
-def test_short_replies_without_accepted_drafts_share_an_allowance() -> None:
-    """Each reply begins with the chance at which drafts usually pay, and soon ends."""
-    simulation = Simulation(lambda rows, tokens: 1 + 0.25 * (tokens - 1), 1, 0.0)
-    for _ in range(200):
-        simulation.begin_replies()
-        simulation.run(2)
-    assert sum(simulation.chosen[:10]) > 0
-    assert simulation.speed > 0.97
-
-
 def test_what_drafting_costs_counts_too() -> None:
     """A try of a slow draft is followed by as many steps without drafts as it has cost."""
     simulation = Simulation(doubled, 1, 0.0)
@@ -120,14 +110,6 @@ def test_what_tries_cost_beside_their_steps_counts_too() -> None:
     assert tries[0] > tries[1] > tries[2] == tries[3] > 0
 
 
-def test_drafts_that_pay_are_made_at_once() -> None:
-    for rows, least in ((1, 3.5), (8, 2.0)):
-        simulation = Simulation(flat, rows, 0.95)
-        simulation.run(100)
-        assert simulation.speed > least
-        assert simulation.chosen[:9] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
-
-
 def test_a_row_that_begins_to_repeat_itself_drafts_again() -> None:
     simulation = Simulation(flat, 1, 0.0)
     simulation.run(300)
@@ -146,17 +128,6 @@ def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
     assert sum(simulation.chosen[-50:]) > 150
 
 
-def test_rows_without_a_draft_wait_for_the_longer_step() -> None:
-    def chosen(ready: int) -> int:
-        lengths = AdaptiveLengths()
-        for tokens, seconds in ((1, 1.0), (2, 1.5), (2, 1.5)):
-            lengths.note(8, tokens, 8 * tokens, seconds)
-        return lengths.choose(8, [Candidate(Acceptance(), 1)] * ready)
-
-    assert chosen(8) == 1
-    assert chosen(2) == 0
-
-
 def test_steps_are_timed() -> None:
     """A longer one is taken to cost what the longest timed one does, an unknown one its tokens one
     by one at worst, and one that waited for another process does not count."""
@@ -173,17 +144,6 @@ def test_steps_are_timed() -> None:
     assert times.ratio(1, 2) == 1.0
     times.note(1, 2, 1.5)
     assert times.ratio(1, 2) == 1.5
-
-
-def test_a_chance_follows_acceptance_up_to_the_first_rejected_token() -> None:
-    rejected, accepted, cut = Acceptance(), Acceptance(), Acceptance()
-    for _ in range(20):
-        rejected.note(4, 0)
-        accepted.note(4, 4)
-        cut.note(4, 1)
-    assert rejected.chance < 0.02
-    assert accepted.chance > 0.98
-    assert 0.35 < cut.chance < 0.65
 
 
 def test_drafts_of_a_few_rows_wait_until_their_try_is_saved_up() -> None:

@@ -94,24 +94,6 @@ def test_paged_caches_give_the_greedy_run(
     assert_written_and_free(*factories)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_abandoned_leaves_caches_where_mlx_lm_leaves_its_own(case: Case) -> None:
-    draft = case.drafts["truncated"]
-    factories = factories_of(case, draft)
-    ours = [cache for factory in factories for cache in factory.make_cache()]
-    stock = [*make_prompt_cache(case.model), *make_prompt_cache(draft)]
-    for caches in (ours, stock):
-        steps = speculative_generate_step(
-            mx.array(case.prompt), case.model, draft, num_draft_tokens=5, prompt_cache=caches
-        )
-        for _ in range(9):
-            next(steps)
-        steps.close()
-    assert [cache.offset for cache in ours] == [cache.offset for cache in stock]
-    del ours, caches, steps
-    assert_written_and_free(*factories)
-
-
 @pytest.mark.parametrize("passed_in", [True, False])
 def test_a_hybrid_is_refused_by_mlx_lm_and_leaks_nothing(passed_in: bool) -> None:
     model, draft = small_model("qwen3_next"), small_model("llama")

@@ -119,24 +119,6 @@ def test_sequences_of_a_batch_have_the_tokens_of_their_prompts_alone(model: Any)
         assert found(factory, [*told, 1]) == len(told)
 
 
-def test_a_batch_is_not_inserted_as_a_whole(model: Any) -> None:
-    factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:20], TEXT[20:40]]), cache=cache)
-    with pytest.raises(ValueError, match="must hold one sequence"):
-        factory.insert_cache(TEXT[:20], cache)
-    second = [layer.extract(1) for layer in cache]
-    assert factory.insert_cache(TEXT[20:40], second) == 20
-    assert found(factory, TEXT[20:50]) == 20
-    first = [layer.extract(0) for layer in cache]
-    both = [one.merge([one, other]) for one, other in zip(first, second, strict=True)]
-    for layer in both:
-        layer.filter([1, 0])
-    only = [layer.extract(1) for layer in both]
-    assert factory.insert_cache(TEXT[:20], only) == 20
-    assert found(factory, TEXT[:50]) == 20
-
-
 def test_installed_batches_compute_what_their_prompts_share_once(model: Any) -> None:
     """And begin with what is cached."""
     factory = PagedCacheFactory(model)

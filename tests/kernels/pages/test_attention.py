@@ -3,7 +3,6 @@
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import KEPT_ATTENTIONS, LayerPages
 from paged_kv.kernels.plain.plain_backend import PlainBackend
@@ -35,9 +34,3 @@ def test_sinks_that_are_new_in_every_step_are_not_all_kept(pages: LayerPages) ->
         sinks = mx.full((4,), seed)
         assert pages.attention(1.0, True, None, sinks, None).sinks is sinks
     assert len(pages.attentions) <= KEPT_ATTENTIONS
-
-
-def test_a_window_hides_later_tokens_too() -> None:
-    assert Attention(1.0).hides_later
-    assert not Attention(1.0, causal=False).hides_later
-    assert Attention(1.0, causal=False, window=3).hides_later

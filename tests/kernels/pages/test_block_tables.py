@@ -2,7 +2,6 @@
 
 from itertools import takewhile
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,35 +46,6 @@ def test_what_fills_shorter_tables_is_an_entry_of_this_step() -> None:
     before = BlockTables([(7, 8), (1,)])
     assert before.array.tolist() == [[7, 8], [1, 7]]
     assert before.after([(3, 4), before[1]]).array.tolist() == [[3, 4], [1, 3]]
-
-
-@examples(60)
-@given(tables, st.data())
-def test_the_next_steps_tables_are_as_if_made_anew(
-    given_tables: list[Table], data: st.DataObject
-) -> None:
-    before = BlockTables(given_tables)
-    if data.draw(st.booleans()):
-        assert before.array.shape[0] == len(given_tables)
-    changed = data.draw(st.sets(st.integers(0, len(given_tables) - 1)))
-    now = [
-        (*table, 9) if row in changed and data.draw(st.booleans()) else (table)
-        for row, table in enumerate(given_tables)
-    ]
-    after, fresh = before.after(now), BlockTables([*now])
-    assert np.array_equal(after.array, fresh.array)
-    assert (after.shared_pages is None) == (fresh.shared_pages is None)
-    if after.shared_pages and fresh.shared_pages:
-        assert np.array_equal(after.shared_pages.order, fresh.shared_pages.order)
-        assert np.array_equal(after.shared_pages.shared, fresh.shared_pages.shared)
-
-
-def test_tables_that_stay_are_one_object() -> None:
-    one, other = (1, 2), (1, 3)
-    tables = BlockTables([one, other])
-    assert tables.after([one, other]) is tables
-    assert tables.after([one, (1, 4)]) is not tables
-    assert tables.after([one]) is not tables
 
 
 def test_pages_of_rings_count_as_each_sequences_own() -> None:

@@ -9,32 +9,10 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.support.arrays import normal
 from tests.support.backends import BACKENDS, backend_named
-from tests.support.page_numbers import holding
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
 # In two slabs of different formats.
 TABLES = ((0, 64), (1,), (65, 2), (66,))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("padding", [(0, 0, 0, 0), (3, 0, 300, 7), (0, 40, 0, 9)])
-def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, ...]) -> None:
-    pages = LayerPages(GEOMETRY, backend_named(backend, GEOMETRY), 64)
-    for slab, name in enumerate(("fp16", "q8")):
-        pages.map_slab(slab, 3, page_format_named(name))
-    lengths = (300, 17, 512, 256)
-    metadata = AttentionMetadata(TABLES, lengths, padding)
-    longest = max(metadata.ends)
-    keys = normal((4, 2, longest, 32), mx.float32, 1)
-    pages.load(holding(pages, keys, keys + 1, metadata))
-    found = pages.gather(metadata)
-    for row, (table, length, end) in enumerate(zip(TABLES, lengths, metadata.ends, strict=True)):
-        alone = pages.gather(AttentionMetadata((table,), (length,), (0,)))
-        for part, expected in zip(found, alone, strict=True):
-            first = longest - end
-            assert mx.array_equal(part[row : row + 1, :, first : first + length], expected)
-            assert not part[row, :, :first].any()
-            assert not part[row, :, first + length :].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

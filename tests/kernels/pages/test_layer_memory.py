@@ -13,8 +13,6 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.order import Chain
-from paged_kv.kernels.pages import untouched_memory
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -113,18 +111,6 @@ def test_growth_to_16k_tokens_copies_little(step: int, budget_in_tokens: int) ->
     pool.check()
 
 
-def test_a_budget_that_the_tokens_fill_is_used_to_the_last_page() -> None:
-    """Slabs of at most an eighth never leave a remainder that the budget could still hold."""
-    pool = PagePool(1, max_bytes=TOKENS * TOKEN_BYTES)
-    growth = WatchedGrowth(pool, transient=3 * STEP * TOKEN_BYTES)
-    step = mx.ones((1, HEADS, STEP, DIM), mx.float16)
-    for _ in range(0, TOKENS, STEP):
-        growth.append(step, step)
-    stats = pool.stats()
-    assert stats.bytes_mapped == stats.bytes_active == stats.bytes_budget
-    growth.assert_no_slab_is_over_an_eighth_of_the_budget()
-
-
 @pytest.mark.parametrize("words", [64, 5000, (1 << 22) + 64])
 def test_memory_that_was_used_is_cleared(words: int) -> None:
     used = [np.full(words, 7, np.uint16) for _ in range(4)]
@@ -133,22 +119,6 @@ def test_memory_that_was_used_is_cleared(words: int) -> None:
     memory = untouched((words // 8, 8))
     assert (memory.dtype, memory.shape) == (WORD, (words // 8, 8))
     assert not mx.any(memory)
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-@pytest.mark.parametrize("first", [0, 1, 4000])
-@pytest.mark.parametrize("size", [10, 5000, 100_000])
-def test_exactly_the_given_memory_is_cleared(
-    size: int, first: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the system refuses to."""
-    if is_refused:
-        monkeypatch.setattr(untouched_memory, "_madvise", lambda memory: -1)
-    whole = np.full(first + size + 5000, 7, np.uint8)
-    untouched_memory._clear(whole[first : first + size])
-    assert not whole[first : first + size].any()
-    assert (whole[:first] == 7).all()
-    assert (whole[first + size :] == 7).all()
 
 
 LARGE = 1 << 20
@@ -172,22 +142,3 @@ def test_what_there_is_no_memory_for_is_forgotten(pages: LayerPages) -> None:
         mx.eval(pages.kept.latest)
         pages.settle()
     assert not pages.lazy_reads.noted
-
-
-def test_what_there_is_memory_for_is_computed(pages: LayerPages) -> None:
-    latest = pages.kept.latest
-    pages.settle()
-    assert pages.kept.latest is latest
-    with failing_allocations(0, ALL, LARGE):
-        assert pages.kept.latest.tolist() == [1] * 8
-        assert pages.memo["held"].tolist() == [1] * 8
-
-
-def test_another_threads_work_is_left_to_it(
-    pages: LayerPages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    latest = pages.kept.latest
-    monkeypatch.setattr(pages.backend, "synchronize", Mock(side_effect=ThreadConflict))
-    with pytest.raises(ThreadConflict):
-        pages.settle()
-    assert pages.kept.latest is latest

@@ -6,11 +6,9 @@ step would be written elsewhere.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
@@ -59,56 +57,6 @@ def test_arrays_that_stand_for_their_keys_when_those_are_gone() -> None:
     write_back(cache)
     expected = mx.concatenate([given[0], last[0]], axis=2).swapaxes(2, 3)
     assert mx.array_equal(mx.array(transposed), expected)
-
-
-def test_pages_that_another_sequence_takes_over() -> None:
-    cache = new_cache()
-    pool, given = cache.pool, step(300, 1)
-    other = PagedKVCache(pool, 0, [Sequence(pool)])
-    other.update_and_fetch(*step(1, 2))
-    cache.update_and_fetch(*given)
-    write_back(cache)
-    keys, values = cache.keys_and_values()
-    blocks = cache.sequences[0].blocks(pool.groups[0])
-    output = keys.sum(axis=2) + values.sum(axis=2)
-    del keys, values, cache
-    other.update_and_fetch(*step(600, 2))
-    write_back(other)
-    assert set(blocks) <= set(other.sequences[0].blocks(pool.groups[0]))
-    assert mx.allclose(output, given[0].sum(axis=2) + given[1].sum(axis=2), atol=1e-3)
-
-
-def test_a_page_that_is_replaced_does_not_show_in_what_was_read() -> None:
-    for operation in ("load", "copy"):
-        cache = new_cache()
-        given = step(512, 1)
-        cache.update_and_fetch(*given)
-        write_back(cache)
-        found, _ = cache.keys_and_values()
-        pages = cache.pool.groups[0].pages[0]
-        other = mx.array(np.array(pages.page(1)))
-        getattr(pages, operation)({0: other} if operation == "load" else {1: 0})
-        assert mx.array_equal(pages.page(0), other)
-        assert mx.array_equal(found, given[0]), operation
-
-
-@pytest.mark.parametrize("is_held", [False, True])
-def test_another_threads_arrays_are_left_to_it(is_held: bool) -> None:
-    """The arrays belong to their thread's stream, and do not block other threads."""
-    cache = new_cache()
-    kept: list[Any] = []
-    cache.update_and_fetch(*step(3, 1))
-    write_back(cache)
-
-    def read() -> None:
-        kept.append(cache.keys if is_held else cache.keys + 0)
-
-    thread = Thread(target=read)
-    thread.start()
-    thread.join()
-    given = step(5, 2)
-    found, _ = cache.update_and_fetch(*given)
-    assert mx.array_equal(found[:, :, 3:], given[0])
 
 
 def test_another_threads_arrays_wait_for_it() -> None:

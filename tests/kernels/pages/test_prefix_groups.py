@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.pages import prefix_groups as module
@@ -53,23 +52,6 @@ def assert_reads_once(tables: Sequence[Table], groups: PrefixGroups) -> None:
 branches = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=2, max_size=40)
 
 
-@given(paths=branches, own=st.lists(st.integers(0, 3), min_size=40, max_size=40))
-def test_any_tree_is_read_once(paths: list[tuple[int, ...]], own: list[int]) -> None:
-    """Sequences that agree in a path so far have the pages of its branches in common."""
-    tables: list[Table] = []
-    for row, (path, count) in enumerate(zip(paths, own, strict=False)):
-        table: list[int] = []
-        for depth in range(len(path)):
-            branch = int("".join(map(str, path[: depth + 1])), 3) + 100 * depth
-            table += [branch * 8 + page for page in range(path[depth] + depth)]
-        tables.append((*table, *(10_000 + row * 8 + page for page in range(count))))
-    groups = prefix_groups(BlockTables(tables).shared_pages)
-    if groups is None:
-        assert not any(shared_with_others(tables, row) for row in range(len(tables)))
-    else:
-        assert_reads_once(tables, groups)
-
-
 def test_more_sequences_than_a_group_has() -> None:
     tables = [(0, 1, 2, 3, 4, 10 + row // 3, 100 + row) for row in range(2 * SEQUENCES + 1)]
     groups = prefix_groups(BlockTables(tables).shared_pages)
@@ -90,9 +72,3 @@ def test_launches_depend_on_the_number_of_groups() -> None:
     assert [each.own_reach for each in (few, more, none)] == [1024, 1024, 2048]
     assert [array.shape[0] for array in more.arrays] == [3, 4]
     assert len(none.arrays) == 1
-
-
-def test_a_ring_has_no_groups() -> None:
-    rows = ((0, 1), (0, 2))
-    ring = AttentionMetadata(rows, (300, 300), (0, 0), first_tokens=(20, 20))
-    assert tables_of(ring, 16).groups is None

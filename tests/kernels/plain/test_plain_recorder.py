@@ -1,6 +1,5 @@
 """Plain operations that find tokens by arrays give what those give that find them by numbers."""
 
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -97,34 +96,6 @@ def test_writing_and_attending(formats: list[FormatName], options: dict[str, Any
         options = {"sinks": normal((4,), mx.float32, 8)}
     attention = Attention(0.2, **options)
     assert_step_is_the_same(formats, PLAIN, _metadata(len(formats)), attention)
-
-
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.slow
-def test_choosing(formats: list[FormatName]) -> None:
-    """Some rows have no more tokens than are read, one fills a page, and not all have summaries."""
-    metadata = _metadata(len(formats), (700, 1, 512, 320))
-    geometry = replace(PLAIN, has_summaries=True)
-    chosen, whole = (
-        assert_step_is_the_same(
-            formats,
-            geometry,
-            metadata,
-            Attention(0.3, softcap=2.0, read_tokens=read_tokens),
-            held=255,
-        )
-        for read_tokens in (450, None)
-    )
-    assert not mx.allclose(chosen, whole, atol=1e-3)
-
-
-def test_latents() -> None:
-    pages = _with_own_pages(["fp16"], LayerGeometry(1, 64, mx.float32, 1, 32, mx.float32), 256)
-    metadata, attention = _metadata(1), Attention(0.2)
-    queries = normal((4, 4, 1, 64), mx.float32, 5), normal((4, 4, 1, 32), mx.float32, 6)
-    expected = pages.attend_latent(*queries, metadata, attention)
-    _, _, stand_in = _recorded(pages, metadata)
-    assert mx.allclose(stand_in.attend_latent(*queries, metadata, attention), expected, atol=1e-5)
 
 
 def test_tokens_that_a_window_has_passed() -> None:

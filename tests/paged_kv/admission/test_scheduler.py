@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import accumulate
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,15 +164,6 @@ class Limited:
 
     def begin(self, number: int) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("fixed", "left"), [(set(), [0, 1]), ({2}, [0, 2]), ({1, 2}, [1, 2]), ({0, 1, 2}, [0, 1, 2])]
-)
-def test_what_cannot_be_preempted_is_spared(fixed: set[int], left: list[int]) -> None:
-    running, waiting = [0, 1, 2], list[int]()
-    assert Scheduler(Limited()).schedule(running, waiting, 0, fixed) == (len(left) == 2)
-    assert running == left
 
 
 def test_who_has_returned_is_spared_until_it_has_generated() -> None:

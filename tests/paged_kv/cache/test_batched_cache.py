@@ -73,30 +73,6 @@ def stock_like(tokens: int, seed: int = 0) -> KVCache:
     return cache
 
 
-def test_merge_forks_and_leaves_the_originals_as_they_are(pool: PagePool) -> None:
-    originals = [sequence_of(pool, tokens, tokens) for tokens in (300, 5, 256)]
-    before = [row(layer, 0) for original in originals for layer in original]
-    used = pool.stats().blocks_used
-    batch = merged(originals)
-    assert lengths(batch) == [[300, 5, 256]] * LAYERS
-    assert (pool.stats().blocks_used, pool.stats().blocks_shared) == (used, used)
-    assert [row(batch[0], index) for index in range(3)] == before[::LAYERS]
-    write(batch, random_step(2, 9, batch=3))
-    assert [row(layer, 0) for original in originals for layer in original] == before
-    # The two last blocks that were not full were copied; the sequence that ended with a full block
-    # began a new one.
-    assert (pool.stats().cow_copies, pool.stats().blocks_used) == (2, used + 3)
-
-
-def test_extend_by_itself_gives_forks(pool: PagePool) -> None:
-    batch = sequence_of(pool, 5)
-    for cache in batch:
-        cache.extend(cache)
-    write(batch, random_step(1, 5, batch=2))
-    assert lengths(batch) == [[6, 6]] * LAYERS
-    assert batch[0].sequences == batch[1].sequences
-
-
 def test_a_row_that_is_kept_twice_is_forked(pool: PagePool) -> None:
     batch = merged([sequence_of(pool, 5), sequence_of(pool, 6)])
     each(batch, "filter", [1, 1])
@@ -133,15 +109,6 @@ def test_right_padding_is_not_stored_and_reads_as_with_stock(pool: PagePool) -> 
         assert mx.array_equal(ours[index, :, -tokens:], theirs[index, :, -tokens:])
 
 
-def test_right_padding_without_lengths_is_trimmed_at_the_end(pool: PagePool) -> None:
-    batch = merged([sequence_of(pool, 1, 1), sequence_of(pool, 1, 2)])
-    each(batch, "prepare", right_padding=[0, 3])
-    write(batch, random_step(5, 5, batch=2))
-    each(batch, "finalize")
-    assert lengths(batch) == [[6, 3]] * LAYERS
-    assert row(batch[0], 1)[0] == row(batch[1], 1)[0]
-
-
 def test_left_padding_is_skipped_and_gives_negative_offsets(pool: PagePool) -> None:
     sequences = [Sequence(pool), Sequence(pool)]
     batch = [PagedKVCache(pool, layer, list(sequences)) for layer in range(LAYERS)]
@@ -155,34 +122,6 @@ def test_left_padding_is_skipped_and_gives_negative_offsets(pool: PagePool) -> N
         write(batch, step)
     assert lengths(batch) == [[10, 4]] * LAYERS
     assert row(batch[1], 1)[0] == theirs[1, :, 6:].tolist()
-
-
-def test_what_is_no_batch_is_refused_and_changes_nothing(pool: PagePool) -> None:
-    ours, theirs = sequence_of(pool, 5), sequence_of(PagePool(LAYERS, max_bytes=1 << 20), 5)
-    others: list[Any] = [theirs[0], ours[1], KVCache()]
-    for other in others:
-        with pytest.raises(ValueError, match=r"with one factory|layer 0|KVCache"):
-            PagedKVCache.merge([ours[0], other])
-        with pytest.raises(ValueError, match=r"with one factory|layer 0|KVCache"):
-            ours[0].extend(other)
-    with pytest.raises(ValueError, match="at least one cache"):
-        PagedKVCache.merge([])
-    batch = merged([ours, sequence_of(pool, 6)])
-    for name in ("left_padding", "lengths", "right_padding"):
-        with pytest.raises(ValueError, match=name):
-            batch[0].prepare(**{name: [1, 2, 3]})
-    with pytest.raises(ValueError, match="pad on the right"):
-        batch[0].prepare(left_padding=[4, 0])
-    for counts in ([1], [1, -2]):
-        with pytest.raises(ValueError, match=f"got {counts[-1]}"):
-            batch[0].trim_per_sequence(counts)
-    with pytest.raises(IndexError):
-        batch[0].filter([0, 2])
-    with pytest.raises(IndexError):
-        batch[0].extract(2)
-    with pytest.raises(ValueError, match="2 sequences"):
-        batch[0].update_and_fetch(*random_step(1, 1, batch=3))
-    assert (lengths(ours), lengths(batch)) == ([[5]] * LAYERS, [[5, 6]] * LAYERS)
 
 
 def test_a_batch_that_does_not_fit_changes_nothing_and_goes_on_without_a_row() -> None:

@@ -1,7 +1,6 @@
 """The members of a cache that mlx-lm uses, one sequence at a time."""
 
 import copy
-import gc
 import itertools
 from typing import Any
 
@@ -86,34 +85,6 @@ def test_a_fork_shares_all_pages_until_one_of_the_two_writes(pool: PagePool) -> 
     assert fork[0].keys[..., :300, :].tolist() == before[0]
 
 
-def test_layers_copied_one_by_one_share_a_fork_until_they_change(pool: PagePool) -> None:
-    original = new_caches(pool)
-    write(original, 10)
-    forks = [[copy.deepcopy(cache) for _ in range(2)] for cache in original]
-    (first_a, first_b), (second_a, second_b) = forks
-    assert first_a.sequences[0] is second_a.sequences[0]
-    assert first_b.sequences[0] is second_b.sequences[0]
-    assert first_a.sequences[0] is not first_b.sequences[0]
-    early = copy.deepcopy(original[0])
-    write(original, 1, seed=3)
-    late = copy.deepcopy(original[1])
-    assert (early.offset, late.offset) == (10, 11)
-    early = copy.deepcopy(original[0])
-    for cache in original:
-        cache.trim(4)
-    late = copy.deepcopy(original[1])
-    assert (early.offset, late.offset) == (11, 7)
-
-
-def test_returned_arrays_keep_their_contents_after_later_writes(pool: PagePool) -> None:
-    cache = new_caches(pool)[0]
-    keys, _ = cache.update_and_fetch(*random_step(3))
-    expected = random_step(3)[0]
-    cache.trim(3)
-    cache.update_and_fetch(*random_step(3, seed=9))
-    assert mx.array_equal(keys, expected)
-
-
 def test_what_no_cache_takes_is_refused_and_changes_nothing(pool: PagePool) -> None:
     cache = new_caches(pool)[1]
     with pytest.raises(ValueError, match="layer 1 has no keys"):
@@ -155,32 +126,3 @@ def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
     assert (first.offset, second.offset) == (0, 0)
     assert pool.stats().blocks_used == 0
     pool.check()
-
-
-def test_blocks_are_freed_when_the_collector_runs_in_the_middle_of_a_step(pool: PagePool) -> None:
-    """The collector frees a dropped cache in a reference cycle while another cache maps a slab."""
-    doomed: Any = new_caches(pool)
-    for cache in doomed:
-        cache.update_and_fetch(*random_step(300))
-    doomed.append(doomed)
-    survivor = new_caches(pool)
-    group = pool.groups[0]
-    map_slab = group.allocator._map_slab
-
-    def collect_and_map(slab: int, pages: int, page_format: str) -> None:
-        gc.collect()
-        map_slab(slab, pages, page_format)
-
-    group.allocator._map_slab = collect_and_map
-    del doomed, cache
-    for cache in survivor:
-        cache.update_and_fetch(*random_step(2000))
-    pool.check()
-    assert pool.stats().blocks_used == 8
-    assert mx.array_equal(survivor[0].keys, random_step(2000)[0])
-
-
-def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_BACKEND", "abacus")
-    with pytest.raises(ValueError, match="must be one of plain, native, metal, cuda, got 'abacus'"):
-        PagePool(1)

@@ -2,20 +2,17 @@
 another folder."""
 
 import json
-import os
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
 from paged_kv.monitor.processes import running_processes
 from paged_kv.pool.stats import PoolStats
-from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S, wait_until
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "paged-kv"
@@ -67,29 +64,6 @@ def wait_until_shown(process: subprocess.Popen[str], holds: Callable[[PoolStats]
         return any(holds(pool.stats) for view in views for pool in view.pools)
 
     wait_until(is_shown)
-
-
-def test_stats_shows_the_prompts_that_server_keeps() -> None:
-    model = str(MODEL_FOLDERS["stdlib-llama"])
-    with running("server", "--model", model, "--port", "0", "--max-kv-bytes", "64MB") as process:
-        assert process.stderr is not None
-        port = next(line.split()[-1] for line in process.stderr if "listening at" in line)
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
-        urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=PATIENCE_S).read()
-        wait_until_shown(process, lambda stats: stats.blocks_cached > 0 and not stats.blocks_used)
-        assert str(process.pid) in printed("stats", "--list")
-
-
-def test_trace_and_store_know_what_generate_has_written() -> None:
-    options = ["--prompt", PROMPT, "--max-tokens", "3", "--store", "pages"]
-    for trace in ("trace.txt", "again.txt"):
-        last = done("generate", *options, env=os.environ | {"PAGED_KV_TRACE": trace})
-        assert last.returncode == 0, last.stderr
-    assert "269 of them cached" in last.stderr
-    assert json.loads(printed("store", "list", "--store", "pages", "--json"))
-    replay = json.loads(printed("trace", "replay", "trace.txt", "--json"))
-    assert replay["recorded"] == replay["replayed"]
-    assert replay["recorded"]["tokens_asked"] > 256
 
 
 @pytest.mark.soak

@@ -15,7 +15,7 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.trace.synthetic_load import Load, synthesize
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import PATIENCE_S
 from tests.support.shown_process import shown_process
 from tests.support.store_entries import entry, links, open_store, prompt
 
@@ -166,26 +166,6 @@ def run_python(script: str, *beginning: str) -> tuple[int, str, str]:
     return ended(started([*beginning, sys.executable, "-c", head + script], Path.cwd()))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_c_that_does_not_return_ends(tmp_path: Path) -> None:
-    script = (
-        "import ctypes\n"
-        "from paged_kv.commands.interrupts import end_at_interrupts\n"
-        "end_at_interrupts()\n"
-        "library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
-        "library.pthread_mutex_lock(mutex)\n"
-        "print('ready', flush=True)\n"
-        "library.pthread_mutex_lock(mutex)\n"
-    )
-    process = started([sys.executable, "-c", script], tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    stat = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")  # It waits.
-    process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, "", "")
-
-
 CLEAN_UP = """
 with raised():
     try:
@@ -201,15 +181,6 @@ with raised():
     except KeyboardInterrupt:
         raise RuntimeError from None
 """
-IN_A_DESTRUCTOR = """
-class Object:
-    def __del__(self):
-        interrupt()
-
-with raised():
-    Object()
-    print("goes on")
-"""
 
 
 def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
@@ -217,11 +188,6 @@ def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
     assert output == "cleaned up\n"
     assert errors.endswith("\nKeyboardInterrupt\n")
     assert run_python(CLEAN_UP.format(then="interrupt()")) == (130, "cleaned up\n", "")
-
-
-@pytest.mark.parametrize("script", ["with raised():\n    pass\ninterrupt()", IN_A_DESTRUCTOR])
-def test_an_interrupt_ends_after_the_block_and_where_it_would_be_lost(script: str) -> None:
-    assert run_python(script) == (130, "", "")
 
 
 def test_what_c_makes_of_an_interrupt_is_one_again() -> None:

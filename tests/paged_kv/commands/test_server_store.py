@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.tiers.address import parse_address
-from paged_kv.tiers.maintenance import Server, gc
-from paged_kv.tiers.opening import open_blobs
 from paged_kv.tiers.seal import Seal
 from tests.support.store_entries import entry, links, open_store, prompt
-from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
+from tests.support.tier_servers import SECRET, RedisServer, redis_server
 
 pytestmark = pytest.mark.slow
 
@@ -91,28 +88,6 @@ def test_verify_names_what_gc_removes(
     assert client.dbsize() == 2
     assert main(["store", "clear", *place]) == 0
     assert client.keys() == [b"somebody else's"]
-
-
-def test_gc_of_a_bucket_removes_the_oldest_over_a_cap(
-    secret: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with s3_server("bucket") as address, s3_credentials():
-        assert main(["store", "copy", address, "--store", str(folder), *secret]) == 0
-        place = ["--store", address, *secret]
-        capsys.readouterr()
-        assert main(["store", "list", "--json", *place]) == 0
-        before = told(capsys)
-        assert main(["store", "gc", "--store-bytes", "8MiB", "--json", *place]) == 0
-        assert told(capsys) == []
-        assert main(["store", "verify", *place]) == 0
-        assert len(before) == 3
-        # The command's cap is at least that of a folder; these entries are smaller.
-        blobs = open_blobs(parse_address(address))  # type: ignore[arg-type]  # it is no folder
-        nbytes = sum(each["nbytes"] for each in before)
-        (removed,) = gc(Server(blobs, Seal(SECRET)), nbytes - 1)
-        assert removed.name == before[0]["name"]
-        assert len(list(blobs.names())) == 2
-        blobs.close()
 
 
 def test_a_server_that_is_gone_is_an_error_without_its_password(

@@ -1,10 +1,8 @@
 """The command line checks its options: each wrong value gives one line that names the option and
 the remedy, and an exit status; no file is made or overwritten."""
 
-import os
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -162,23 +160,3 @@ def test_a_budget_that_is_too_small_is_told_in_options(capsys: pytest.CaptureFix
     enough = error.partition("raise --max-kv-bytes to at least ")[2].partition(", or")[0]
     assert "max_bytes" not in error
     assert main([*GENERATE, "--max-kv-bytes", enough.replace(",", ""), "--max-tokens", "2"]) == 0
-
-
-def test_a_reader_that_goes_away_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    # Unbuffered text, as `generate` writes it, and the rest when a command has ended.
-    for argv in ([*GENERATE, "--max-tokens", "2"], ["trace", "replay", "trace", "--json"]):
-        output = os.fdopen(os.dup(writer), "w")
-        monkeypatch.setattr(sys, "stdout", output)
-        if argv[0] == "trace":
-            monkeypatch.setattr(
-                "paged_kv.commands.trace_command.run_replay", lambda _: print("{}") or 0
-            )
-        assert main(argv) == 141
-        # The rest goes nowhere when Python ends.
-        output.close()
-        assert capsys.readouterr().err == ""
-    os.close(writer)

@@ -1,22 +1,16 @@
 """Statistics of several pools: the sums, and the metrics of each."""
 
-import json
 from collections.abc import Iterator
 from io import StringIO
-from typing import ClassVar
 
 import pytest
 from rich.console import Console
 
 from paged_kv.allocator.allocator_stats import FormatStats
-from paged_kv.allocator.events import NO_EVENTS
-from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import PoolView, ProcessView
-from paged_kv.monitor.stats_table import numbers, process_tables
+from paged_kv.monitor.stats_table import numbers
 from paged_kv.pool.columns import COLUMNS, Column
-from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.stats import GroupStats, PoolCounts, PoolStats
-from paged_kv.ranks import RankMemory, Ranks
+from paged_kv.pool.stats import GroupStats, PoolStats
 from paged_kv.server import status_page
 
 
@@ -108,26 +102,3 @@ def test_json_tables_metrics_and_the_page_have_a_new_column(made_up: Column) -> 
     assert 'paged_kv:kept_blocks{model="llama",pool="3"} 201.0' in metrics_text(view).decode()
     shown = {"name": "kept", "label": "kept by us", "meaning": made_up.meaning, "unit": "count"}
     assert status_page.columns()[-1] == shown
-
-
-def test_the_view_of_a_process_has_the_memory_of_every_rank() -> None:
-    class TwoRanks(Ranks):
-        memory: ClassVar = {1: RankMemory(2 << 20, 1 << 20, 300), 0: RankMemory(5 << 20, 7, 0)}
-
-    pool = PagePool(1, max_bytes=1 << 20)
-    assert view_process([pool]).as_dict().keys().isdisjoint({"ranks"})
-    pool.ranks = TwoRanks()
-    view = view_process([pool])
-    assert view.ranks == tuple(sorted(TwoRanks.memory.items()))
-    assert ProcessView.from_dict(json.loads(json.dumps(view.as_dict()))) == view
-    console = Console(record=True, width=200, file=StringIO())
-    console.print(process_tables(view))
-    lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["1", "300", "B", "1.05", "MB", "2.10", "MB"] in lines
-
-
-def test_prompts_are_counted_by_what_was_asked_and_what_was_found() -> None:
-    counts = PoolCounts(NO_EVENTS)
-    for asked, found in ((10, 3), (5, 0), (7, 6)):
-        counts.look_up(asked, found)
-    assert (counts.prefix_queries, counts.prefix_hits) == (22, 9)

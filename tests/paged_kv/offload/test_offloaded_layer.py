@@ -137,13 +137,6 @@ def test_the_pages_that_weigh_most_are_fetched(backend: Backend, tmp_path: Path)
     assert layer.counts.pages_late == 0
 
 
-def test_what_was_fetched_is_kept_while_it_is_wanted(tmp_path: Path) -> None:
-    layer = OneLayer(backend_named(BACKENDS[-1], GEOMETRY), tmp_path)
-    for _ in range(5 * RANKED_STEPS):
-        layer.attend(layer.like(4))
-    assert layer.counts.pages_fetched == FRAMES
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"softcap": 3.0}, {"sinks": [0.5, 9.0, -1.0, 30.0]}, {"window": 2000}, {"causal": False}],

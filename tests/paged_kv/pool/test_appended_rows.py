@@ -13,7 +13,6 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.integrations.states.growing_layers import growing_layers
 from paged_kv.kernels.pages.lazy_reads import LazyReads
 from tests.support.generation import (
     Run,
@@ -98,58 +97,6 @@ def test_tokens_are_those_of_mlx_lm(rates: str, step: int) -> None:
         assert_same_run(ours, alone(model, TEXT[:length], 4, step), TOLERANCE)
     assert factory.stats().gather_fallbacks == 0
     assert_nothing_is_used(factory)
-
-
-def test_what_a_cache_appends_is_found_without_its_name(model: Any) -> None:
-    """And so are the tokens of a group and the numbers of a row."""
-    parts = growing_layers(model, make_prompt_cache(model))
-    assert [[(each.rows.name, each.rows.rate) for each in layer] for layer in parts] == [
-        [("window", 1)],
-        [("window", 1), ("compress_kv", 4), ("index_k", 4)],
-        [("window", 1)],
-        [("window", 1), ("compress_kv", 1), ("index_k", 1)],
-    ]
-    rows = parts[1][1].rows
-    assert [each.name for each in rows.inputs] == ["pending_kv", "pending_gate"]
-    assert (rows.dim, parts[1][0].window) == (64, 32)
-    assert growing_layers(small_model("llama"), make_prompt_cache(small_model("llama"))) == []
-
-
-def test_a_cache_that_grows_in_another_way_is_refused(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = type(make_prompt_cache(model)[0]).update_window
-
-    def update_window(cache: Any, rows: mx.array) -> mx.array:
-        cache.squares = mx.zeros((1, rows.shape[1] ** 2, 3))
-        window: mx.array = stock(cache, rows)
-        return window
-
-    monkeypatch.setattr(type(make_prompt_cache(model)[0]), "update_window", update_window)
-    with pytest.raises(TypeError, match="squares"):
-        PagedCacheFactory(model)
-
-
-def test_pages_hold_rows_as_they_are_and_no_more(model: Any, factory: PagedCacheFactory) -> None:
-    cache, stock = filled(model, factory, TEXT[:530]), make_prompt_cache(model)
-    computed(model, TEXT[:530], stock)
-    for ours, theirs in zip(cache, stock, strict=True):
-        assert ours.offset == theirs.offset == 530
-        # The window here ends before the next token, which sees itself too.
-        assert mx.array_equal(ours.window, theirs.window[:, 1:])
-        for name in ("compress_kv", "index_k", "pending_kv"):
-            if getattr(theirs, name) is not None:
-                assert mx.array_equal(getattr(ours, name), getattr(theirs, name))
-    del ours
-    for each in (cache, stock):
-        computed(model, TEXT[530:532], each)
-    rows = sum(
-        each.nbytes for layer in stock for each in (layer.compress_kv, layer.index_k)
-        if each is not None
-    )  # fmt: skip
-    ring, shared = sorted(factory.pool.groups, key=lambda group: group.window is None)
-    assert shared.block_bytes * 532 == rows * 256
-    assert (shared.allocator.num_used, ring.allocator.num_used) == (3, 1)
 
 
 def test_a_step_gathers_only_the_rows_that_the_model_reads(
@@ -323,17 +270,3 @@ def test_a_step_that_fails_in_a_later_layer_leaves_open_groups_as_they_were(
     assert cache[0].offset == 6
     assert mx.array_equal(cache[1].pending_kv, before)
     assert_goes_on(model, cache, [TEXT[:6]], TEXT[6:9])
-
-
-def test_rows_keep_16_bits_and_fit_their_step(model: Any, factory: PagedCacheFactory) -> None:
-    for page_format in ("q8", ("q8", "fp16"), "auto"):
-        with pytest.raises(ValueError, match="page_format"):
-            PagedCacheFactory(model, page_format=page_format)
-    cache = factory.make_cache()[1]
-    with pytest.raises(ValueError, match="one sequence"):
-        cache.update_window(mx.zeros((2, 8, 64)))
-    cache.update_window(mx.zeros((1, 8, 64)))
-    with pytest.raises(ValueError, match="2 new rows"):
-        cache.compress_kv = mx.zeros((1, 3, 64))
-    with pytest.raises(AttributeError):
-        _ = cache.rows

@@ -17,8 +17,6 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.writes import reserve
-from paged_kv.kernels.cpu.native_backend import NativeBackend
-from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.monitor.pool_views import view_pool
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -228,33 +226,3 @@ def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
     assert pool.stats().bytes_retained == pool.stats().bytes_mapped
     pool.clear()
     assert pool.stats().evictions == {"clear": 2}
-
-
-def test_what_is_no_snapshot_and_no_map_is_refused() -> None:
-    contents: list[Any] = [{}, {"page_format": "fp16"}, {"groups": [3]}, {"groups": [{}]}]
-    for content in contents:
-        with pytest.raises(ValueError, match="not a snapshot"):
-            PoolStats.from_dict(content)
-    for text in ("x", "3u", "u-1", "u٣", "u9999999"):
-        with pytest.raises(ValueError, match="is no map"):
-            unpacked(text)
-
-
-@pytest.mark.skipif(load_native_library()[0] is None, reason="there is no native library")
-def test_what_no_kernel_takes_is_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
-    pool = PagePool(3, max_bytes=1 << 20)
-    sequence = Sequence(pool)
-    for layer, head_dim in enumerate((16, 20, 20)):
-        numbers = mx.ones((1, 1, 3, head_dim))
-        PagedKVCache(pool, layer, [sequence]).update_and_fetch(numbers, numbers)
-    assert (pool.stats().plain_layers, pool.stats().kernel_fallbacks) == (2, 0)
-    monkeypatch.setattr(NativeBackend, "fallbacks", 4)
-    stats = pool.stats()
-    assert stats.kernel_fallbacks == 4
-    assert (stats + stats).kernel_fallbacks == 8
-    (said,) = [each for each in caplog.messages if "no native kernel takes" in each]
-    assert "20" in said
-    assert PoolStats.from_dict(stats.as_dict()) == stats

@@ -69,11 +69,3 @@ def test_it_is_enough(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     if not options:
         less, _ = run(PagePool(LAYERS, max_bytes=enough - 1), steps(seed))
         assert less == reached
-
-
-def test_it_is_not_known_while_a_group_was_never_written() -> None:
-    pool = PagePool(LAYERS, windows=WINDOWS, max_bytes=1000)
-    cache = PagedKVCache(pool, 0, [Sequence(pool)])
-    with pytest.raises(PoolExhausted, match=r"raise max_bytes, drop caches") as error:
-        cache.update_and_fetch(mx.zeros((1, 1, 9, HEAD)), mx.zeros((1, 1, 9, HEAD)))
-    assert error.value.sufficient_budget is None

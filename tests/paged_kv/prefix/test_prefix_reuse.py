@@ -84,23 +84,6 @@ def test_what_a_prompt_would_find_and_which_of_its_pages_are_in_use(qwen3: Any) 
     assert factory.peek(TEXT[:500]) == (499, 0)
 
 
-def test_pages_are_shared_and_only_the_tail_is_copied(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    warm(qwen3, factory, TEXT[:700])
-    before = factory.stats()
-    assert (before.blocks_used, before.blocks_cached) == (0, 3)
-    caches = [factory.fetch_cache([*TEXT[:690], n])[0] for n in range(5)]
-    stats = factory.stats()
-    assert (stats.blocks_used, stats.blocks_cached, stats.cow_copies) == (3, 0, 0)
-    for cache in caches:
-        greedy(qwen3, [1], cache, 1)
-    stats = factory.stats()
-    assert (stats.blocks_used, stats.blocks_cached, stats.cow_copies) == (2 + 5, 1, 5)
-    del caches, cache
-    factory.pool.check()
-    assert factory.stats().blocks_cached == 3
-
-
 @pytest.mark.parametrize("is_fetched", [False, True])
 def test_other_weights_share_nothing(qwen3: Any, is_fetched: bool) -> None:
     """Neither what was inserted before weights changed, nor what was begun then."""
@@ -124,24 +107,6 @@ def test_the_same_numbers_in_another_dtype_are_other_weights(qwen3: Any) -> None
     model.set_dtype(mx.float32)
     assert version.count == 1
     assert version.count == 1
-
-
-def test_cached_blocks_make_room_before_a_pool_is_exhausted(qwen3: Any) -> None:
-    probe = PagedCacheFactory(qwen3, max_bytes=1 << 30)
-    probe.can_admit(1)
-    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
-    factory = PagedCacheFactory(qwen3, max_bytes=6 * block_bytes)
-    factory.can_admit(1)
-    for first in range(4):
-        prompt = [first, *TEXT[:600]]
-        assert factory.can_admit(len(prompt))
-        run, _ = warm(qwen3, factory, prompt)
-        assert_same_run(run, cold(qwen3, prompt), TOLERANCE)
-    stats = factory.stats()
-    assert stats.evictions["room"] > 0
-    assert stats.allocation_failures == 0
-    assert factory.fetch_cache([3, *TEXT[:601]])[1] == 601
-    assert factory.fetch_cache([0, *TEXT[:601]])[1] == 0
 
 
 @pytest.mark.parametrize("page_format", ["q4", "fp16"])

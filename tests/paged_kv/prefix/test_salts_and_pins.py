@@ -2,63 +2,10 @@
 
 import copy
 
-import mlx.core as mx
 import pytest
 
-from paged_kv import NotPinned, PagedCacheFactory
-from tests.support.generation import assert_same_run, greedy
+from paged_kv import PagedCacheFactory
 from tests.support.stored_prompts import TEXT, read, shallow_model
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
-@pytest.mark.slow
-def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str) -> None:
-    model = shallow_model(name)
-    factory = PagedCacheFactory(model)
-    asked = [*TEXT[:600], 1, 2]
-    expected = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
-    cache, _ = factory.fetch_cache(TEXT[:600])
-    model(mx.array([TEXT[:600]]), cache=cache)
-    for salt in (None, "alice"):
-        assert factory.insert_cache(TEXT[:600], cache, salt=salt) == 600
-    del cache
-    # A cache that was fetched under one salt and inserted under another.
-    cache, cached = factory.fetch_cache([*TEXT[:600], 1], salt="alice")
-    assert cached == 600
-    assert factory.insert_cache(TEXT[:600], cache, salt="bob") == 600
-    del cache
-    assert factory.stats().blocks_used == 0
-    for salt in (None, "alice", "bob"):
-        cache, cached = factory.fetch_cache(asked, salt=salt)
-        assert cached == 600
-        assert_same_run(greedy(model, asked[cached:], cache, 4), expected, 1e-3)
-    del cache
-    assert factory.fetch_cache(asked, salt="carol")[1] == 0
-    # The prompt stays as long as one of them is pinned, and no longer.
-    assert factory.pin(TEXT[:600], salt="alice") == 600
-    factory.clear()
-    found = {salt: factory.fetch_cache(asked, salt=salt)[1] for salt in (None, "alice", "bob")}
-    assert found == {None: 0, "alice": 600, "bob": 0}
-    factory.pool.check()
-    assert factory.unpin(TEXT[:600], salt="alice") == 600
-    factory.clear()
-    factory.pool.check()
-    assert (factory.stats().bytes_mapped, factory.prefixes.nbytes) == (0, 0)
-    with pytest.raises(NotPinned):
-        factory.unpin(TEXT[:600], salt="alice")
-
-
-@pytest.mark.parametrize(("name", "found"), [("qwen3", 500), ("falcon_h1", 0)])
-def test_insert_returns_what_is_found(name: str, found: int) -> None:
-    """A state is that after all tokens, so nothing can resume from fewer of them."""
-    model = shallow_model(name)
-    factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:600]]), cache=cache)
-    assert factory.insert_cache(TEXT[:500], cache) == found
-    assert factory.fetch_cache([*TEXT[:500], 1])[1] == found
-    assert factory.insert_cache(TEXT[:600], cache) == 600
-    assert factory.fetch_cache([*TEXT[:600], 1])[1] == 600
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])

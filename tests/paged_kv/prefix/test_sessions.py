@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory, UnknownSession
-from paged_kv.prefix.keeping import Unstored
 from tests.support.generation import Run, assert_same_run, greedy
 from tests.support.stored_prompts import TEXT, shallow_model
 
@@ -64,36 +63,6 @@ def test_the_end_of_a_session_keeps_what_others_share(name: str) -> None:
         factory.end_session("a")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
-def test_a_forgotten_prompt_is_computed_again(name: str) -> None:
-    model = shallow_model(name)
-    factory = PagedCacheFactory(model)
-    first, _ = asked(model, factory, ONE)
-    assert factory.forget(ONE) == 0  # a longer prompt, with the answer, goes through it
-    assert factory.forget(ONE + first.tokens, salt="alice") == 0
-    assert factory.forget(mx.array(ONE + first.tokens)) == 3
-    assert factory.stats().blocks_cached == factory.prefixes.snapshots.nbytes == 0
-    again, cached = asked(model, factory, ONE)
-    assert cached == 0
-    assert_same_run(again, first, TOLERANCE)
-
-
-def test_pins_outlive_sessions_and_salts_have_their_own() -> None:
-    model = shallow_model("qwen3")
-    factory = PagedCacheFactory(model)
-    asked(model, factory, ONE, session="a", salt="alice")
-    assert factory.pin(TEXT[:256], salt="alice") == 256
-    for wrong in ({"salt": "bob"}, {}):
-        with pytest.raises(UnknownSession):
-            factory.end_session("a", **wrong)
-    # A prompt that no store may keep is one of the same salt.
-    asked(model, factory, OTHER, session="a", salt=Unstored("alice"))
-    assert factory.end_session("a", salt="alice") == 4
-    assert factory.fetch_cache(ONE, salt="alice")[1] == 256
-    factory.unpin(TEXT[:256], salt="alice")
-    assert factory.forget(TEXT[:256], salt="alice") == 1
-
-
 def test_names_and_tokens_are_checked() -> None:
     factory = PagedCacheFactory(shallow_model("qwen3"))
     unhashable: Any = []
@@ -106,20 +75,3 @@ def test_names_and_tokens_are_checked() -> None:
     assert factory.forget([]) == 0
     with pytest.raises(UnknownSession):
         factory.end_session(None)
-
-
-def test_pages_on_disk_outlive_a_session(tmp_path: Any) -> None:
-    model = shallow_model("qwen3")
-    factory = PagedCacheFactory(model, store=tmp_path / "store")
-    first, _ = asked(model, factory, ONE, session="a")
-    assert factory.store is not None
-    factory.store.flush()
-    assert factory.end_session("a") == 3
-    assert factory.stats().blocks_cached == 0
-    again, cached = asked(model, factory, ONE, session="b")
-    assert cached == 512
-    assert_same_run(again, first, TOLERANCE)
-    # What was loaded is the session's that asked for it.
-    assert factory.end_session("b") == 3
-    assert factory.stats().blocks_cached == 0
-    factory.close()

@@ -69,16 +69,6 @@ def test_a_state_is_of_the_tokens_that_it_is_found_behind() -> None:
     assert hybrid.found(TEXT) == 600
 
 
-def test_the_longest_state_that_a_prompt_goes_along_with_is_taken() -> None:
-    """Also of several states in one block, and after a longer block has replaced theirs."""
-    hybrid = Hybrid()
-    ends = (10, 40, 200, 256, 300, 511)
-    for end in ends:
-        hybrid.insert(TEXT[:end], hybrid.sequence(TEXT[:end]))
-    for length in (9, 10, 39, 40, 255, 256, 257, 300, 510, 511, 900):
-        assert hybrid.found(TEXT[:length]) == max([0, *(end for end in ends if end <= length)])
-
-
 @pytest.mark.parametrize("page_format", ["fp16", "q8", "q4", ("fp16", "q8"), ("q4", "fp16")])
 def test_no_state_within_a_quantised_page_is_taken(page_format: Any) -> None:
     """A sequence is inserted again and again as it grows, and its full pages are quantised."""
@@ -206,21 +196,6 @@ def test_a_conversation_takes_its_uses_along() -> None:
     assert prompts.uses[(*text[:-5], 8, 8)].recent == 1
 
 
-def test_a_state_takes_the_place_of_a_longer_one_that_was_evicted() -> None:
-    prompts = Prompts(3)
-    prompts.keep((1,) * 4)
-    prompts.keep((1,) * 8)
-    (longer,) = [each for each in prompts.snapshots._live() if len(each.states) == 8]
-    longer.states = None
-    prompts.snapshots._order.discard(weakref.ref(longer))
-    prompts.keep((2, 2))
-    prompts.keep((3, 3))
-    assert prompts.found((1,) * 8) == (1,) * 4
-    # It is the last of its conversation now.
-    prompts.keep((4, 4))
-    assert set(prompts.uses) == {(1,) * 4, (3, 3), (4, 4)}
-
-
 def common(some: abc.Sequence[int], others: abc.Sequence[int]) -> int:
     return next(
         (at for at, (one, two) in enumerate(zip(some, others, strict=False)) if one != two),
@@ -279,24 +254,3 @@ def test_prompts_tell_where_they_part_from_others() -> None:
     assert hybrid.prefixes.parting("", [*prompt[:500], -1]) == 0
     without = PrefixCache(PagePool(1, max_bytes=1 << 22), has_states=False)
     assert without.parting("", prompt) == 0
-
-
-def test_the_state_that_a_new_one_supersedes_makes_room_for_it() -> None:
-    prompts = Prompts(2)
-    for end in range(1, 9):
-        for first in (1, 2):
-            prompts.keep([first] * end)
-            assert prompts.found([first] * 9) == (first,) * end
-    assert set(prompts.uses) == {(1,) * 8, (2,) * 8}
-
-
-def test_a_state_that_is_kept_again_stays_the_one_that_it_is() -> None:
-    prompts = Prompts(2)
-    prompts.keep((1, 2), is_answer=True)
-    prompts.found((1, 2, 3))
-    prompts.keep((3,))
-    (before,) = [use for tokens, use in prompts.uses.items() if tokens == (1, 2)]
-    prompts.keep((1, 2))
-    assert prompts.uses[1, 2].times == before.times == 2
-    prompts.keep((1, 2, 3, 4))
-    assert (1, 2) not in prompts.uses

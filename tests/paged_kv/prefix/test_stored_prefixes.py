@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory
-from paged_kv.store.entry_file import decode
 from paged_kv.store.lookup import CHECKPOINT
 from paged_kv.store.maintenance import clear
 from tests.support.folders import ROOT
@@ -138,36 +137,6 @@ def test_a_quantised_block_that_goes_on_differently_is_not_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "answer"),
-    [("qwen3", 700, 90), pytest.param("gemma3_text", 40, 4, marks=pytest.mark.slow)],
-)
-def test_a_prompt_that_was_stored_with_its_answer_is_found_to_the_token(
-    folder: Path, name: str, length: int, answer: int
-) -> None:
-    """In the last block of the stored prompt, and in one that the answer filled."""
-    model = shallow_model(name)
-    prompt, answered = TEXT[:length], TEXT[length + 7 :][:answer]
-    factory = stored_factory(model, folder)
-    cache, _ = factory.fetch_cache(prompt)
-    for part in (prompt, answered):
-        model(mx.array([part]), cache=cache)
-    factory.insert_cache(prompt + answered, cache)
-    del cache
-    factory.close()
-    for asked, known in (
-        (prompt, length - 1),
-        ([*prompt, answered[0], 1, 2], length + 1),
-        ([*prompt[: length - 2], 1, 2], length - 2),
-    ):
-        factory = stored_factory(model, folder)
-        run, cached = warm(model, factory, asked)
-        assert (cached, store_of(factory).stats().tokens_found) == (known, known)
-        cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
-        assert_same_run(run, cold, 1e-3)
-        factory.close()
-
-
-@pytest.mark.parametrize(
     ("name", "part"),
     [("gemma3_text", "pages 1"), ("falcon_h1", CHECKPOINT)],
 )
@@ -191,25 +160,6 @@ def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str)
     cold = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 4)
     assert_same_run(run, cold, 1e-3)
     factory.close()
-
-
-def test_slots_that_hold_no_tokens_are_stored_as_zeros(folder: Path) -> None:
-    model = shallow_model("qwen3")
-    factory = stored_factory(model, folder)
-    # Another user's prompt leaves its numbers in the pages.
-    cache = factory.make_cache()
-    greedy(model, TEXT[300:800], cache, 1)
-    del cache
-    computed(model, factory, TEXT[:40])
-    factory.close()
-    with open_store(folder) as store:
-        (row,) = store.rows()
-        entry = decode(store.folder.read(f"{row.key}.safetensors"), row.key)
-    for layer, pages in factory.pool.groups[0].pages.items():
-        geometry = pages.geometry
-        words = entry.arrays[f"layer.{layer}"].reshape(2 * geometry.k_heads, 256, -1)
-        assert words[:, :40].any()
-        assert not words[:, 40:].any()
 
 
 def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,27 @@
 with a wrong page."""
 
 import random
-from collections import Counter, abc
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from paged_kv import PagedCacheFactory, PagePool, Sequence
+from paged_kv import PagedCacheFactory
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.integrations.stored_states import StoredStates
-from paged_kv.prefix.keeping import Keeping
-from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.steps.batch import Batch
 from paged_kv.store.background import BackgroundStore
-from paged_kv.store.entry_file import decode
 from paged_kv.store.keys import Identity
 from paged_kv.store.page_store import PageStore
 from paged_kv.tiers.tiered_store import TieredStore
-from tests.paged_kv.prefix.test_window_reuse import BLOCK_BYTES, Told, numbers
+from tests.paged_kv.prefix.test_window_reuse import Told
 from tests.support import stored_prompts
 from tests.support.generation import Run, assert_same_run, greedy
-from tests.support.store_entries import identity, open_store
+from tests.support.store_entries import identity
 from tests.support.stored_prompts import shallow_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
@@ -101,36 +95,6 @@ def test_a_restart_goes_on_behind_every_block(
         assert cached == known
         if page_format == "fp16":
             assert_same_run(run, cold(model, prompt), TOLERANCE)
-
-
-def test_slots_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> None:
-    model = shallow_model("gemma3_text")
-    with stored_factory(model, folder) as factory:
-        for length in (40, 340):
-            # Others leave their numbers in the pages, and the model computes more than it inserts.
-            greedy(model, TEXT[300:900], factory.make_cache(), 1)
-            cache = factory.make_cache()
-            model(mx.array([TEXT[: length + 20]]), cache=cache)
-            for layer in cache:
-                layer.trim(20)
-            factory.insert_cache(TEXT[:length], cache)
-        layers = {
-            f"layer.{layer}": pages.geometry
-            for group in factory.pool.groups
-            for layer, pages in group.pages.items()
-            if group.window is not None
-        }
-    slots_of: dict[int, list[list[int]]] = {}
-    with open_store(folder) as store:
-        for row in store.rows():
-            entry = decode(store.folder.read(f"{row.key}.safetensors"), row.key)
-            for name in layers.keys() & entry.arrays.keys():
-                slots = entry.arrays[name].reshape(2 * layers[name].k_heads, 256, -1)
-                used = np.any(slots, axis=(0, 2))
-                slots_of.setdefault(row.num_tokens, []).append(np.flatnonzero(used).tolist())
-    assert all(slots == list(range(40)) for slots in slots_of[40])
-    # A ring of one page: 360 tokens were once written, and 20 of them trimmed.
-    assert all(slots == [*range(84), *range(104, 256)] for slots in slots_of[84])
 
 
 class StoredTold(Told):
@@ -213,71 +177,3 @@ def damage(rng: random.Random, folder: Path) -> None:
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-
-
-@pytest.mark.slow
-def test_pages_from_disk_exhaust_no_pool(folder: Path) -> None:
-    """Prompts of a model with windows, and a pool that holds hardly more than one of them."""
-    model = shallow_model("gemma3_text")
-    prompts = [[first, *TEXT[: 900 + first]] for first in range(3)]
-    with stored_factory(model, folder) as factory:
-        for prompt in prompts:
-            run_of(model, factory, prompt)
-        needed = sum(
-            group.blocks_for(len(prompts[-1]) + 3) * group.block_bytes
-            for group in factory.pool.groups
-        )
-    max_bytes = 3 * needed
-    with stored_factory(model, folder, max_bytes=max_bytes) as factory:
-        for prompt in [*prompts, *reversed(prompts)]:
-            assert factory.can_admit(len(prompt) + 3)
-            run, cached = run_of(model, factory, prompt)
-            assert cached == len(prompt) - 1
-            assert_same_run(run, cold(model, prompt), TOLERANCE)
-        stats = factory.stats()
-        assert sum(stats.evictions.values()) > 0
-        assert stats.allocation_failures == 0
-    # If a sequence leaves no room, a lookup finds less or nothing, which is not a failure.
-    with stored_factory(model, folder, max_bytes=max_bytes // 3) as factory:
-        held = factory.make_cache()
-        greedy(model, TEXT[5:300], held, 1)
-        assert factory.fetch_cache(prompts[0])[1] == 0
-        assert factory.stats().allocation_failures == 0
-
-
-class Emptying:
-    """A tier that holds nothing, and asks to evict everything from memory."""
-
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
-        self.asked = 0
-
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
-        self.asked += 1
-        self.pool.clear()
-
-    def keep(
-        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
-    ) -> None:
-        pass
-
-    def on_evict(self, node: Node) -> None:
-        pass
-
-
-def test_what_goes_while_the_tier_below_is_asked_is_not_used() -> None:
-    pool = PagePool(1, max_bytes=60 * BLOCK_BYTES)
-    prefixes = PrefixCache(pool, has_states=False)
-    sequence = Sequence(pool)
-    for start in range(0, 700, 350):
-        part = numbers(TEXT[start : start + 350], 0)
-        Batch.of(pool, [sequence]).append(0, part, part)
-    prefixes.insert("", TEXT[:700], sequence, None)
-    del sequence
-    assert prefixes.known("", TEXT[:701]) == 700
-    lower = Emptying(pool)
-    prefixes.put_below(lower)
-    prefix = prefixes.fetch("", TEXT[:701], pool.page_format)
-    assert (prefix.num_tokens, lower.asked) == (0, 1)
-    assert pool.stats().blocks_used == 0
-    pool.check()

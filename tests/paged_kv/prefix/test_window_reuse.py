@@ -208,23 +208,6 @@ def test_forks_that_go_their_own_ways_leave_their_own_pages(begun: int, step: in
             told.assert_holds(prefix.sequence, tokens[: 256 * page])
 
 
-def test_pages_that_were_of_use_outlive_those_that_were_not() -> None:
-    told = Told(100, {1: Window(32, 32)})
-    prompts = [list(range(first, first + 600)) for first in (1000, 2000, 3000)]
-    for prompt in prompts:
-        sequence = told.fetch([]).sequence
-        told.write(sequence, prompt)
-        told.prefixes.insert("", prompt, sequence, None)
-        del sequence
-    # Each has left two pages behind, and the first page of all is in use.
-    assert told.fetch(prompts[0][:256]).num_tokens == 256
-    told.pool.stats()  # Releases the blocks of dropped sequences.
-    passed, allocator = told.pool.out_of_window, told.pool.group_of(1).allocator
-    left = len(passed.evictable(allocator)) - 3
-    assert passed.evict(lambda: len(passed.evictable(allocator)) <= left) == 3
-    assert [told.fetch(prompt[:256]).num_tokens for prompt in prompts] == [256, 0, 256]
-
-
 @pytest.mark.parametrize("count", [101, 700, 2048])
 def test_a_fork_has_a_step_that_is_in_no_page_yet(count: int) -> None:
     pool = PagePool(2, windows={1: Window(300, 100)}, max_bytes=400 * PAGE_BYTES)
@@ -324,20 +307,3 @@ def test_rings_on_the_way_of_a_conversation_go_before_its_last_and_those_at_junc
     told.pool.out_of_window.evict(lambda: False)
     assert found([*text[:3900], 8]) == 1792
     assert found([*text[:2000], 7, 7, 8]) == 2002
-
-
-def test_passed_pages_make_no_page_smaller() -> None:
-    """With "auto", pages become smaller at the end, but no sooner."""
-    requantised = []
-    for caches_out_of_window in (True, False):
-        told = Told(40, page_format="auto")
-        sequence = Sequence(told.pool)
-        sequence.caches_out_of_window = caches_out_of_window
-        lengths = [0]
-        while len(lengths) < 100 and not told.pool.stats().requantisations:
-            told.write(sequence, [5] * 900)
-            lengths.append(sequence.length)
-        requantised.append(lengths)
-        assert told.pool.stats().requantisations
-        assert bool(sequence.out_of_window) == caches_out_of_window
-    assert requantised[0] == requantised[1]

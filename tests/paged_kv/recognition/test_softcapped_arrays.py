@@ -10,9 +10,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
-from paged_kv.recognition.softcapped_arrays import AttentionScores
-from tests.support.generation import assert_same_run, assert_same_runs, greedy, runs_of
-from tests.support.quantised_oracle import oracle_caches
+from tests.support.generation import assert_same_runs, greedy, runs_of
 from tests.support.zoo import small_model
 
 KV_HEADS, GROUP, DIM, V_DIM, SOFTCAP = 2, 3, 32, 16, 2.0
@@ -139,24 +137,6 @@ def test_changed_scores_are_honoured(cache: PagedKVCache, name: str) -> None:
     assert step.gathers(output) == before + 1
 
 
-def test_a_mask_of_the_models_own_is_honoured(cache: PagedKVCache) -> None:
-    mask = mx.arange(11) % 2 == 0
-    plain = Step(cache).made_plain()
-    plain.mask = mask
-    expected = plain.output()
-    step = Step(cache)
-    step.mask = mask
-    assert close(step.output(), expected)
-
-
-def test_a_softmax_over_another_axis_is_mlxs_own(cache: PagedKVCache) -> None:
-    scores = capped(Step(cache).scores())
-    assert type(scores) is AttentionScores
-    assert type(mx.softmax(scores, axis=-1)) is AttentionScores
-    assert type(mx.softmax(scores, axis=-2)) is mx.array
-    assert type(mx.softmax(scores)) is mx.array
-
-
 def test_values_of_another_read_or_changed_are_not_taken_for_these(cache: PagedKVCache) -> None:
     weights = mx.softmax(capped(Step(cache).scores()), axis=-1)
     for values in (Step(filled(8)).values, Step(filled(8)).keys):
@@ -186,9 +166,3 @@ def test_a_batch_decodes_as_prompts_alone_which_mlx_lm_cannot(model: Any, backen
     assert_same_runs(runs, alone, 1e-4)
     gc.collect()
     assert factory.stats().gather_fallbacks == 0
-
-
-def test_quantised_pages(model: Any, backend: str) -> None:
-    factory = PagedCacheFactory(model, page_format="q8", max_bytes=64 << 20)
-    ours = greedy(model, PROMPT, factory.make_cache(), 2, 256)
-    assert_same_run(ours, greedy(model, PROMPT, oracle_caches(model, "q8"), 2, 256), 2e-3)

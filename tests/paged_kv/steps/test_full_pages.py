@@ -17,7 +17,6 @@ from paged_kv.prefix import prefix_cache
 from tests.support import stored_prompts
 from tests.support.attended_step import attended
 from tests.support.full_pages import FIRST, full_format, full_formats
-from tests.support.ring_batches import materialised
 from tests.support.zoo import small_model
 
 HEAD = 32
@@ -117,36 +116,6 @@ def test_a_token_sees_the_same_however_the_prompt_is_cut(
         assert mx.array_equal(found, page)
 
 
-def test_a_step_ends_with_at_most_two_pages_of_16_bits() -> None:
-    """The page that it ends in, and the one that it began in if that held earlier tokens."""
-    cache = new_cache("q4")
-    for size, full in [(2048, 8), (1, 9), (700, 11), (67, 11), (1, 12)]:
-        write([cache], size)
-        names = formats(cache)
-        assert len(names) == full
-        assert names[-1] == "fp16"
-        assert names.count("fp16") == (2 if size == 700 else 1)
-        assert cache.pool.stats().blocks_by_format["fp16"] == names.count("fp16")
-
-
-def test_layers_that_share_keys_attend_to_the_same(backend: str) -> None:
-    cache = new_cache("q4")
-    keys = numbers(700, seed=2).astype(mx.float32)
-    attended(cache, keys[:, :, :100])
-    mask = cache.make_mask(600)
-    found, _ = cache.update_and_fetch(keys[:, :, 100:], keys[:, :, 100:])
-    outputs = [found.read.attend(keys[:, :, 100:], mask, scale=1.0) for _ in range(2)]
-    first, second = outputs
-    assert first is not None
-    assert second is not None
-    assert mx.array_equal(first, second)
-    assert mx.array_equal(contents(cache)[:, :, -188:], mx.concatenate([keys[:, :, -188:]] * 2))
-    # The recoded page that the step began in lasts as long as the step.
-    del found
-    attended(cache, keys[:, :, :1])
-    assert cache.pool.stats().blocks_used == len(blocks(cache)) == 3
-
-
 def test_attention_that_pages_cannot_express_gathers_the_step_as_it_was_given() -> None:
     cache = new_cache("q4")
     keys = numbers(900, seed=2).astype(mx.float32)
@@ -171,19 +140,6 @@ def test_a_page_waits_for_all_layers() -> None:
     assert mx.array_equal(caches[1].keys_and_values()[0][:, :, 100:], numbers(201, 7))
     write(caches, 1)
     assert formats(caches[0]) == formats(caches[1]) == ["q8", "fp16"]
-
-
-def test_a_shared_page_is_recoded_once_for_all() -> None:
-    cache = new_cache("q4")
-    write([cache], 512)
-    forks = [copy.deepcopy(cache) for _ in range(3)]
-    for seed, fork in enumerate(forks):
-        write([fork], 1, seed)
-    assert formats(cache) == ["q8", "q4"]
-    assert all(formats(fork) == ["q8", "q4", "fp16"] for fork in forks)
-    stats = cache.pool.stats()
-    assert stats.blocks_by_format == {"fp16": 3, "q8": 1, "q4": 1}
-    assert stats.blocks_shared == 2
 
 
 def test_what_is_found_is_what_the_sequence_itself_goes_on_with() -> None:
@@ -231,25 +187,6 @@ def test_what_could_not_be_recoded_is_not_resumed_within_its_page(
 
 def exhausted(*_: Any) -> None:
     raise PoolExhausted(needed=1, free=0, evictable=0, budget=1, block_bytes=1)
-
-
-def test_a_step_that_cannot_recode_changes_no_token() -> None:
-    cache = new_cache("q4", max_bytes=8 * PAGE_BYTES)
-    pool = cache.pool
-    other = PagedKVCache(pool, 0, [Sequence(pool, FP16)])
-    write([cache], 256)
-    write([other], 7 * 256)
-    before, stats = contents(cache), pool.stats()
-    for _ in range(2):
-        with pytest.raises(PoolExhausted):
-            write([cache], 1)
-    assert (cache.offset, formats(cache)) == (256, ["fp16"])
-    assert mx.array_equal(contents(cache), before)
-    assert pool.stats().bytes_mapped == stats.bytes_mapped
-    pool.check()
-    other.trim(7 * 256)
-    write([cache], 1)
-    assert formats(cache) == ["q8", "fp16"]
 
 
 def test_a_conversion_that_ran_out_of_memory_leaves_to_others_what_they_share() -> None:
@@ -360,32 +297,3 @@ def test_what_earlier_versions_stored_is_found_if_its_pages_are_the_same(
     assert (
         stored_prompts.found(model, tmp_path, stored_prompts.TEXT[:600], page_format=name) == cached
     )
-
-
-def test_a_saved_cache_keeps_the_formats_of_its_pages() -> None:
-    cache = new_cache("q4")
-    write([cache], 600)
-    loaded = PagedKVCache.from_state(materialised(cache.state))
-    assert formats(loaded) == ["q8", "q4", "fp16"]
-    assert not loaded.sequences[0].is_converting
-    for saved, held in zip(cache.keys_and_values(), loaded.keys_and_values(), strict=True):
-        assert mx.array_equal(mx.array(saved), mx.array(held))
-    write([loaded], 300)
-    write([loaded], 1)
-    assert formats(loaded) == ["q8", "q4", "q4", "fp16"]
-
-
-@pytest.mark.parametrize(("page", "name"), [(0, "q4"), (1, "q8")])
-def test_a_saved_cache_that_was_being_converted_goes_on(page: int, name: str) -> None:
-    """A conversion that ran out of memory left such pages."""
-    cache = new_cache("q4")
-    write([cache], 600)
-    recode(cache, page, name)
-    loaded = PagedKVCache.from_state(materialised(cache.state))
-    assert formats(loaded) == [name, name, "fp16"]
-    assert loaded.sequences[0].is_converting
-    write([loaded], 300)
-    write([loaded], 1)
-    assert formats(loaded) == [name, name, "fp16", "fp16"]
-    loaded.to_quantized(bits=4)
-    assert formats(loaded) == ["q8", "q4", "q4", "fp16"]

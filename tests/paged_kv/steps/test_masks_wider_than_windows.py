@@ -33,19 +33,6 @@ def paged_cache(chunk: int) -> PagedKVCache:
     return PagedKVCache(pool, 0, [Sequence(pool)])
 
 
-def test_a_mask_cut_to_all_its_tokens_stays_recognisable() -> None:
-    """Models of mlx-vlm cut every mask to the number of keys."""
-    pool = PagePool(1, max_bytes=8 << 20)
-    cache = PagedKVCache(pool, 0, [Sequence(pool), Sequence(pool)])
-    mask = cache.make_mask(5)
-    assert isinstance(mask, mx.array)
-    assert mask[..., :5] is mask
-    assert mask[..., :9] is mask
-    assert mask[..., :4].shape == (2, 1, 5, 4)
-    assert mask[..., ::2].shape == (2, 1, 5, 3)
-    assert mask[0].shape == (1, 5, 5)
-
-
 # Steps that end below, at, one above and far above the window; those longer than the chunk are
 # attended to before they are written.
 @pytest.mark.parametrize("steps", [[1, 8, 1], [9, 2, 1], [3, 6, 5, 1], [300, 2, 7, 1, 20]])
@@ -58,13 +45,3 @@ def test_one_more_token_is_read_from_pages(backend: str, steps: list[int], chunk
         assert mx.abs(ours - theirs).max() < 1e-5
     cache.trim(1)  # drops what the last step returned
     assert cache.pool.stats().gather_fallbacks == 0
-
-
-def test_more_tokens_than_that_are_gathered(backend: str) -> None:
-    cache = paged_cache(8)
-    steps = [20, 4, 1]
-    found = outputs(cache, steps, 2)
-    expected = outputs(RotatingKVCache(max_size=WINDOW), steps, 2)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert mx.abs(ours - theirs).max() < 1e-5
-    assert cache.pool.stats().gather_fallbacks > 0

@@ -66,22 +66,6 @@ def test_a_models_arrays_are_never_made_and_others_are() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_attention_gathers_where_a_mask_is_not_one_of_a_kernel() -> None:
-    pool = PagePool(1, max_bytes=1 << 24)
-    pool.attending = frozenset({0})
-    (cache,) = layers_of(pool)
-    cache.make_mask(5)
-    given = step(5, 1)
-    keys, values = cache.update_and_fetch(*given)
-    hidden = mx.tril(mx.ones((5, 5), mx.bool_))
-    queries = normal((1, 4, 5, 16), mx.float32, 3)
-    found = paged_attention(queries, keys, values, cache, 0.2, hidden)
-    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2, mask=hidden)
-    assert mx.allclose(found, expected, atol=1e-5)
-    assert pool.stats().gather_fallbacks == 1
-
-
-@pytest.mark.usefixtures("backend")
 def test_what_was_not_read_in_its_step_is_refused_later() -> None:
     """The step may have overwritten a ring by then."""
     pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=1 << 24)
@@ -146,20 +130,6 @@ def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
     assert [each.progress(1).offset for each in layers[0].sequences] == [4, 1]
 
 
-def test_a_layer_may_take_two_steps_before_another_takes_one() -> None:
-    pool = PagePool(2, max_bytes=1 << 24)
-    first, second = layers_of(pool)
-    given = step(3, 1)
-    first.make_mask(2)
-    first.update_and_fetch(*(each[:, :, :2] for each in given))
-    first.update_and_fetch(*(each[:, :, 2:] for each in given))
-    second.update_and_fetch(*(each[:, :, :1] for each in given))
-    assert first.sequences[0].context_lens == [3, 1]
-    second.update_and_fetch(*(each[:, :, 1:] for each in given))
-    assert mx.array_equal(first.keys, given[0])
-    assert mx.array_equal(second.keys, given[0])
-
-
 @pytest.mark.usefixtures("backend")
 def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
     """Its queries attend first: it is written when another call needs its pages."""
@@ -173,77 +143,6 @@ def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
         for layer in layers:
             assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
         commit(layers[0].sequences)
-
-
-@pytest.mark.usefixtures("backend")
-def test_what_another_step_left_is_written_before_a_step_that_was_interrupted_goes_on() -> None:
-    pool = PagePool(2, windows={0: Window(32, 32), 1: Window(32, 32)}, max_bytes=1 << 24)
-    first, second = layers_of(pool)
-    given = step(90, 1)
-    for layer in (first, second):
-        layer.update_and_fetch(*[each[:, :, :80] for each in given])
-    first.update_and_fetch(*[each[:, :, 80:] for each in given])
-    first.sequences[0].close_step()
-    second.update_and_fetch(*[each[:, :, 80:] for each in given])
-    for layer in (first, second):
-        assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
-
-
-@pytest.mark.usefixtures("backend")
-def test_layers_that_are_not_as_far_take_steps_of_their_own() -> None:
-    pool = PagePool(2, max_bytes=1 << 24)
-    first, second = layers_of(pool)
-    given = step(9, 1)
-    first.update_and_fetch(*[each[:, :, :4] for each in given])
-    second.make_mask(9)
-    first.update_and_fetch(*[each[:, :, 4:] for each in given])
-    second.update_and_fetch(*given)
-    for layer in (first, second):
-        assert mx.array_equal(layer.keys, given[0])
-    # Padding that one layer has not seen yet makes it another step, too.
-    first.prepare(left_padding=[0])
-    second.trim(9)
-    first.trim(9)
-    second.prepare(left_padding=[2])
-    first.make_mask(9)
-    for layer in (first, second):
-        layer.update_and_fetch(*given)
-    assert (first.size(), second.size()) == (9, 7)
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_group_that_another_sequence_opens_between_mask_and_step() -> None:
-    """Only open groups have blocks that a mask can reserve."""
-    pool = PagePool(2, windows={1: Window(300, 256)}, max_bytes=1 << 24)
-    other, layers = layers_of(pool), layers_of(pool)
-    other[0].update_and_fetch(*step(3, 1))
-    layers[0].make_mask(256)
-    other[1].update_and_fetch(*step(3, 1))
-    given = step(256, 2)
-    for layer in layers:
-        found, _ = layer.update_and_fetch(*given)
-        assert mx.array_equal(found, given[0])
-
-
-@pytest.mark.usefixtures("backend")
-def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
-    """As if another thread's step made room between a layer's write and its attention."""
-    pool = PagePool(1, page_format="auto", max_bytes=1 << 22)
-    pool.attending = frozenset({0})
-    (cache,), (other,) = layers_of(pool), layers_of(pool)
-    given = normal((1, 1, 1001, 32), mx.float32, 1), normal((1, 1, 1001, 32), mx.float32, 2)
-    cache.update_and_fetch(*[each[:, :, :1000] for each in given])
-    cache.make_mask(1)
-    keys, values = cache.update_and_fetch(*[each[:, :, 1000:] for each in given])
-    assert pool.requantisation_policy is not None
-    assert pool.groups[0].requantise(pool.requantisation_policy, 10.0)
-    other.update_and_fetch(mx.zeros((1, 1, 600, 32)), mx.zeros((1, 1, 600, 32)))
-    gathers = pool.stats().gather_fallbacks
-    queries = normal((1, 2, 1, 32), mx.float32, 3)
-    found = paged_attention(queries, keys, values, cache, 0.2, None)
-    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2)
-    assert mx.allclose(found, expected, atol=0.1)
-    assert pool.stats().gather_fallbacks == gathers
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,6 +1,5 @@
 """The lookup of stored blocks, against trying every possible end."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
-from paged_kv.store.index import packed, unpacked
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
 from tests.support.examples import examples
@@ -145,25 +143,3 @@ def test_the_longest_stored_beginning_is_found(
     assert all(key in files.places.keys() - without for key in found.keys)
     assert EntryPlace(found.links[-1], found.places[-1].part).key == found.end_key
     assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
-
-
-@examples(60)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 200)))
-def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
-    assert unpacked(packed(tokens)) == tuple(tokens)
-
-
-Similar = st.lists(st.sampled_from([0, 1, -1, 63, 64, 8191, 8192, 150_000]), max_size=6)
-
-
-@examples(60)
-@given(others=st.lists(Similar, min_size=1, max_size=30), tokens=Similar)
-def test_the_neighbours_of_packed_tokens_have_most_in_common(
-    others: list[list[int]], tokens: list[int]
-) -> None:
-    order = sorted(map(packed, others))
-    at = bisect_left(order, packed(tokens))
-    neighbours = order[max(0, at - 1) : at + 1]
-    assert max(common_prefix(unpacked(each), tokens) for each in neighbours) == max(
-        common_prefix(each, tokens) for each in others
-    )

@@ -1,8 +1,6 @@
 """The page store: entries are found again, the cap holds, and processes may come and go."""
 
 import os
-import random
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +10,8 @@ import pytest
 
 from paged_kv.store import index
 from paged_kv.store.entry_file import file_name
-from paged_kv.store.errors import NewerVersion, StoreError
-from paged_kv.store.folder import TAG, default_folder
+from paged_kv.store.errors import NewerVersion
+from paged_kv.store.folder import TAG
 from paged_kv.store.index import FILES, NAME
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.limits import LEDGER
@@ -54,21 +52,6 @@ def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
     assert names == {*(file_name(EntryPlace(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
     text = (tmp_path / "store" / TAG).read_text()
     assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
-
-
-def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
-    chains = [links(prompt(seed))[0] for seed in range(40)]
-    with open_store(tmp_path / "store", MIN_BYTES) as store:
-        for link in chains[:10]:
-            put(store, [link], LARGE)
-        store.touch([EntryPlace(chains[0], PAGES).key])
-        for link in chains[10:]:
-            put(store, [link], LARGE)
-            assert bytes_in(tmp_path / "store") <= MIN_BYTES
-            store.touch([EntryPlace(chains[0], PAGES).key])
-        kept = [link for link in chains if EntryPlace(link, PAGES).key in store.stored_keys()]
-        assert kept == [chains[0], *chains[-len(kept) + 1 :]]
-        assert 10 < len(kept) < 25
 
 
 def test_beginnings_outlive_what_comes_behind_them(tmp_path: Path) -> None:
@@ -134,52 +117,6 @@ def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any)
         assert store.stored_keys() == before
 
 
-@pytest.mark.parametrize("harm", ["gone", "garbage", "cut off", "other schema"])
-def test_a_lost_index_is_made_again_from_the_files(tmp_path: Path, harm: str) -> None:
-    folder, chain = tmp_path / "store", links(prompt(0, 256 * 30))
-    with open_store(folder) as store:
-        put(store, chain)
-    if harm == "gone":
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-    elif harm == "garbage":
-        (folder / NAME).write_bytes(random.Random(0).randbytes((folder / NAME).stat().st_size))
-    elif harm == "cut off":
-        os.truncate(folder / NAME, 5000)
-    else:
-        with sqlite3.connect(folder / NAME) as connection:
-            connection.execute("DROP TABLE entries")
-    with open_store(folder) as store:
-        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
-        assert len(store.lookups.children(chain[3].digest)) == 1
-
-
-def test_an_index_that_is_lost_while_it_is_open_is_made_again(tmp_path: Path) -> None:
-    folder, chain = tmp_path / "store", links(prompt(0, 256 * 4))
-    with open_store(folder) as store:
-        put(store, chain[:3])
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-        put(store, chain[3:])
-        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
-
-
-def test_files_that_come_and_go_are_noticed(tmp_path: Path) -> None:
-    folder, chain = tmp_path / "store", links(prompt(0, 512))
-    with open_store(folder) as store, open_store(tmp_path / "other") as other:
-        put(other, chain[:1])
-        put(store, chain[1:])
-        key, gone = [EntryPlace(link, PAGES).key for link in chain]
-        os.rename(tmp_path / "other" / file_name(key), folder / file_name(key))
-        os.unlink(folder / file_name(gone))
-        (folder / file_name("7" * 64)).write_bytes(b"no page file")
-        with store.exclusive() as contents:
-            assert contents.files.keys() >= {key}
-        assert store.stored_keys() == {key}
-        assert not (folder / file_name("7" * 64)).exists()
-        assert [finding.name for finding in store.discarded] == [file_name("7" * 64)]
-
-
 def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
     folder, chain = tmp_path / "store", links(prompt(0))
     key = EntryPlace(chain[0], PAGES).key
@@ -211,45 +148,6 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "linked" / NAME).symlink_to(tmp_path / "elsewhere.sqlite3")
     open_store(tmp_path / "linked").close()
     assert not (tmp_path / "elsewhere.sqlite3").exists()
-
-
-def test_what_cannot_be_a_store_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.jpg").write_text("")
-    (tmp_path / "store").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "store")
-    for name, why in {
-        "file": "is a file: name a folder",
-        "file/below": "is a file|cannot be used as a page store",
-        "photos": "is not empty and not a page store",
-        "link": "is a link: name the folder it points to",
-        "store/../store": "has '..' in it",
-    }.items():
-        with pytest.raises(StoreError, match=why) as caught:
-            open_store(tmp_path / name)
-        assert str(tmp_path / name) in str(caught.value)
-    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
-    with pytest.raises(ValueError, match="store_bytes"):
-        open_store(tmp_path / "small", 1000)
-    assert not (tmp_path / "small").exists()
-
-
-def test_the_default_folder_is_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
-    assert default_folder() == Path("/some/where/paged-kv/pages")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_folder() == Path("/home/someone/.cache/paged-kv/pages")
-
-
-def test_a_writer_that_does_not_let_go_is_a_clear_error(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store") as one:
-        two = open_store(tmp_path / "store", patience_s=0.1)
-        with one.exclusive(), pytest.raises(TimeoutError):
-            put(two, links(prompt(0)))
-        assert put(two, links(prompt(0))) == [Outcome.STORED]
-        two.close()
 
 
 WRITER = """

@@ -12,7 +12,6 @@ import pytest
 from paged_kv import PagedCacheFactory, StoreOptions, Unstored
 from paged_kv.store import limits
 from paged_kv.store.page_store import Outcome
-from paged_kv.store.sights import MOST_SIGHTS, SAVED_SIGHTS, Sights
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server
 from tests.support.server_process import metrics
@@ -70,26 +69,6 @@ def test_sights_outlive_the_process(folder: Path) -> None:
         ask(model, factory, TEXT[:600])
         factory.close()
         assert stored_tokens(folder) == known
-
-
-def test_a_long_prefix_is_written_when_it_is_first_seen(folder: Path) -> None:
-    model = shallow_model("qwen3")
-    factory = stored_factory(model, folder, store_options=StoreOptions(after=2, at_once=600))
-    ask(model, factory, TEXT[:599])
-    ask(model, factory, TEXT[5:605])
-    factory.close()
-    assert stored_tokens(folder) == 600
-
-
-def test_one_request_that_inserts_often_is_seen_once(folder: Path) -> None:
-    model = shallow_model("qwen3")
-    factory = stored_factory(model, folder, store_options=SECOND)
-    cache, _ = factory.fetch_cache(TEXT[:600])
-    for start in range(0, 600, 100):
-        model(mx.array([TEXT[start : start + 100]]), cache=cache)
-        factory.insert_cache(TEXT[: start + 100], cache)
-    factory.close()
-    assert stored_tokens(folder) == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
@@ -160,39 +139,6 @@ def test_two_writers_share_one_budget(folder: Path) -> None:
         one.put(entries[:2])
         other.put(entries[2:])
         assert other.written.in_all == 2 * one.written.in_all
-
-
-def test_a_damaged_count_begins_again(folder: Path) -> None:
-    with open_store(folder) as store:
-        store.put([entry(link) for link in links(prompt(0))])
-    for content in ("", "[]", '{"day": null}', "{" * 1000):
-        (folder / limits.LEDGER).write_text(content)
-        with open_store(folder) as store:
-            assert store.written.in_all == 0
-
-
-def test_a_spent_budget_is_counted_and_makes_no_bytes(folder: Path) -> None:
-    model = shallow_model("qwen3")
-    factory = stored_factory(model, folder, store_options=StoreOptions(daily_bytes=1))
-    ask(model, factory, TEXT[:600])
-    store_of(factory).flush()
-    stats = store_of(factory).stats()
-    assert stats.dropped == {Outcome.BUDGET_SPENT.value: 2}
-    assert (stats.bytes_today, stats.errors) == (0, {})
-    factory.close()
-
-
-def test_sights_are_bounded_and_the_latest_stay() -> None:
-    sights = Sights()
-    for number in range(MOST_SIGHTS + 10):
-        sights.see(f"{number:064x}"[::-1])
-    assert sights[f"{9:064x}"[::-1]] == 0
-    assert sights[f"{10:064x}"[::-1]] == 1
-    saved = sights.unsaved()
-    assert (len(saved), sights.num_unsaved) == (8 * SAVED_SIGHTS, 0)
-    again = Sights(saved + b"cut")
-    again.see(f"{MOST_SIGHTS:064x}"[::-1])
-    assert again[f"{MOST_SIGHTS:064x}"[::-1]] == 2
 
 
 def test_wrong_options_are_refused() -> None:

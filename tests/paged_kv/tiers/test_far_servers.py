@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers import remote_tier, waits
 from paged_kv.tiers.address import RedisAddress, parse_address
-from paged_kv.tiers.blobs import Blobs, round_trips
+from paged_kv.tiers.blobs import Blobs
 from paged_kv.tiers.opening import open_blobs
 from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteTier
 from paged_kv.tiers.seal import Seal
@@ -53,15 +52,6 @@ def read(store: TieredStore, limits: Waits | None = None) -> list[Entry]:
         found = [each for each in store.read(offer) if each is not None]
     assert all(map(is_right, found))
     return found
-
-
-def test_sixty_blocks_are_asked_for_at_once_and_read_at_once() -> None:
-    memory = Memory()
-    with store_with(cast("Blobs", memory)) as store:
-        fill(store)
-        memory.calls.clear()
-        assert len(read(store)) == BLOCKS
-    assert memory.calls == [("sizes", BLOCKS), ("get", BLOCKS)]
 
 
 @pytest.mark.slow
@@ -105,20 +95,6 @@ def test_an_entry_that_is_read_again_is_waited_for_no_longer() -> None:
     for key, seconds in (("a", 2.0), ("b", 4.0), ("a", 2.0)):
         patience.allow(key, seconds)
     assert patience.left == 7.0
-
-
-def test_round_trips_are_of_bounded_size() -> None:
-    places = [entry(link).place for link in links(TOKENS)]
-    large = remote_tier.BATCH_BYTES
-    sizes = [large // 4, large // 4, large // 2, 1, 3 * large, large, 1, 1]
-    found = round_trips(zip(places, sizes, strict=False), itemgetter(1), large)
-    assert [[nbytes for _, nbytes in batch] for batch in found] == [
-        [large // 4, large // 4, large // 2],
-        [1],
-        [3 * large],
-        [large],
-        [1, 1],
-    ]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A server that hangs keeps nobody waiting for longer than the time-out of a connection."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from paged_kv.tiers.remote_tier import RemoteTier
 from tests.support.patience import SHORT_PATIENCE_S
-from tests.support.stored_prompts import TEXT, filled, remote_factory, shallow_model, store_of
-from tests.support.tier_servers import SECRET, redis_server, s3_credentials
+from tests.support.stored_prompts import TEXT, remote_factory, shallow_model, store_of
+from tests.support.tier_servers import SECRET, s3_credentials
 
 # Of a page of a large model. A wait that allows for its transfer at 20 MB/s takes five seconds.
 ENTRY_BYTES = 100 << 20
@@ -39,42 +37,6 @@ def shortest_wait(model: Any, secret: Path, address: str) -> float:
         assert sum(store_of(factory).stats().errors.values()) >= 1
         factory.close()
     return min(waits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("address", ["redis://{}", "rediss://{}", "s3://bucket?endpoint=http://{}"])
-def test_a_server_that_takes_connections_and_answers_nothing(secret: Path, address: str) -> None:
-    pytest.importorskip("obstore" if address.startswith("s3") else "redis")
-    model = shallow_model("qwen3")
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, s3_credentials():
-        host = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert shortest_wait(model, secret, address.format(host)) < SHORT_PATIENCE_S
-
-
-@pytest.mark.slow
-def test_a_redis_that_hangs_before_it_sends_an_entry(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shallow_model("qwen3")
-    ask, sizes = RemoteTier.ask, []
-    with redis_server(tmp_path) as server:
-        filled(model, secret, server.address, TEXT[:1100])
-        for key in server.client().scan_iter():
-            server.client().setrange(key, ENTRY_BYTES - 1, b"x")
-
-        def stopping(tier: RemoteTier, *wanted: Any) -> Any:
-            server.resume()
-            server.client().ping()
-            found = ask(tier, *wanted)
-            server.stop()
-            sizes.append(set(found.sizes.values()))
-            return found
-
-        monkeypatch.setattr(RemoteTier, "ask", stopping)
-        assert shortest_wait(model, secret, server.address) < SHORT_PATIENCE_S
-        server.resume()
-    # It is asked once more during the pause.
-    assert sizes == [{ENTRY_BYTES}, set()] * 3
 
 
 @pytest.mark.slow

@@ -14,10 +14,9 @@ from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.extras import install_command
 from paged_kv.tiers import remote_tier
 from paged_kv.tiers.address import RedisAddress, S3Address, parse_address
-from paged_kv.tiers.opening import open_blobs, open_tiers, store_addresses
+from paged_kv.tiers.opening import open_blobs, open_tiers
 from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
-from paged_kv.tiers.waits import FIRST_S, LONGEST_S, Pause
 from tests.support.generation import greedy
 from tests.support.patience import wait_until
 from tests.support.store_damage import forged
@@ -244,24 +243,6 @@ def test_during_a_pause_nobody_is_asked(redis: RedisServer, secret: Path) -> Non
     factory.close()
 
 
-def test_pauses_double_and_end() -> None:
-    now = [0.0]
-    pause = Pause(lambda: now[0])
-    lengths = []
-    for _ in range(8):
-        pause.note_failure()
-        pause.note_failure()  # of another call that was on its way
-        began = now[0]
-        while pause.is_on:
-            now[0] += 0.5
-        lengths.append(now[0] - began)
-    assert lengths == [FIRST_S, 2, 4, 8, 16, LONGEST_S, LONGEST_S, LONGEST_S]
-    pause.note_success()
-    pause.note_failure()
-    now[0] += FIRST_S
-    assert not pause.is_on
-
-
 @pytest.mark.slow
 def test_a_full_server_drops_and_counts(tmp_path: Path, secret: Path) -> None:
     model = shallow_model("qwen3")
@@ -303,18 +284,6 @@ def test_a_short_secret_is_refused_and_not_repeated(tmp_path: Path, damage: byte
     assert not damage or damage.decode() not in str(refused.value)
 
 
-def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
-    found = parse_address("rediss://me@host:7000/3?password=env:PASSWORD_OF_REDIS")
-    assert found == RedisAddress("host", 7000, 3, True, "me", password="hunter2")
-    assert "hunter2" not in f"{found} {found!r}"
-    (tmp_path / "keys").write_text("id\nkey\n")
-    found = parse_address(f"s3://bucket/a/b?endpoint=http://h:9&credentials={tmp_path}/keys")
-    assert found == S3Address("bucket", "a/b", "http://h:9", None, "id", "key")
-    assert "'key'" not in f"{found} {found!r}"
-    assert parse_address("pages") == Path("pages")
-
-
 def test_wrong_addresses_are_refused_without_their_passwords() -> None:
     for text, message in (
         ("http://host", "cannot be at http://"),
@@ -331,12 +300,6 @@ def test_wrong_addresses_are_refused_without_their_passwords() -> None:
         with pytest.raises(ValueError, match=message) as refused:
             parse_address(text)
         assert "hunter2" not in str(refused.value)
-
-
-def test_a_store_is_one_folder_at_most_and_one_place_at_least() -> None:
-    for wrong in (["a", "b"], []):
-        with pytest.raises(ValueError, match=r"folders|empty"):
-            store_addresses(wrong)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

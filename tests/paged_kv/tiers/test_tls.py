@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.tiers.address import RedisAddress, parse_address
 from tests.support.ports import free_port
 from tests.support.running_server import wait_until
 from tests.support.stored_prompts import TEXT, filled, remote_factory, shallow_model, store_of
@@ -88,12 +87,3 @@ def test_others_find_nothing_and_are_told_why(
     assert fault in faults
     assert f"failed with {fault}" in caplog.text
     factory.close()
-
-
-def test_certificates_are_files_of_addresses_with_tls(tmp_path: Path) -> None:
-    file = tmp_path / "a.pem"
-    file.touch()
-    found = parse_address(f"rediss://host?ca={file}&cert={file}&key={file}")
-    assert found == RedisAddress("host", tls=True, ca=file, cert=file, key=file)
-    with pytest.raises(FileNotFoundError):
-        parse_address(f"rediss://host?ca={tmp_path}/none.pem")

@@ -45,13 +45,6 @@ def test_a_mooncake_trace_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_an_azure_trace_by_hand(tmp_path: Path) -> None:
-    rows = ["2023-11-16 18:15:46.6805900,2000,44", "2023-11-16 18:15:50.9951690,2000,0"]
-    load = imported(tmp_path, "azure", AZURE + "\n".join(rows))
-    found = [(each.arrives, each.prompt, each.answer, each.runs) for each in load.requests]
-    assert found == [(0, 2000, 44, ((0, 0, 7),)), (4315, 2000, 0, ((1, 0, 7),))]
-
-
 OBJECT = "is no JSON object with the fields timestamp, input_length, output_length, hash_ids"
 MOMENT = "2023-11-16 18:15:46.68"
 WRONG = {

@@ -1,7 +1,6 @@
 """Traces record events of blocks, and replays give the same results, or those of other
 parameters."""
 
-import argparse
 import copy
 import gc
 import json
@@ -19,7 +18,6 @@ from paged_kv.command_line import main
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sizes import format_size, parse_size
 from paged_kv.trace import recorder
 from paged_kv.trace.recorder import TracedPool
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
@@ -55,37 +53,6 @@ def replayed(path: Path, **parameters: Any) -> Outcome:
 
 def lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines()[1:] if not line.startswith("+")]
-
-
-def test_a_trace_by_hand(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    pool = PagePool(1, max_bytes=1 << 20, name="by hand", trace=str(path))
-    first = new_caches(pool)
-    write(first, 300)
-    for _ in range(20):
-        write(first, 1)
-    second = copy.deepcopy(first)
-    write(second, 1)
-    second[0].trim(100)
-    del second
-    gc.collect()
-    write(first, 1)
-    flush(pool)
-    assert lines(path) == [
-        "P 0 0 1048576 by hand",
-        "B 0 8192 fp16",
-        "G 0 0 0 0 0 0",
-        "n 0 0 fp16",
-        "w 0 0 300 2",
-        "w 0 300 316 0",
-        "w 0 316 320 0",
-        "f 0 1",
-        "c 1 1",
-        "w 1 320 321 0",
-        "t 1 221",
-        "d 1",
-        "w 0 320 321 0",
-    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -266,34 +233,3 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     assert len(said) == 1
     assert "No space left" in said[0]
     assert "trace=" in said[0], "what to change"
-
-
-def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trace"
-    for text, message in (
-        ("", "is no trace of version 1"),
-        ('{"paged_kv_trace": 99}', "is no trace of version 1"),
-        ('{"paged_kv_trace": 1}\nz 1\n', "line 2 of the trace makes no sense: z 1"),
-        ('{"paged_kv_trace": 1}\n+ 3\nn 0 0 fp16\n', "line 3 of the trace makes no sense"),
-    ):
-        path.write_text(text)
-        assert main(["trace", "replay", str(path)]) == 1
-        assert message in capsys.readouterr().err
-
-
-def test_sizes() -> None:
-    for text, nbytes in (
-        ("4096", 4096),
-        ("512MB", 512_000_000),
-        ("4g", 4_000_000_000),
-        ("2 TB", 2_000_000_000_000),
-        ("1.5GiB", 1_610_612_736),
-        ("12b", 12),
-    ):
-        assert parse_size(text) == nbytes
-    for text in ("", "GB", "10GBB", "-1GB", "1e9", "1.GB", "4iB", "0.5", "٤GB"):
-        with pytest.raises(argparse.ArgumentTypeError, match="like 512MB"):
-            parse_size(text)
-    assert [format_size(n) for n in (0, 999, 1000, 8_590_000_000)] == [
-        *("0 B", "999 B", "1.00 kB", "8.59 GB")
-    ]

@@ -1,8 +1,6 @@
 """A chat that ends with the assistant's message continues it, in every interface."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from tests.support.running_server import (
     noted_prompts,
     paged_server,
 )
-from tests.support.tiny_model import asked, tiny_folder
+from tests.support.tiny_model import asked
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "What?"}
@@ -94,19 +92,3 @@ def test_what_cannot_be_continued_is_not(
     both = {"continue_final_message": True, "add_generation_prompt": True}
     status, said = asked(running, CHAT, body_of(CHAT, USER, LAST) | both)
     assert (status, said["error"]["param"]) == (400, "continue_final_message")
-
-
-def test_a_model_without_a_template_continues_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Path(tiny_folder(tmp_path / "plain"))
-    described = json.loads((folder / "tokenizer_config.json").read_text())
-    del described["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    with (
-        monkeypatch.context() as patches,
-        paged_server("--model", str(folder), "--max-kv-bytes", "64MB") as running,
-    ):
-        prompts = noted_prompts(running, patches)
-        assert asked(running, CHAT, body_of(CHAT, USER, LAST) | {"max_tokens": 1})[0] == 200
-    assert prompts[0].endswith("USER: What?\nASSISTANT: It is")

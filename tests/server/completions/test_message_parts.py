@@ -1,19 +1,15 @@
 """Which parts of messages the server takes, and which library reads their images."""
 
 from contextlib import suppress
-from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm.server import process_message_content
 
 from paged_kv.server.completions import message_parts
 from paged_kv.server.completions.message_parts import (
-    MOST_IMAGES,
-    copied,
     image_files,
     inline_image_urls,
     require_no_marks,
@@ -69,26 +65,6 @@ def test_the_files_of_images_are_decoded() -> None:
     for url in ("data:image/png,abc", "data:;base64,aGVs!bG8="):
         with pytest.raises(APIError, match="base64"):
             image_files(user(image(url)))
-
-
-def test_messages_are_copied_as_far_as_mlx_lm_changes_them() -> None:
-    call = {"function": {"name": "f", "arguments": '{"a": 1}'}, "x": [1]}
-    messages = [*user(TEXT, image(HELLO)), {"role": "assistant", "tool_calls": [call, {}]}]
-    before = deepcopy(messages)
-    changed = copied(messages)
-    process_message_content(changed, keep_images=True)
-    changed[1]["content"][1].clear()
-    process_message_content([*changed[:1], {**user(TEXT)[1]}])
-    assert messages == before
-    assert changed[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    # What nothing changes is shared.
-    assert changed[2]["tool_calls"][0]["x"] is call["x"]
-
-
-def test_images_have_a_limit() -> None:
-    check(*[image(HELLO)] * MOST_IMAGES)
-    with pytest.raises(APIError, match="at most 64 images"):
-        check(*[image(HELLO)] * (MOST_IMAGES + 1))
 
 
 def test_marks_of_images_in_texts_are_refused() -> None:
@@ -161,12 +137,3 @@ def test_mlx_vlm_loads_what_mlx_lm_would_load_without_its_images(
     for unknown, why in (("idefics3", "--draft-model does not work"), ("no", "neither mlx-lm nor")):
         with pytest.raises(ValueError, match=why):
             refusal_of_mlx_vlm({"model_type": unknown}, {"--draft-model": "ngram"})
-
-
-def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_support, "find_spec", lambda _: None)
-    refusal = refusal_of_mlx_vlm(vision("gemma3"), {})
-    assert "paged-kv[vlm]" in (refusal or "")
-    with pytest.raises(ValueError, match=r"'idefics3'.*--upgrade mlx-lm.*\[vlm\]"):
-        refusal_of_mlx_vlm({"model_type": "idefics3"}, {})
-    assert refusal_of_mlx_vlm({"model_type": "own", "model_file": "own.py"}, {})

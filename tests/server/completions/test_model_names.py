@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.speculation import draft_models
 from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.tiny_model import asked
 
@@ -48,20 +47,6 @@ def test_what_cannot_be_loaded_is_named_and_leaves_what_is(
         assert f'"quiet": "{SECRET}"' not in error["message"]
     assert running.pools == [pool]
     assert completion(running)[0] == 200
-
-
-def test_a_draft_model_of_another_vocabulary_is_named(
-    running: PagedRunningServer, tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Other:
-        vocab_size = 7
-
-    monkeypatch.setattr(draft_models, "load", lambda name, **_: (None, Other()))
-    (pool,) = running.pools
-    status, answer = completion(running, draft_model=tiny)
-    assert (status, answer["error"]["param"]) == (404, "draft_model")
-    assert "has a vocabulary of 7 tokens" in answer["error"]["message"]
-    assert running.pools == [pool]
 
 
 def test_no_path_is_described(running: PagedRunningServer) -> None:

@@ -1,19 +1,14 @@
 """The answers that the openai package's client gets have the shapes of OpenAI's API."""
 
-import json
 import logging
 from collections.abc import Iterator
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
-from openai import APIError, NotFoundError, OpenAI
+from openai import OpenAI
 
-from paged_kv.server.engine.batched_rows import BatchedRows
-from paged_kv.server.engine.generation_thread import GenerationThread
 from tests.support.running_server import (
     FEW_LIKELY,
-    PATIENCE_S,
     PagedRunningServer,
     paged_server,
     stock_server,
@@ -61,23 +56,6 @@ def test_several_prompts_and_choices_are_numbered_by_prompt(
     tokens = tokenizer.encode(PROMPT)
     for prompt in (tokens, [tokens]):
         assert client.completions.create(model=NAME, prompt=prompt).choices[0].text == alone[0]
-
-
-def test_choices_share_the_pages_of_their_prompt(
-    client: OpenAI, running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used, step = [0], BatchedRows.step
-
-    def spied(rows: BatchedRows) -> Any:
-        yield from step(rows)
-        used.append(running.pools[0].snapshot().blocks_used)
-
-    monkeypatch.setattr(BatchedRows, "step", spied)
-    sent: Any = {"n": 6, "temperature": 1, "logit_bias": GO_ON}
-    answer = client.completions.create(model=NAME, prompt=[3] * 1030, **sent)
-    assert len({choice.text for choice in answer.choices}) > 1
-    # Four full blocks are shared, and each answer has one of its own.
-    assert 4 < max(used) <= 4 + 6 + 1
 
 
 @pytest.mark.slow
@@ -180,39 +158,6 @@ def test_log_probabilities_of_conversations(client: OpenAI) -> None:
     assert [each.token for each in streamed] == [each.token for each in listed]
 
 
-def test_what_is_impossible_has_a_log_probability_that_json_knows(client: OpenAI) -> None:
-    bias: Any = {str(token): 10000.0 if token == 7 else -10000.0 for token in range(4096)}
-    answer = client.completions.create(
-        model=NAME, prompt=PROMPT, logprobs=2, logit_bias=bias, max_tokens=1
-    )  # fmt: skip
-    listed = answer.choices[0].logprobs
-    assert listed
-    assert listed.top_logprobs
-    assert min(listed.top_logprobs[0].values()) == -9999.0
-
-
-def test_the_model_is_served_under_all_its_names(
-    client: OpenAI, running: PagedRunningServer, tiny: str
-) -> None:
-    names = [each.id for each in client.models.list()]
-    assert names == ["llama", "small", "tiny"]
-    for name in (*names, tiny):
-        assert client.completions.create(model=name, prompt=PROMPT, max_tokens=1).model == name
-        assert client.models.retrieve(name).id == name
-    answer = client.completions.create(model=NAME, prompt=[3] * 600, max_tokens=1)
-    assert answer.model == "llama"
-    running.wait_until_idle()
-    (pool,) = running.pools
-    held = pool.stats().blocks_cached
-    for name in ("gpt-4", "/no/such/model"):
-        with pytest.raises(NotFoundError) as refused:
-            client.completions.create(model=name, prompt=PROMPT)
-        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
-    # An unknown name lets go of nothing.
-    assert running.pools == [pool]
-    assert pool.stats().blocks_cached == held > 0
-
-
 def test_every_answer_has_the_name_of_its_request(
     client: OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,39 +172,3 @@ def test_every_answer_has_the_name_of_its_request(
         )
     assert len(other.headers["X-Request-Id"]) == 32
     assert any("my-own.1: begins" in record.getMessage() for record in caplog.records)
-
-
-def test_pages_of_other_origins_may_ask_and_may_not_look(running: PagedRunningServer) -> None:
-    address = f"http://127.0.0.1:{running.port}"
-    origin = {"Origin": "https://a.example"}
-    for path, allowed in (("/v1/models", "*"), ("/kv/data", None), ("/metrics", None)):
-        with urlopen(Request(address + path, headers=origin), timeout=PATIENCE_S) as answer:
-            assert answer.headers["Access-Control-Allow-Origin"] == allowed
-    asks = {**origin, "Access-Control-Request-Method": "POST"}
-    preflight = Request(f"{address}/v1/completions", headers=asks, method="OPTIONS")
-    with urlopen(preflight, timeout=PATIENCE_S) as answer:
-        assert answer.headers["Access-Control-Allow-Origin"] == "*"
-
-
-def test_an_error_in_a_stream_is_an_event_of_it(
-    client: OpenAI, running: PagedRunningServer
-) -> None:
-    stream = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=500, stream=True, logit_bias=GO_ON
-    )  # fmt: skip
-    next(stream)
-    thread: GenerationThread = running.service.thread
-    thread._mailbox.put(lambda thread: thread._note_failed_step(RuntimeError("broken")))
-    with pytest.raises(APIError, match="failed to compute"):
-        list(stream)
-
-
-def test_curl_reads_plain_json(running: PagedRunningServer) -> None:
-    """As curl -d sends it: with the content type of a form."""
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
-    asked = Request(f"http://127.0.0.1:{running.port}/v1/completions", body)
-    with urlopen(asked, timeout=PATIENCE_S) as answer:
-        assert answer.headers["Content-Type"] == "application/json"
-        said = json.load(answer)
-    assert {"id", "object", "created", "model", "system_fingerprint", "usage"} < {*said}
-    assert {*said["choices"][0]} == {"index", "finish_reason", "logprobs", "text"}

@@ -41,13 +41,6 @@ def test_the_context_length_is_the_longest_prompt() -> None:
     assert "--max-prompt-tokens" in refused.message
 
 
-def test_an_option_replaces_it() -> None:
-    limit(2000).require(2000)
-    with pytest.raises(APIError, match="has 501 tokens, and this server takes 500"):
-        limit(500).require(501)
-    limit(length=None).require(10**9)
-
-
 def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
     inner, text = Tokenizer(), "a" * 3_000_000
     tokenizer = LimitedTokenizer(inner, limit())
@@ -57,10 +50,3 @@ def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
     with pytest.raises(APIError, match="has at least 99937 tokens"):
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
     assert inner.made == 200_000
-
-
-def test_a_text_that_may_fit_is_read_whole() -> None:
-    fits = limit(250_000)
-    tokenizer = LimitedTokenizer(Tokenizer(), fits)
-    assert len(tokenizer.encode("a" * 250_000)) == 250_001
-    assert tokenizer.has_chat_template

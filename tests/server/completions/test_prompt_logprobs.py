@@ -106,16 +106,6 @@ def test_prompt_logprobs_have_ranks_and_likely_tokens(running: PagedRunningServe
         assert others_of[0]["logprob"] == pytest.approx(mx.max(expected[at]).item(), abs=1e-2)
 
 
-def test_chat_completions_have_them_at_the_top(running: PagedRunningServer) -> None:
-    with running.client() as client:
-        chat: Any = client.chat.completions.create(
-            model="default_model",
-            messages=[{"role": "user", "content": "os"}],
-            extra_body={"prompt_logprobs": 1},
-        )
-    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
-
-
 def test_what_cannot_be_told_is_refused(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,15 +121,3 @@ def test_what_cannot_be_told_is_refused(
         error = json.loads(answer.read())["error"]
         assert (answer.status, error["param"]) == (400, "prompt_logprobs")
     assert asked(running, prompt=SHORT, prompt_logprobs=3)
-
-
-def test_requests_for_numbers_wait_for_others_and_others_for_them(
-    running: PagedRunningServer,
-) -> None:
-    numbers: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}]
-    streams = [
-        post(running.port, prompt=[9, number], max_tokens=12, stream=True, **more)
-        for number in range(2)
-        for more in numbers
-    ]
-    assert all(b"data: [DONE]" in stream.read() for stream in streams)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from openai import APIError, BadRequestError
+from openai import BadRequestError
 
-from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
@@ -70,12 +69,6 @@ def test_every_choice_fits_the_schema(running: PagedRunningServer) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-def test_a_stream_fits_the_schema(running: PagedRunningServer) -> None:
-    parts = list(chat(running, response_format=FORMAT, stream=True, logprobs=True, top_logprobs=3))
-    assert fits("".join(part.choices[0].delta.content or "" for part in parts))
-    assert parts[-1].choices[0].finish_reason == "stop"
-
-
 @pytest.mark.slow
 def test_a_batch_fits_with_all_other_options(running: PagedRunningServer) -> None:
     """Sequences with and without grammars, penalties, biases, seeds and stop texts run together."""
@@ -130,23 +123,6 @@ def test_vllms_structured_outputs(
 
 
 @pytest.mark.slow
-def test_what_does_not_compile_is_refused(running: PagedRunningServer) -> None:
-    for form in ({"type": "json_schema"}, {"type": "xml"}):
-        with pytest.raises(BadRequestError) as refused:
-            chat(running, response_format=form)
-        assert (refused.value.param or "").startswith("response_format")
-    outputs: list[dict[str, Any]] = [{}, {"choice": []}, {"choice": ["a" * 200_000] * 2}]
-    outputs += [{"regex": "(a"}, {"regex": "a", "choice": ["b"]}, {"grammar": "?!"}]
-    outputs += [{"json": "[1]"}, {"json": "[1"}, {"json": {"type": "nothing"}}]
-    asked: list[dict[str, Any]] = [{"structured_outputs": each} for each in outputs]
-    asked.append({"response_format": FORMAT, "structured_outputs": {"regex": "a"}})
-    for body in asked:
-        with pytest.raises(BadRequestError) as refused:
-            chat(running, extra_body=body)
-        assert (refused.value.param or "").startswith("structured_outputs")
-
-
-@pytest.mark.slow
 def test_compiling_has_a_limit_of_time_and_disturbs_nobody(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,27 +161,6 @@ def test_a_grammar_whose_masks_take_long_is_refused(
 ) -> None:
     with pytest.raises(BadRequestError, match=said):
         chat(running, response_format=_format(schema))
-
-
-@pytest.mark.slow
-def test_a_grammar_that_grows_too_large_ends_its_own_request(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short trial before a request begins has not met the part that cannot be followed."""
-    monkeypatch.setattr(CompiledGrammar, "require_quick", lambda _: None)
-    for stream in (False, True):
-        with pytest.raises(APIError, match="too large or too slow to follow"):
-            list(chat(running, response_format=_format(MANY), stream=stream))
-    assert_fits(chat(running, response_format=FORMAT).choices[0])
-
-
-@pytest.mark.slow
-def test_a_compiled_grammar_is_used_again(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat(running, response_format=FORMAT)
-    monkeypatch.setattr(output_constraint, "_check", None)
-    assert_fits(chat(running, response_format=FORMAT).choices[0])
 
 
 def _format(schema: dict[str, Any]) -> Any:
@@ -281,22 +236,3 @@ def test_thinking_does_not_end_an_answer(
         script.says("<think>\nhm")
         (choice,) = chat(running, temperature=0, max_tokens=20).choices
         assert choice.finish_reason == "stop", "nothing is asked for, so thoughts will do"
-
-
-@pytest.mark.slow
-def test_a_model_whose_caches_cannot_be_batched(tiny: str) -> None:
-    with paged_server("--model", tiny, *LARGE, "--kv-bits", "8") as running:
-        for choice in chat(running, response_format=FORMAT, presence_penalty=1).choices:
-            assert_fits(choice)
-
-
-def test_a_server_without_the_package_says_which_extra_is_missing(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str, extra: str) -> Any:
-        raise ValueError(f"this needs the package {name}: pip install 'paged-kv[{extra}]'")
-
-    monkeypatch.setattr(output_constraint, "extra_module", missing)
-    unknown = _format(SCHEMA | {"title": "unknown until now"})
-    with pytest.raises(BadRequestError, match=re.escape("pip install 'paged-kv[structured]'")):
-        chat(running, response_format=unknown)

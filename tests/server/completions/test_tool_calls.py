@@ -4,7 +4,6 @@ import asyncio
 import importlib
 import json
 import sys
-import time
 from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from mlx_lm.tool_parsers import gemma4, json_tools
 
-from paged_kv.server.completions import parse_tool_call, tool_calls
 from paged_kv.server.completions.tool_calls import (
     LONG_CALL_CHARACTERS,
     CallParser,
@@ -132,42 +130,3 @@ def test_a_call_that_becomes_far_longer_is_refused(
 async def running_process(processes: list[Process]) -> None:
     while not processes:
         await asyncio.sleep(0.01)
-
-
-def test_the_event_loop_goes_on_meanwhile_and_who_leaves_ends_the_process(
-    processes: list[Process],
-) -> None:
-    async def leaving(calls: CallParser) -> None:
-        work = [
-            asyncio.ensure_future(calls.parse(gemma4.parse_tool_call, TOOLS, SLOW))
-            for _ in range(tool_calls.MOST_PROCESSES + 1)
-        ]
-        await running_process(processes)
-        # Short ones do not wait for them.
-        await calls.parse(json_tools.parse_tool_call, TOOLS, CALLS["json_tools"])
-        assert not any(each.done() for each in work)
-        for each in work:
-            each.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-
-    run(leaving)
-    assert len(processes) <= tool_calls.MOST_PROCESSES
-    assert all(process.returncode is not None for process in processes)
-
-
-@pytest.mark.slow
-def test_the_system_ends_a_process_that_nobody_waits_for() -> None:
-    async def alone() -> int:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", parse_tool_call.__file__),
-            *(gemma4.__name__, "parse_tool_call", "1"),
-            stdin=asyncio.subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([SLOW[:30_000], None]).encode())
-        process.stdin.close()
-        return await process.wait()
-
-    began = time.monotonic()
-    assert asyncio.run(alone()) == -14
-    assert time.monotonic() - began >= 1

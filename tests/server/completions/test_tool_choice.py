@@ -115,18 +115,6 @@ def test_without_calls_their_mark_does_not_come(
 
 
 @pytest.mark.slow
-def test_an_answer_is_json_or_calls(running: PagedRunningServer, script: Script) -> None:
-    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
-    response = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    script.says("[true]", WRONG, "Hello.")
-    first, second, third = [ask(running, response_format=response).choices[0] for _ in range(3)]
-    assert (first.message.content, first.message.tool_calls) == ("[true]", None)
-    assert calls_of(second) == ["get_weather"]
-    if not third.message.tool_calls:
-        assert Draft202012Validator(schema).is_valid(json.loads(third.message.content))
-
-
-@pytest.mark.slow
 def test_forms_of_other_templates_are_kept_whole_and_streamed(tiny: str) -> None:
     """Of all forms, without a server: tests/integrations/grammar/test_call_forms.py."""
     # What mlx-lm knows the form of qwen3_coder by.
@@ -138,25 +126,6 @@ def test_forms_of_other_templates_are_kept_whole_and_streamed(tiny: str) -> None
     calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
     (arguments,) = [json.loads(call.function.arguments) for call in calls]
     assert Draft202012Validator(WEATHER).is_valid(arguments)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"tool_choice": "required", "tools": None}, "tool_choice"),
-        ({"tool_choice": "must"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ],
-)
-def test_what_a_template_cannot_do_is_refused(
-    body: dict[str, Any], param: str, without_tools: PagedRunningServer
-) -> None:
-    with pytest.raises(BadRequestError) as refused:
-        ask(without_tools, extra_body={"tools": TOOLS} | body)
-    assert (refused.value.param or "").startswith(param)
 
 
 @pytest.mark.slow

@@ -21,13 +21,6 @@ def user(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(content)}
 
 
-def test_images_of_a_run_of_results_come_behind_it() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": []}
-    assert shown_by_user([call, tool(text("a"), image("1")), tool(image("2"), text("b"))]) == [
-        *(call, tool(text("a")), tool(text("b")), user(image("1"), image("2"))),
-    ]
-
-
 def test_they_come_before_what_is_said_then() -> None:
     answer = {"role": "assistant", "content": "I see."}
     first = [user(text("Look."), image("0")), tool(image("1"))]
@@ -39,8 +32,3 @@ def test_they_come_before_what_is_said_then() -> None:
     assert shown_by_user([tool(image("1")), answer, tool(image("1"))]) == [
         *(tool(), user(image("1")), answer, tool(), user(image("1"))),
     ]
-
-
-def test_other_messages_stay() -> None:
-    messages = [user(image("0"), text("a")), {"role": "tool", "content": "b"}, user(text("c"))]
-    assert shown_by_user(messages) == messages

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.generate import make_text_state_machine
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from mlx_lm.tool_parsers import json_tools
 
 from paged_kv.server.engine.choice_text import (
-    MOST_LINE_TOKENS,
     ChoiceText,
     Delta,
     stop_machine,
@@ -78,14 +76,6 @@ def joined(deltas: list[Delta]) -> tuple[str, str, int, str | None]:
     )
 
 
-def test_reasoning_is_told_apart() -> None:
-    assert joined(read(["a", "b", "c"], "length")) == ("abc", "", 0, "length")
-    words = ["<think>", "a", "b", "</think>", "c", "d"]
-    assert joined(read(words, "length")) == ("cd", "ab", 0, "length")
-    found = joined(read(["a", "</think>", "c"], "length", state="reasoning"))
-    assert found == ("c", "a", 0, "length")
-
-
 def test_tool_calls_are_told_apart_whole() -> None:
     words = ["a", "<tool>", '{"name": "f"', ', "arguments": {}}', "</tool>", "d"]
     deltas = read(words, "length")
@@ -104,13 +94,6 @@ def test_text_ends_before_a_stop_word() -> None:
     # It may begin and end within a token.
     deltas = read(["a", '{"name": "f"'], "length", "name")
     assert (joined(deltas), deltas[-1].stop_text) == (('a{"', "", 0, "stop"), "name")
-
-
-def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
-    deltas = read(["a", "b", "a", "b", "c"], "length", "abd")
-    assert [each.text for each in deltas] == ["", "", "", "", "ababc"]
-    # Text before the end token is not a stop word.
-    assert joined(read(["a", "b", "c"], "stop", "abd")) == ("ab", "", 0, "stop")
 
 
 def test_bytes_that_are_no_character_are_not_decoded_again_with_every_token() -> None:
@@ -139,25 +122,6 @@ def test_bytes_that_are_no_character_are_not_decoded_again_with_every_token() ->
     deltas.append(text.take(Token(0, 0, finish_reason="length")))
     assert joined(deltas) == ("a" * 1000, "", 0, "length")
     assert most <= 66
-
-
-def test_a_long_line_is_not_decoded_again_with_every_token() -> None:
-    model = loaded()
-    most = 0
-
-    class Tokenizer:
-        def encode(self, _: str, **__: bool) -> list[int]:
-            return [0]
-
-        def decode(self, tokens: list[int]) -> str:
-            nonlocal most
-            most = max(most, len(tokens))
-            return "".join(WORDS[token] for token in tokens)
-
-    model.tokenizer.detokenizer = NaiveStreamingDetokenizer(Tokenizer())
-    text = ChoiceText(model, "normal", stop_machine([]))
-    assert "".join(text.take(Token(0, 0)).text for _ in range(999)) == "a" * 999
-    assert most <= MOST_LINE_TOKENS
 
 
 def test_an_end_token_that_ends_nothing_has_no_text() -> None:

@@ -50,15 +50,6 @@ def told(running: PagedRunningServer, **body: Any) -> Any:
     return choice, tokens, said["usage"]["completion_tokens"]
 
 
-def test_an_answer_ends_before_a_stop_token(running: PagedRunningServer) -> None:
-    free, tokens, _ = told(running, ignore_eos=True)
-    assert (len(tokens), free["finish_reason"]) == (12, "length")
-    at = next(at for at in range(2, 12) if tokens[at] not in tokens[:at])
-    choice, before, count = told(running, ignore_eos=True, stop_token_ids=[4000, tokens[at]])
-    assert (before, choice["finish_reason"], count) == (tokens[:at], "stop", at + 1)
-    assert free["text"].startswith(choice["text"])
-
-
 def test_an_end_token_that_is_ignored_ends_nothing_and_has_no_text(
     running: PagedRunningServer,
 ) -> None:
@@ -82,13 +73,6 @@ def test_no_answer_ends_before_its_least_tokens(running: PagedRunningServer) -> 
     assert len(others) >= 4
     assert tokens[0] not in others
     assert free["finish_reason"] == "length"
-
-
-def test_a_stop_text_among_the_least_tokens_ends_nothing(running: PagedRunningServer) -> None:
-    free, _, _ = told(running, ignore_eos=True)
-    stop = {"stop": free["text"][0], "ignore_eos": True}
-    assert told(running, **stop)[0]["text"] == ""
-    assert told(running, **stop, min_tokens=12)[0]["text"] == free["text"]
 
 
 def test_what_contradicts_itself_is_refused(server: PagedRunningServer) -> None:

@@ -51,51 +51,6 @@ def asked(running: PagedRunningServer, path: str, most: int | None) -> tuple[Any
     return answer.headers["X-Max-Tokens"], json.loads(content)
 
 
-def is_cut(path: str, said: Any) -> bool:
-    """Whether an answer says that it is shorter than the model would have it."""
-    if path == MESSAGES:
-        return bool(said["stop_reason"] == "max_tokens")
-    if path == RESPONSES:
-        return bool(said["incomplete_details"] == {"reason": "max_output_tokens"})
-    return bool(said["choices"][0]["finish_reason"] == "length")
-
-
-@pytest.mark.parametrize(
-    ("path", "most"),
-    [
-        *[(TEXT, 32_000), (RESPONSES, None)],
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((TEXT, -1), (CHAT, -1), (MESSAGES, 32_000), (RESPONSES, 32_000))
-        ],
-    ],
-)
-def test_an_answer_ends_with_the_context_and_says_so(
-    running: PagedRunningServer, path: str, most: int | None
-) -> None:
-    header, said = asked(running, path, most)
-    prompt, answer = (said["usage"][name] for name in ASKED[path][2])
-    # The cached part counts apart at Anthropic.
-    prompt += said["usage"].get("cache_read_input_tokens", 0)
-    assert is_cut(path, said)
-    if most is None:
-        assert (header, answer, said["usage"].get("max_tokens")) == (None, 8, None)
-    else:
-        assert prompt + answer == CONTEXT
-        assert (header, said["usage"]["max_tokens"]) == (str(answer), answer)
-
-
-def test_a_stream_says_so_too(running: PagedRunningServer) -> None:
-    for path in (TEXT, MESSAGES):
-        body, name, (_, count) = ASKED[path]
-        usage = {"stream_options": {"include_usage": True}} if path == TEXT else {}
-        answer, content = post(running.port, path, **body, **usage, stream=True, **{name: 32_000})
-        lines = [line for line in content.decode().splitlines() if line.startswith("data: {")]
-        told = [json.loads(line.removeprefix("data: ")).get("usage") for line in lines]
-        (last,) = [each for each in told if each and each[count]][-1:]
-        assert answer.headers["X-Max-Tokens"] == str(last["max_tokens"]) == str(last[count])
-
-
 def test_each_prompt_of_a_request_fits_by_itself(running: PagedRunningServer) -> None:
     lengths = (CONTEXT - 30, CONTEXT - 10)
     prompts = [[7] * length for length in lengths]

@@ -113,12 +113,3 @@ def test_a_line_of_long_characters_is_shortened_wherever_they_begin(shift: int) 
     tokens = counting.encode(text)
     assert "".join(segments(linear_time(NaiveStreamingDetokenizer(counting)), tokens)) == text
     assert counting.decoded <= MOST_LINE_TOKENS * len(tokens)
-
-
-def test_bytes_that_are_no_character_are_held_back() -> None:
-    """`ChoiceText` ends this after some tokens."""
-    tokenizer = of_bytes()
-    for letter in ("Ģ", "æ"):  # for the bytes 80 and E6
-        tokens = [tokenizer.convert_tokens_to_ids(letter)] * 2 * MOST_LINE_TOKENS
-        found = segments(linear_time(NaiveStreamingDetokenizer(tokenizer)), tokens)
-        assert found == segments(NaiveStreamingDetokenizer(tokenizer), tokens)

@@ -42,18 +42,6 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     return vocabulary
 
 
-def test_others_are_there_while_one_is_compiled(compiling: Compiling) -> None:
-    grammars = ModelGrammars(None, 10)
-    known: Any = grammars.compiled(QUICK)
-    grammars.begin_compiling(SLOW)
-    assert compiling.begun.wait(PATIENCE_S)
-    assert grammars.compiled(QUICK) is known
-    assert grammars.made(known)
-    compiling.may_end.set()
-    grammars.compiled(SLOW)
-    assert compiling.asked == ["a", "slow"], "who comes second waits for the first"
-
-
 def test_a_grammar_that_is_wrong_is_tried_again(compiling: Compiling) -> None:
     grammars = ModelGrammars(None, 10)
     for _ in range(2):

@@ -1,14 +1,11 @@
 """An idle server unloads its model, and the next request brings it back."""
 
-import weakref
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import pytest
 
 from paged_kv.server.engine import generation_thread
-from tests.support.patience import wait_until
 from tests.support.running_server import PagedRunningServer, paged_server
 
 
@@ -23,23 +20,6 @@ def text_of(events: Iterable[Any]) -> str:
     return "".join(event.choices[0].text for event in events if event.choices)
 
 
-def test_a_model_goes_after_its_time_and_comes_back(tiny: str) -> None:
-    with paged_server("--model", tiny, "--max-kv-bytes", "64MB", "--model-ttl", "0") as running:
-        texts = []
-        for _ in range(2):
-            stream = ask(running, 1900)
-            texts.append(text_of(islice(stream, 5)))
-            # It stays while a request is there.
-            assert running.provider.loaded is not None
-            model = weakref.ref(running.provider.model)
-            stream.close()
-            wait_until(lambda model=model: model() is None)
-            assert running.provider.loaded is None
-            assert running.provider.factories == []
-        assert texts[0] == texts[1]
-        assert texts[0]
-
-
 def test_requests_start_the_time_again(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
     seconds = [0.0]
     monkeypatch.setattr(generation_thread, "monotonic", lambda: seconds[0])
@@ -50,9 +30,3 @@ def test_requests_start_the_time_again(monkeypatch: pytest.MonkeyPatch, tiny: st
             running.wait_until_idle()
             seconds[0] += 9
         assert running.provider.factories is factories
-
-
-def test_without_a_time_the_model_stays(running: PagedRunningServer) -> None:
-    text_of(ask(running))
-    running.wait_until_idle()
-    assert running.provider.loaded is not None

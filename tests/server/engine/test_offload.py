@@ -2,7 +2,6 @@
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from openai import APIStatusError
 
 from paged_kv.server.engine.generation_thread import MOST_FAILED_STEPS
-from tests.support.running_server import assert_idle_pools_hold_nothing, paged_server
+from tests.support.running_server import paged_server
 from tests.support.tiny_model import BLOCK, completion, tokens_of
 
 # A prompt has 16 pages.
@@ -21,21 +20,6 @@ PROMPTS = [tokens_of(number, 4050) for number in range(3)]
 def options(model: str, folder: Path) -> list[str]:
     given = ["--model", model, "--max-kv-bytes", str(MEMORY), "--read-tokens", "768"]
     return [*given, "--offload", str(folder), "--wait-for-pages"]
-
-
-@pytest.mark.slow
-def test_requests_together_exceed_memory(tiny: str, tmp_path: Path) -> None:
-    with paged_server(*options(tiny, tmp_path)) as running:
-        with ThreadPoolExecutor() as threads:
-            running.hold_until_submitted(3)
-            answers = threads.map(lambda prompt: completion(running, prompt), PROMPTS)
-            assert all(text for text, _ in answers)
-        (pool,) = running.pools
-        stats = pool.stats()
-        assert stats.bytes_mapped <= MEMORY
-        assert stats.requantisations["offloaded"] > 12
-        assert stats.pages_fetched > 0
-        assert_idle_pools_hold_nothing(running)
 
 
 @pytest.mark.slow

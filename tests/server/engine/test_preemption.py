@@ -8,7 +8,6 @@ import pytest
 from tests.support.running_server import (
     FEW_LIKELY,
     PagedRunningServer,
-    assert_idle_pools_hold_nothing,
     paged_server,
     wait_until,
 )
@@ -66,23 +65,6 @@ def test_streams_of_preempted_requests_are_what_they_would_have_been(tiny: str) 
     found, stats = served(tiny, *SMALL, "--admission", "optimistic")
     assert stats.preemptions > 0
     assert found == expected
-
-
-def test_more_requests_begin_than_may_all_reach_max_tokens(tiny: str) -> None:
-    """Each may become 7 of the 12 blocks, and takes 2 to begin."""
-    with paged_server("--model", tiny, "--max-kv-bytes", str(12 * BLOCK)) as running:
-        create = running.client().completions.create
-        streams = [
-            create(model=NAME, prompt=[3 + k] * 9, max_tokens=1700, stream=True, logit_bias=GO_ON)
-            for k in range(3)
-        ]
-        for stream in streams:
-            next(stream)
-        jobs = list(running.service.thread.jobs.values())
-        assert [job.stage for job in jobs] == ["running"] * 3
-        for stream in streams:
-            stream.close()
-        assert_idle_pools_hold_nothing(running)
 
 
 def with_priority(body: dict[str, Any], priority: int) -> dict[str, Any]:

@@ -7,15 +7,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from paged_kv.server.server_command import run
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import wait_until
 from tests.support.ports import free_port
 from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.server_process import metrics, post, server_process
@@ -208,16 +206,3 @@ def test_a_tier_that_hangs_or_is_killed_changes_nothing(
             assert metrics(there)["prompt_tokens_total"] == 1281
             own.kill()
             assert text_of(here, prompt(8)) == text_of(alone, prompt(8))
-
-
-def test_a_shared_tier_is_needed(tiny: str, alone: int) -> None:
-    with pytest.raises(ValueError, match="tier"):
-        run(["--model", tiny, "--prefill-from", "http://other:8080", "--store"])
-    with pytest.raises(ValueError, match="--prefill-key"):
-        run(["--model", tiny, "--prefill-key", "env:KEY"])
-    with pytest.raises(SystemExit):
-        run(["--prefill-from", "other:8080"])
-    # A server without one refuses to prefill.
-    client = HTTPConnection("127.0.0.1", alone, timeout=PATIENCE_S)
-    client.request("POST", "/v1/prefill", json.dumps({"prompt": prompt(9), "max_tokens": 1}))
-    assert client.getresponse().status == 400

@@ -6,18 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow
 from paged_kv.integrations.speculation.model_draft import ModelDraft
-from paged_kv.store.entry_file import Entry
-from paged_kv.tiers.landing import Landing
 from paged_kv.tiers.remote_tier import RemoteTier
-from paged_kv.tiers.waits import Waits
 from tests.support.running_server import PagedRunningServer, paged_server, wait_until
-from tests.support.store_entries import entry, is_right, links, prompt
 from tests.support.tier_servers import SECRET, redis_server
 from tests.support.tiny_model import completion, tiny_folder, tokens_of
 
@@ -113,25 +108,6 @@ def test_nothing_spins_while_the_only_prompt_is_fetched(
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
-    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = servers
-    completion(first, TOKENS)
-    assert store_of(first).flush()
-    is_asked, may_answer = let_tiers_wait(monkeypatch)
-    client = second.client(timeout=0.5)
-    with pytest.raises(Exception, match="timed out"):
-        client.completions.create(model="default_model", prompt=TOKENS)
-    assert is_asked.is_set()
-    wait_until(lambda: not second.service.thread.jobs)
-    may_answer.set()
-    completion(second, TOKENS[:20])
-    store = store_of(second)
-    wait_until(lambda: not store.landing.presence().sizes)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("servers", [True], indirect=True)
 def test_generation_does_not_wait_for_pages_of_the_draft_model(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
@@ -165,23 +141,3 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     assert completion(second, TOKENS)[0] == expected
     assert drafting.stats().store_hits == {"redis": 1024}
     wait_until(lambda: not store.landing.presence().sizes)
-
-
-def test_what_lands_is_bounded_and_the_earliest_goes_first() -> None:
-    made = [entry(link) for link in links(prompt(0, 1024))]
-    landing = Landing(max_bytes=3 * made[0].nbytes)
-    for each in made:
-        landing.put(each, "redis")
-    assert landing.presence().sizes.keys() == {each.place.key for each in made[1:]}
-    assert landing.finish(landing.start(made[0].place), made[0].place, Waits()) is None
-    taken = landing.finish(landing.start(made[1].place), made[1].place, Waits())
-    assert taken is not None
-    assert is_right(taken)
-    # Each is taken once, and the memory of what was taken is free again.
-    assert landing.finish(landing.start(made[1].place), made[1].place, Waits()) is None
-    landing.put(made[0], "redis")
-    landing.put(made[0], "redis")
-    assert len(landing.presence().sizes) == 3
-    landing.discard([each.place.key for each in made])
-    landing.put(Entry(made[0].place, {"a": np.zeros(1, np.uint8)}, ""), "redis")
-    assert len(landing.presence().sizes) == 1

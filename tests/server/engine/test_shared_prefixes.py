@@ -9,11 +9,10 @@ import pytest
 from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.support.running_server import (
     PagedRunningServer,
-    assert_idle_pools_hold_nothing,
     paged_server,
     wait_until,
 )
-from tests.support.tiny_model import BLOCK, completion, tokens_of
+from tests.support.tiny_model import completion, tokens_of
 
 NAME = "default_model"
 # Never the token that ends a text.
@@ -32,23 +31,6 @@ def server(tiny: str) -> Iterator[PagedRunningServer]:
 def prompts() -> list[list[int]]:
     """All begin alike, and end differently."""
     return [[*SHARED, *range(100 + 10 * client, 105 + 10 * client)] for client in range(CLIENTS)]
-
-
-@pytest.mark.slow
-def test_prompts_that_come_together_compute_what_they_share_once(
-    running: PagedRunningServer,
-) -> None:
-    expected = []
-    for prompt in prompts():
-        expected.append(completion(running, prompt)[0])
-        running.wait_until_idle()
-        running.pools[0].clear()
-    running.hold_until_submitted(CLIENTS)
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = list(clients.map(lambda prompt: completion(running, prompt), prompts()))
-    assert [text for text, _ in answers] == expected
-    # One of them, whichever came first, has computed it.
-    assert sorted(cached for _, cached in answers) == [0, *[len(SHARED)] * (CLIENTS - 1)]
 
 
 @pytest.mark.parametrize(("salts", "waits"), [("ab", False), ("aa", True)])
@@ -88,20 +70,3 @@ def test_no_prompt_waits_for_a_much_longer_one(running: PagedRunningServer) -> N
         wait_until(lambda: len(mailbox._commands) == 1)
         second = clients.submit(completion, running, prompts()[0])
     assert (first.result()[1], second.result()[1]) == (0, 0)
-
-
-def test_shared_pages_count_once_for_all_that_begin(tiny: str) -> None:
-    """Alone each takes 3 of the 7 blocks to begin, and behind a running one 1."""
-    with paged_server("--model", tiny, "--max-kv-bytes", str(7 * BLOCK)) as running:
-        create = running.client().completions.create
-        streams = [
-            create(model=NAME, prompt=prompt, max_tokens=100, stream=True, logit_bias=GO_ON)
-            for prompt in prompts()
-        ]
-        for stream in streams:
-            next(stream)
-        jobs = list(running.service.thread.jobs.values())
-        assert [job.stage for job in jobs] == ["running"] * CLIENTS
-        for stream in streams:
-            stream.close()
-        assert_idle_pools_hold_nothing(running)

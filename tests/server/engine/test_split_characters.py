@@ -49,38 +49,9 @@ def parts(running: PagedRunningServer, **body: Any) -> list[str]:
     return [json.loads(event)["choices"][0]["text"] for event in events]
 
 
-def test_a_character_comes_whole(running: PagedRunningServer, written: list[int]) -> None:
-    streamed = parts(running, max_tokens=200)
-    assert len(streamed) > 10
-    assert not any(HALF in part for part in streamed)
-    assert "".join(streamed) == whole(running, max_tokens=200) == TEXT
-
-
-@pytest.mark.slow
-def test_a_cut_leaves_no_more_than_half_a_character(
-    running: PagedRunningServer, written: list[int]
-) -> None:
-    for count in range(2, len(written), 13):
-        streamed = parts(running, max_tokens=count)
-        assert not any(HALF in part for part in streamed[:-1])
-        text = "".join(streamed)
-        assert text == whole(running, max_tokens=count)
-        assert TEXT.startswith(text.rstrip(HALF))
-        assert text.count(HALF) <= 3
-
-
 @pytest.mark.parametrize("ask", [whole, lambda *it, **body: "".join(parts(*it, **body))])
 @pytest.mark.parametrize("stop", ["\u8a9e", "\U0001f467", "\u0301\u00df", "\u20ac."])
 def test_a_stop_text_may_begin_within_tokens(
     running: PagedRunningServer, written: list[int], stop: str, ask: Callable[..., str]
 ) -> None:
     assert ask(running, max_tokens=200, stop=stop) == TEXT[: TEXT.index(stop)]
-
-
-def test_log_probabilities_give_the_tokens_of_the_text(
-    running: PagedRunningServer, written: list[int]
-) -> None:
-    said = json.loads(post(running.port, prompt=PROMPT, max_tokens=200, logprobs=True).read())
-    listed = said["choices"][0]["logprobs"]["content"]
-    assert [each["id"] for each in listed] == written
-    assert any(each["bytes"] is None for each in listed)

@@ -3,17 +3,12 @@ needed."""
 
 import argparse
 import re
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
-from paged_kv.command_line import main
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 from paged_kv.server.options import server_parser
-from tests.support.patience import PATIENCE_S
 from tests.support.tiny_model import tiny_folder
 
 
@@ -63,45 +58,3 @@ def test_what_is_named_suffices_and_a_byte_less_does_not(
         assert all(size.bytes_for(1) <= size.promisable for size in provider.pool_sizes())
     finally:
         provider.reset()
-
-
-def test_a_model_that_is_found_too_large_while_it_loads_names_the_option(
-    tiny: str,
-) -> None:
-    """Such as one that had to be downloaded first."""
-    for options in ([], ["--draft-model", tiny]):
-        provider = PagedModelProvider(parsed(1000, "--model", tiny, *options))
-        with pytest.raises(ValueError, match=r"^--max-kv-bytes gives pages 1\.00 kB"):
-            provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
-
-
-def test_a_model_that_cannot_be_read_is_left_to_its_loading(tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text("{")
-    (tmp_path / "model.safetensors").touch()
-    require_sufficient_budget(parsed(1, "--model", str(tmp_path)))
-    require_sufficient_budget(parsed(1, "--model", "nobody/nothing"))
-
-
-@pytest.mark.slow
-def test_the_server_ends_before_it_listens(tiny: str) -> None:
-    command = [sys.executable, "-m", "paged_kv", "server", "--model", tiny, "--port", "0"]
-    done = subprocess.run(
-        [*command, "--max-kv-bytes", "100kB"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "listening" not in done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("paged-kv server: --max-kv-bytes gives pages 100.00 kB, and the model")
-
-
-def test_generate_names_options_too(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model", tiny, "--draft-model", tiny, "--max-kv-bytes", "100kB"]
-    assert main(["generate", "--prompt", "a", *options]) == 1
-    said = capsys.readouterr().err
-    assert "raise --max-kv-bytes" in said
-    assert "max_bytes" not in said
-    assert "can_admit" not in said

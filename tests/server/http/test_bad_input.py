@@ -101,41 +101,6 @@ def test_legal_requests_are_served(more: dict[str, Any], client: HTTPConnection)
         assert status == 200, answer
 
 
-def test_a_long_body_is_refused_and_a_shorter_one_is_not(
-    running: PagedRunningServer, client: HTTPConnection
-) -> None:
-    filled = json.dumps(GOOD[TEXT] | {"user": "u" * (LIMIT - 100)}).encode()
-    assert post(client, TEXT, filled)[0] == 200
-    for length in (LIMIT + 1, 3 * LIMIT):
-        status, answer = post(client, TEXT, b" " * length)
-        assert status == 413
-        assert_refused(answer, 413)
-        assert "--max-body-bytes" in answer["error"]["message"]
-        assert_serves(client)
-    # With chunks nobody knows the length before the end.
-    client.request("POST", TEXT, iter([b" " * 1000] * 400), encode_chunked=True,
-                   headers={"Transfer-Encoding": "chunked"})  # fmt: skip
-    assert client.getresponse().status == 413
-
-
-def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnection) -> None:
-    def asked(path: str, **body: Any) -> tuple[int, Any]:
-        return post(client, path, json.dumps(body).encode())
-
-    assert asked(TEXT, prompt=[5] * MOST_TOKENS)[0] == 200
-    long = {"prompt": [5] * (MOST_TOKENS + 1)}
-    # Longer than what is made tokens of at once.
-    text = "a b c " * 20_000
-    wordy = {"messages": [{"role": "user", "content": text}]}
-    for path, body in ((TEXT, long), (TEXT, {"prompt": text}), (CHAT, wordy)):
-        status, answer = asked(path, **body)
-        assert status == 400
-        assert_refused(answer, 400, "prompt" if path == TEXT else "messages")
-        assert answer["error"]["code"] == "context_length_exceeded"
-        assert "--max-prompt-tokens" in answer["error"]["message"]
-        assert_serves(client, path)
-
-
 def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:
     """The server's answer to these bytes, as status and content."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as raw:
@@ -146,45 +111,6 @@ def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        HEAD + b"Content-Length: -5\r\n\r\n",
-        HEAD + b"Content-Length: 99999999999999999999999\r\n\r\n",
-        HEAD + b"Content-Length: five\r\n\r\n",
-        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        HEAD + b"A: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\n\r\n",
-        b"GET /nothing HTTP/9.9\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"\x00" * 64 + b"\r\n\r\n",
-    ],
-)
-def test_what_is_no_http_gets_an_answer(
-    said: bytes, running: PagedRunningServer, client: HTTPConnection
-) -> None:
-    answer, content = said_to(running.port, said)
-    assert 400 <= answer.status < 500
-    assert_refused(json.loads(content), 400)
-    assert_serves(client)
-
-
-def test_unknown_paths_and_methods(client: HTTPConnection) -> None:
-    for method, path, status in (
-        ("GET", "/v1/completions", 405),
-        ("POST", "/v1/models", 405),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/models/gpt-4", 404),
-        ("GET", "/" + "a" * 5000, 404),
-        ("GET", "/kv/../../etc/passwd", 404),
-    ):
-        client.request(method, path, b"{}" if method == "POST" else None)
-        response = client.getresponse()
-        assert response.status == status
-        assert_refused(json.loads(response.read()), status, "model" if "gpt" in path else None)
 
 
 def test_more_connections_than_are_allowed_are_told_so(running: PagedRunningServer) -> None:
@@ -228,30 +154,6 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
         status, answer = post(client, TEXT, json.dumps(GOOD[TEXT]).encode())
         assert status == 400
         assert "out of range" in answer["error"]["message"]
-    assert_serves(client)
-
-
-def test_a_request_that_cannot_be_admitted_or_begun_is_told_so_and_leaves_nothing(
-    running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An unexpected error, at any place."""
-    from paged_kv.server.engine.batched_rows import BatchedRows
-    from paged_kv.server.engine.rows import Rows
-
-    def broken(*_: Any) -> Any:
-        raise OverflowError("out of range")
-
-    # The second time the prompt is cached, so the server forks it when it begins.
-    body = json.dumps(GOOD[TEXT] | {"n": 2}).encode()
-    assert post(client, TEXT, body)[0] == 200
-    for kind, method in ((Rows, "demand"), (BatchedRows, "_fork")):
-        with monkeypatch.context() as patched:
-            patched.setattr(kind, method, broken)
-            status, answer = post(client, TEXT, body)
-        assert status == 500
-        assert_refused(answer, 500)
-        running.wait_until_idle()
-        assert not len(running.service.thread._rows or ())
     assert_serves(client)
 
 

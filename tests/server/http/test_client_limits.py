@@ -1,6 +1,5 @@
 """Limits by key, and priorities."""
 
-from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from paged_kv.server.http.access import (
     Limits,
     PriorityRange,
     name_of_key,
-    priorities,
-    read_limits,
 )
 from paged_kv.server.http.api_errors import APIError
 from tests.support.folders import MODEL_FOLDERS
@@ -26,20 +23,6 @@ LLAMA = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"
 NAME = "default_model"
 GO_ON = {"0": -1000}
 DEFAULT = Limits(PriorityRange(0, 100))
-
-
-def test_keys_say_what_differs() -> None:
-    lines = ["one", "two requests=8", "three priorities=-10:0 requests=1"]
-    assert read_limits(lines, DEFAULT) == {
-        "one": DEFAULT,
-        "two": Limits(PriorityRange(0, 100), 8),
-        "three": Limits(PriorityRange(-10, 0), 1),
-    }
-    for wrong in ("requests=0", "requests=", "more=5", "priorities=5:1", "priorities=a"):
-        with pytest.raises(ValueError, match=r"behind a key|LOW:HIGH"):
-            read_limits([f"key {wrong}"], DEFAULT)
-    with pytest.raises(ArgumentTypeError):
-        priorities("1:100")
 
 
 def test_requests_are_counted_by_key() -> None:

@@ -73,37 +73,6 @@ def connections(running: PagedRunningServer) -> set[Any]:
     return running.server._uvicorn.server_state.connections
 
 
-def hold_places(running: PagedRunningServer, stack: ExitStack) -> None:
-    """Ask for many pages on all connections, and read none but the first byte."""
-    for client in [stack.enter_context(connected(running)) for _ in range(MOST)]:
-        client.sendall(request("/kv") * 100)
-        assert client.recv(1) == b"H"
-
-
-def test_who_reads_nothing_does_not_keep_its_place(running: PagedRunningServer) -> None:
-    with ExitStack() as stack:
-        hold_places(running, stack)
-        wait_until(lambda: not connections(running))
-        assert asked(running, "/v1/models")[0] == 200
-
-
-def test_who_holds_all_places_cannot_keep_probes_out(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = running.server._uvicorn.config.http_protocol_class
-    monkeypatch.setattr(kind, "write_timeout_s", PATIENCE_S)
-    with ExitStack() as stack:
-        hold_places(running, stack)
-        wait_until(lambda: len(connections(running)) == MOST)
-        assert [asked(running, path)[0] for path in ("/health", "/ready")] == [200, 200]
-        status, headers, content = asked(running, "/v1/models")
-        assert status == 503
-        assert "--max-connections" in content
-        assert headers["Retry-After"]
-        assert headers["Connection"] == "close"
-    wait_until(lambda: not connections(running))
-
-
 def test_who_holds_the_places_of_probes_too_loses_the_oldest(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

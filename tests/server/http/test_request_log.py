@@ -1,16 +1,9 @@
 """Log lines hold what clients send, and clients can neither make lines nor control a terminal."""
 
-import http.client
 import logging
 import re
-import signal
-from urllib.parse import quote
-
-import pytest
 
 from paged_kv.server.http.request_log import OneLine
-from tests.support.patience import PATIENCE_S
-from tests.support.server_process import ended, server_process
 
 FORGED = "2026-11-23 10:00:00,000 - INFO - FORGED"
 # Ends of lines of all kinds, and what terminals obey: colours, C1 controls, directions of text.
@@ -38,23 +31,3 @@ def test_a_traceback_is_indented_below_its_line() -> None:
     assert LINE.match(first)
     assert len(others) >= 4
     assert all(line.startswith("    ") and line.isprintable() for line in others)
-
-
-@pytest.mark.slow
-def test_no_request_makes_a_line_of_its_own() -> None:
-    with server_process() as (process, port):
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-        for method, path in (
-            ("GET", f"/{quote(SAID)}"),
-            ("GET", f"/v1/models/{quote(SAID)}"),
-            ("POST", f"/v1/{quote(SAID)}"),
-        ):
-            client.request(method, path, headers={"X-Request-Id": "caf\u00e9 INFO"})
-            assert client.getresponse().read()
-        process.send_signal(signal.SIGTERM)
-        status, error = ended(process)
-        assert status == 0
-        assert error.count("FORGED") == 3
-        for line in error.splitlines():
-            assert LINE.match(line), line
-            assert line.isprintable()

@@ -36,21 +36,6 @@ def finished(placement: Placement, name: Any, trail: Trail) -> str:
     return replica
 
 
-def test_a_conversation_comes_back() -> None:
-    placement = Placement()
-    trail = prompt(("x", 4000))
-    home = finished(placement, 1, trail)
-    for turn in range(2, 20):
-        assert finished(placement, turn, prompt(("x", 4000 * turn))) == home
-
-
-def test_new_conversations_go_round() -> None:
-    """Among replicas that have nothing to do, the one that knows least gets the next."""
-    placement = Placement()
-    homes = [finished(placement, letter, prompt((letter, 4000))) for letter in "mnopqr"]
-    assert sorted(homes) == sorted(REPLICAS * 2)
-
-
 def test_waiting_requests_count_more_than_a_prefix() -> None:
     placement = Placement()
     home = finished(placement, 1, prompt(("x", 4000)))
@@ -92,16 +77,6 @@ def test_a_conversation_waits_while_to_compute_it_again_costs_others_more() -> N
     assert placement.ranked(prompt(("x", 4200)), REPLICAS)[-1] == home
 
 
-def test_what_ended_no_longer_counts() -> None:
-    placement = Placement()
-    for number in range(20):
-        placed(placement, number, prompt((chr(97 + number), 3000)))
-    assert sum(map(placement.waiting, REPLICAS)) == 20 * (RUNNING + 3000)
-    for number in [*range(20), 3, "unknown"]:
-        placement.end(number)
-    assert [placement.waiting(each) for each in REPLICAS] == [0, 0, 0]
-
-
 def test_an_answer_that_has_begun_costs_its_tokens_alone() -> None:
     placement = Placement()
     waiting = request(prompt(("x", 3000)))
@@ -110,16 +85,6 @@ def test_an_answer_that_has_begun_costs_its_tokens_alone() -> None:
     assert placement.waiting("a") == RUNNING
     waiting.progress.has_ended = True
     assert placement.waiting("a") == 0
-
-
-def test_a_request_that_goes_elsewhere_counts_there() -> None:
-    """A full replica passes a request on to the next of the ranking."""
-    placement = Placement()
-    waiting = request(prompt(("x", 3000)))
-    begin(placement, 1, waiting, "a")
-    begin(placement, 1, waiting, "b")
-    assert placement.waiting("a") == 0
-    assert placement.waiting("b") == RUNNING + 3000
 
 
 def test_replicas_that_are_gone_are_forgotten() -> None:
@@ -143,29 +108,6 @@ def digests(ids: list[int]) -> Trail:
 
 
 TRAILS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(digests)
-
-
-@given(st.lists(st.tuples(TRAILS, st.sampled_from(REPLICAS)), max_size=30), TRAILS)
-def test_beginnings_are_known_as_a_naive_model_says(
-    added: list[tuple[Trail, str]], asked: Trail
-) -> None:
-    known = KnownBeginnings()
-    naive: set[tuple[int, str]] = set()
-    for trail, replica in added:
-        known.add(trail, replica)
-        naive |= {(digest, replica) for digest in trail.digests}
-    ends = dict(zip(asked.digests, cuts(), strict=False))
-    expected = {
-        replica: ends[found[-1]]
-        for replica in REPLICAS
-        if (found := [digest for digest in ends if (digest, replica) in naive])
-    }
-    assert known.known(asked) == expected
-    for replica in REPLICAS:
-        assert known.counts[replica] == sum(name == replica for _, name in naive)
-    known.forget("a")
-    assert known.known(asked) == {k: v for k, v in expected.items() if k != "a"}
-    assert len(known) == len({digest for digest, replica in naive if replica != "a"})
 
 
 @given(st.lists(st.tuples(TRAILS, st.sampled_from(REPLICAS)), max_size=30))
