@@ -1,24 +1,41 @@
-"""Detects changes of a model's weights, so that prefixes computed before are not reused."""
+"""Numbers the versions of a model, so that pages of one version are not reused by another, and
+identifies them by their content.
+
+A version is everything that a model's results depend on: its arrays, its modules and their classes,
+and every number and text in them and in their settings, such as rope bases and scales. Adapters are
+a part of it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
+from xxhash import xxh3_128
 
-# Parameters of up to so many bytes are kept, to be compared with their replacements.
+from paged_kv.integrations.compiled.model_contents import ModelContents, has_attributes
+from paged_kv.integrations.model_trial import NOTED_POSITIONS
+
+# Arrays of up to so many bytes are kept, to be compared with their replacements.
 SMALL = 1 << 20
+# Versions that are known again when they come back: adapters that take turns, say.
+MOST_KNOWN = 16
+# Attributes of modules that change no result.
+_ASIDE = frozenset({"_no_grad", *NOTED_POSITIONS})
 
 
 class ModelVersion:
-    """Counts the changes of a model's parameters: loaded weights, adapters that were added, removed
-    or fused, a new dtype.
+    """The version of a model. All methods may be called from any thread.
 
-    MLX replaces arrays and never changes them, so the same array has the same content. Some models
-    replace a small array by an equal one whenever they run; small arrays are compared by content.
+    An array that was not replaced counts as unchanged: do not write into arrays in place. Some
+    models replace a small array by an equal one whenever they run; small arrays are compared by
+    content.
 
     Attributes:
         model: the model.
@@ -26,36 +43,150 @@ class ModelVersion:
 
     def __init__(self, model: Module) -> None:
         self.model = model
-        self._count = 0
-        self._seen = _seen(self._parameters())
+        self._lock = Lock()
+        self._numbers = count()
+        self._known: list[_Version] = []
+        self._hashes: dict[int, tuple[weakref.ref[mx.array], str]] = {}
+        self._identities: dict[int, tuple[str, str]] = {}
+        self._look()
+
+    def __deepcopy__(self, memo: object) -> ModelVersion:
+        return self  # The copy of a cache is of the same model.
 
     @property
-    def count(self) -> int:
-        """How many versions were seen before this one. O(parameters)."""
-        now = self._parameters()
-        if now.keys() != self._seen.keys() or not all(
-            _is_same(self._seen[name], array) for name, array in now.items()
-        ):
-            self._count += 1
-            self._seen = _seen(now)
-        return self._count
+    def number(self) -> int:
+        """The number of the present version: a new one, or that of an equal one of the latest
+        `MOST_KNOWN`. O(arrays and settings)."""
+        with self._lock:
+            if self._contents.has_changed() or not _are_same(self._seen, self._contents.arrays()):
+                self._look()
+            return self._known[-1].number
 
-    def _parameters(self) -> dict[str, mx.array]:
-        parameters: Any = self.model.parameters()  # type: ignore[no-untyped-call]
-        return dict(cast("list[tuple[str, mx.array]]", tree_flatten(parameters)))
+    def identity(self, number: int) -> tuple[str, str] | None:
+        """The hashes of a version's arrays and of all else, the same in every process; None if it
+        is not the present one and was never asked for. O(bytes of arrays not hashed before)."""
+        is_present = number == self.number
+        with self._lock:
+            if is_present and number not in self._identities:
+                self._identities[number] = self._hashed()
+            return self._identities.get(number)
+
+    def _look(self) -> None:
+        """Find the present version among those that are known, or add it."""
+        self._contents = ModelContents(self.model)
+        self._seen = [*map(_seen, self._contents.arrays())]
+        arrays, settings = contents(self.model)
+        known = (at for at, each in enumerate(self._known) if each.is_of(arrays, settings))
+        if (at := next(known, None)) is not None:
+            now = self._known.pop(at)
+        else:
+            now = _Version(next(self._numbers), settings, {})
+        # Arrays that are equal to those of before take their places.
+        self._known.append(
+            now._replace(arrays={name: _seen(array) for name, array in arrays.items()})
+        )
+        for gone in self._known[:-MOST_KNOWN]:
+            self._identities.pop(gone.number, None)
+        del self._known[:-MOST_KNOWN]
+
+    def _hashed(self) -> tuple[str, str]:
+        arrays, settings = contents(self.model)
+        alive = {at: known for at, known in self._hashes.items() if known[0]() is not None}
+        self._hashes = alive
+        weights = sha256()
+        for path, array in arrays.items():
+            weights.update(f"{path}\0{array.dtype}\0{array.shape}\0{self._hash(array)}\0".encode())
+        return weights.hexdigest(), settings
+
+    def _hash(self, array: mx.array) -> str:
+        array_of, known = self._hashes.get(id(array), (None, ""))
+        if array_of is None or array_of() is not array:
+            known = _hash_of(array)
+            self._hashes[id(array)] = weakref.ref(array), known
+        return known
 
 
 Seen = mx.array | weakref.ref[mx.array]
 
 
-def _seen(parameters: dict[str, mx.array]) -> dict[str, Seen]:
-    return {
-        name: array if array.nbytes <= SMALL else weakref.ref(array)
-        for name, array in parameters.items()
-    }
+class _Version(NamedTuple):
+    """What a version consists of: the hash of its settings, and its arrays by path."""
+
+    number: int
+    settings: str
+    arrays: dict[str, Seen]
+
+    def is_of(self, arrays: dict[str, mx.array], settings: str) -> bool:
+        return (
+            settings == self.settings
+            and arrays.keys() == self.arrays.keys()
+            and _are_same([*map(self.arrays.__getitem__, arrays)], [*arrays.values()])
+        )
+
+
+def _seen(array: mx.array) -> Seen:
+    return array if array.nbytes <= SMALL else weakref.ref(array)
+
+
+def _are_same(seen: list[Seen], arrays: list[mx.array]) -> bool:
+    return len(seen) == len(arrays) and all(map(_is_same, seen, arrays))
 
 
 def _is_same(seen: Seen, array: mx.array) -> bool:
+    if seen is array:
+        return True
     if isinstance(seen, weakref.ref):
         return seen() is array
-    return seen is array or (seen.dtype == array.dtype and bool(mx.array_equal(seen, array)))
+    return seen.dtype == array.dtype and bool(mx.array_equal(seen, array))
+
+
+def identity_of(model: Module) -> tuple[str, str]:
+    """The hashes of a model's arrays, and of its other content. O(bytes)."""
+    version = ModelVersion(model)
+    identity = version.identity(version.number)
+    assert identity is not None
+    return identity
+
+
+def contents(model: Module) -> tuple[dict[str, mx.array], str]:
+    """A model's arrays by path, and a hash of all else."""
+    arrays, settings = {}, sha256()
+    for path, leaf in _leaves(model, "", set()):
+        if isinstance(leaf, mx.array):
+            arrays[path] = leaf
+        else:
+            settings.update(f"{path}\0{leaf}\0".encode())
+    return arrays, settings.hexdigest()
+
+
+def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Arrays, and the text of all other values, each with its path."""
+    match value:
+        case mx.array() | None | bool() | int() | float() | str():
+            yield path, value if isinstance(value, mx.array) else repr(value)
+            return
+    yield path, f"{type(value).__module__}.{type(value).__qualname__}"
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for name, child in _children(value):
+        yield from _leaves(child, f"{path}.{name}", seen)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(str(at), each) for at, each in enumerate(value)]
+    own = [*dict.items(value)] if isinstance(value, dict) else []
+    if has_attributes(value):
+        own += vars(value).items()
+    named = [(str(name), each) for name, each in own if name not in _ASIDE]
+    return sorted(named, key=lambda each: each[0])
+
+
+def _hash_of(array: mx.array) -> str:
+    """A hash of an array's bytes."""
+    whole = mx.contiguous(array if array.ndim else array.reshape(1)).view(mx.uint8)
+    mx.eval(whole)
+    # MLX's arrays have the buffer protocol, but their types do not declare it.
+    content: Any = whole
+    return xxh3_128(memoryview(content)).hexdigest() if whole.size else ""

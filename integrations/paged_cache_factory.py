@@ -33,6 +33,7 @@ from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
 from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
@@ -247,14 +248,16 @@ class PagedCacheFactory:
         """
         known = self._media.keyed(tokens, media)
         prompt_cache = self.make_cache()
-        page_format, version = self.pool.page_format, self._model.version.count
+        page_format, version = self.pool.page_format, self._model.version.number
         namespace = self._namespace(page_format.name, salt, version)
         prefix = self.prefixes.fetch(namespace, known, page_format, keeping=keeping_of(salt))
         prefix.sequence.model_version = version
         for cache in paged_caches(prompt_cache):
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
         if prefix.states is not None:
-            prompt_cache = continued(with_unpaged(prompt_cache, prefix.states), version)
+            prompt_cache = continued(
+                with_unpaged(prompt_cache, prefix.states), self._model.version, version
+            )
         return prompt_cache, prefix.num_tokens
 
     def peek(self, tokens: list[int], *, salt: Hashable = None) -> Expected:
@@ -296,6 +299,13 @@ class PagedCacheFactory:
             # because another thread reads it, later drafts are worse, and nothing else.
             with suppress(PoolExhausted, ThreadConflict):
                 self._model.head.read_waiting([sequence])
+        if sequence.model_version is None:
+            warn_once(
+                "insert_cache keeps nothing of this prompt cache: another model, or one that has "
+                "changed since, computed its tokens, or nobody knows which. Insert caches of "
+                f"{self.pool.name} before it is changed, and begin new ones afterwards"
+            )
+            return 0
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
         return self.prefixes.insert(
@@ -450,7 +460,7 @@ class PagedCacheFactory:
         """Everything besides the tokens that the content of pages depends on. `version` None means
         the model's present one."""
         require_hashable("salt", salt)
-        count = self._model.version.count if version is None else version
+        count = self._model.version.number if version is None else version
         return count, page_format, inner_salt(salt)
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:

@@ -49,7 +49,7 @@ class PagedModel:
     Attributes:
         module: the language model.
         file: the name of the model's file in its library.
-        version: counts changes of its weights.
+        version: numbers its versions.
         recordings: the recorded steps of each pool, if steps are compiled.
         head: see above.
     """
@@ -104,7 +104,7 @@ class PagedModel:
         if self.head is not None:
             add_head(pool, self.head)
         self._compiles = compiles(self._compile, pool.backend)
-        pool.hooks = self._hooks
+        pool.hooks, pool.versions = self._hooks, self.version
         self._pools.append(pool)
         if self._trial is not None:
             self._set_attending(pool, self._trial)
@@ -113,7 +113,7 @@ class PagedModel:
     def new_cache(self, pool: PagePool, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""
         sequence, layers = Sequence(pool), count()
-        sequence.model_version = self.version.count
+        sequence.model_version = self.version.number
 
         def paged(cache: Any) -> Any:
             return self._library.paged_class(cache)(pool, next(layers), [sequence])
@@ -121,7 +121,7 @@ class PagedModel:
         made = self._library.layers(self.module, paged, max_kv_size)
         if self.head is not None:
             made.append(PagedKVCache(pool, next(layers), [sequence]))
-        return made if pool.num_layers else known_states(made, sequence.model_version)
+        return made if pool.num_layers else known_states(made, self.version)
 
     def replace_calls(self) -> None:
         """Let calls of the model, and mlx-lm's steps of batches, do what those do not."""

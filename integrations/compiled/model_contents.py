@@ -160,14 +160,14 @@ class _Contents:
                 self.containers.append(value)
             for part in list(dict.values(value)) if isinstance(value, dict) else value:
                 self.add(part)
-        if _has_attributes(value):
+        if has_attributes(value):
             self.owners.append(value)
             self.containers.append(vars(value))
             for part in list(vars(value).values()):
                 self.add(part)
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, _NOT_OF_A_MODEL)
 
 

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.cache.row_numbers import integers
 from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.pool.page_pool import Versions
 
 
 class HeldTokens(NamedTuple):
@@ -23,7 +24,8 @@ class HeldTokens(NamedTuple):
 
     Attributes:
         num_tokens: how many tokens; None if padding may be among them.
-        model_version: the version of the model's weights at the sequence's start, or None.
+        model_version: the version of the model that computed all of them, or None if that is not
+            known or not one.
     """
 
     num_tokens: int | None
@@ -34,17 +36,33 @@ class HeldTokens(NamedTuple):
         known = self.num_tokens
         return self._replace(num_tokens=None if known is None else known + num_tokens)
 
+    def computed_by(self, version: int) -> HeldTokens:
+        """The same before a step of this version."""
+        if self.num_tokens == 0 or self.model_version == version:
+            return self._replace(model_version=version)
+        return self._replace(model_version=None)
+
 
 class CountedArraysCache(ArraysCache):
     """mlx-lm's ArraysCache of the first layer, which also counts tokens.
 
     Attributes:
         held: what it holds of each sequence.
+        versions: those of the model; None if it is not known.
     """
 
-    def __init__(self, size: int, model_version: int | None = None) -> None:
+    versions: Versions | None = None
+
+    def __init__(self, size: int, versions: Versions | None = None) -> None:
         super().__init__(size)
-        self.held = [HeldTokens(0, model_version)]
+        self.held = [HeldTokens(0, None)]
+        self.versions = versions
+
+    def note_version(self) -> None:
+        """Note that the present version of the model computes the next tokens."""
+        if self.versions is not None:
+            number = self.versions.number
+            self.held = [each.computed_by(number) for each in self.held]
 
     def note_step(self, batch_size: int, num_tokens: int) -> None:
         """Note that every sequence of a batch has taken in so many tokens. A new cache becomes a
@@ -59,9 +77,10 @@ class CountedArraysCache(ArraysCache):
             now if now.num_tokens is None else held.after(count) for now, held, count in steps
         ]
 
-    def set_version(self, model_version: int) -> None:
-        """Note which version of the model continues all sequences."""
-        self.held = [each._replace(model_version=model_version) for each in self.held]
+    def set_version(self, versions: Versions, number: int) -> None:
+        """Note which version of the model has computed all sequences."""
+        self.versions = versions
+        self.held = [each._replace(model_version=number) for each in self.held]
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -87,7 +106,7 @@ class CountedArraysCache(ArraysCache):
         self.held = [*self.held, *other.held]
 
     def extract(self, idx: int) -> CountedArraysCache:
-        one = CountedArraysCache(len(self.cache))
+        one = CountedArraysCache(len(self.cache), self.versions)
         one.cache = super().extract(idx).cache  # type: ignore[no-untyped-call]  # mlx-lm's
         one.held = [self.held[idx]]
         return one
@@ -96,6 +115,7 @@ class CountedArraysCache(ArraysCache):
     def merge(cls, caches: list[CountedArraysCache]) -> CountedArraysCache:
         batch: CountedArraysCache = super().merge(caches)  # type: ignore[no-untyped-call]  # mlx-lm's
         batch.held = [held for cache in caches for held in cache.held]
+        batch.versions = caches[0].versions
         return batch
 
 
@@ -104,12 +124,12 @@ def are_ours(prompt_cache: list[Any]) -> bool:
     return any(isinstance(each, PagedKVCache | CountedArraysCache) for each in leaves(prompt_cache))
 
 
-def known_states(layers: list[Any], model_version: int) -> list[Any]:
+def known_states(layers: list[Any], versions: Versions) -> list[Any]:
     """The prompt cache of a new sequence of a model without pages, in which the first cache knows
     how many tokens it holds. Caches of classes that this cannot tell stay as they are."""
     first = layers[0] if layers else None
     if type(first) is ArraysCache:
-        return [CountedArraysCache(len(first.cache), model_version), *layers[1:]]
+        return [CountedArraysCache(len(first.cache), versions), *layers[1:]]
     return layers
 
 
@@ -121,11 +141,11 @@ def held_by(prompt_cache: list[Any]) -> list[HeldTokens]:
     return [HeldTokens(None, None)]
 
 
-def continued(prompt_cache: list[Any], model_version: int) -> list[Any]:
-    """A prompt cache that this version of the model continues."""
+def continued(prompt_cache: list[Any], versions: Versions, number: int) -> list[Any]:
+    """A prompt cache that this version of the model has computed."""
     first = next(leaves(prompt_cache), None)
     if isinstance(first, CountedArraysCache):
-        first.set_version(model_version)
+        first.set_version(versions, number)
     return prompt_cache
 
 

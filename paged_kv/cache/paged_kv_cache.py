@@ -350,8 +350,9 @@ class PagedKVCache:
     def from_state(cls, state: dict[str, Any]) -> PagedKVCache:
         """A cache from a `state`, possibly of another process.
 
-        Layers of one saved sequence become one sequence again. It goes to the latest open pool with
-        the same number of layers, windows and page format, or else to a new pool.
+        Layers of one saved sequence become one sequence again. It goes to an open pool with the
+        same number of layers, windows and geometry: best to one of the model that computed it, then
+        to one of its page format, then to the latest; or else to a new pool.
 
         Raises:
             ValueError: another version saved the state.

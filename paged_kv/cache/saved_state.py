@@ -9,7 +9,8 @@ carries its sequences' uids, and layers with one uid become one sequence again. 
                                                 with a window
     geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
     rows                                        per sequence: uid, context_len, written_len,
-                                                page_format of full pages, formats, pages
+                                                page_format of full pages, formats, pages, and the
+                                                identity of the model that computed them
 
 Pages are saved whole, each in its format; their slots after the context length are undefined.
 """
@@ -17,7 +18,7 @@ Pages are saved whole, each in its format; their slots after the context length 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -110,6 +111,31 @@ def _pages_held(pool: PagePool, layer: int, context_len: int, written_len: int) 
     return -(-context_len // PAGE_SIZE)
 
 
+class ModelIdentity(str):
+    """The identity of the model that computed a sequence, as text; empty if it is not known.
+
+    mlx-lm reads `state` in each step of a prompt too, to evaluate its arrays. Only saving iterates
+    over texts, and only then all weights are hashed.
+    """
+
+    _sequence: Sequence
+
+    def __new__(cls, sequence: Sequence) -> ModelIdentity:
+        self = super().__new__(cls)
+        self._sequence = sequence
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        number = self._sequence.model_version
+        return iter("" if number is None else _identity(self._sequence.pool, number))
+
+
+def _identity(pool: PagePool, number: int) -> str:
+    """The identity of a version of a pool's model; empty if it is not known."""
+    known = None if pool.versions is None else pool.versions.identity(number)
+    return " ".join(known or ())
+
+
 VERSION = 4
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -130,6 +156,7 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
             "context_len": sequence.progress(layer).tokens,
             "written_len": sequence.written(pool.group_of(layer)),
             "page_format": sequence.page_format.name,
+            "model": ModelIdentity(sequence),
             "formats": page_formats(pool, layer, sequence),
             "pages": page_views(pool, layer, sequence),
         }
@@ -155,11 +182,12 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
     """
     _require_version(state)
     layer, rows = int(state["layer"]), state["rows"]
-    pool = _pool_for(state, rows[0]["uid"], layer)
     geometry = _geometry_from(state["geometry"])
+    pool = _pool_for(state, rows[0], layer, geometry)
     sequences = [_sequence_for(pool, row["uid"], layer) for row in rows]
     for sequence, row in zip(sequences, rows, strict=True):
         sequence.page_format = page_format_named(row["page_format"])
+        sequence.model_version = _version_of(pool, row.get("model", ""))
         if geometry is not None:
             # Empty lists do not survive the file.
             formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
@@ -184,28 +212,39 @@ def _require_version(state: dict[str, Any]) -> None:
         )
 
 
-def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
-    sequence = _restored.get(uid)
+def _pool_for(
+    state: dict[str, Any], row: dict[str, Any], layer: int, geometry: LayerGeometry | None
+) -> PagePool:
+    sequence = _restored.get(row["uid"])
     if sequence is not None and layer not in _layers[sequence]:
         return sequence.pool
     num_layers, page_format = int(state["num_layers"]), state["page_format"]
     # An empty list does not survive the file.
     numbers = [[int(number) for number in entry] for entry in state.get("windows") or []]
     windows = {layer: Window(*fields) for layer, *fields in numbers}
-    return _open_pool(num_layers, page_format, windows) or PagePool(
+
+    def fit(pool: PagePool) -> tuple[bool, bool, bool, int]:
+        is_same_model = _version_of(pool, row.get("model", "")) is not None
+        is_same_format = pool.page_format.name == page_format
+        return is_same_model, pool.geometry(layer) == geometry, is_same_format, pool.serial
+
+    fitting = [
+        pool
+        for pool in open_pools.items()
+        if (pool.num_layers, pool.windows) == (num_layers, windows)
+        and pool.geometry(layer) in (None, geometry)
+    ]
+    return max(fitting, key=fit, default=None) or PagePool(
         num_layers, windows=windows, page_format=page_format, name="loaded prompt cache"
     )
 
 
-def _open_pool(num_layers: int, page_format: str, windows: Mapping[int, Window]) -> PagePool | None:
-    """The latest open pool with these layers, windows and page format."""
-    wanted = num_layers, page_format, windows
-    fitting = [
-        pool
-        for pool in open_pools.items()
-        if (pool.num_layers, pool.page_format.name, pool.windows) == wanted
-    ]
-    return max(fitting, key=lambda pool: pool.serial, default=None)
+def _version_of(pool: PagePool, identity: str) -> int | None:
+    """The version of a pool's model that has an identity: the present one or none."""
+    if not identity or pool.versions is None:
+        return None
+    number = pool.versions.number
+    return number if _identity(pool, number) == identity else None
 
 
 def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:

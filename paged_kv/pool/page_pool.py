@@ -61,6 +61,19 @@ class HasUnwritten(Protocol):
     def step(self) -> tuple[mx.array, ...]: ...
 
 
+class Versions(Protocol):
+    """The versions of the model that computes a pool's pages."""
+
+    @property
+    def number(self) -> int:
+        """That of the present version."""
+        ...
+
+    def identity(self, number: int) -> tuple[str, str] | None:
+        """What a version is, the same in every process; None if that is not known."""
+        ...
+
+
 class Sized(Protocol):
     """Arrays beside pages."""
 
@@ -129,6 +142,7 @@ class PagePool:
         attending_in_decode: the same for steps of one token.
         attends_in_order: whether each layer's attention runs before the next layer writes.
         ranks: the processes that compute the pool's model together.
+        versions: those of its model; None if it is not known.
         hooks: what new sequences keep replaced in the model's modules; None for a model's own code.
         unwritten: the steps that rings have not written yet.
         snapshots: the states that prefix caches keep.
@@ -206,6 +220,7 @@ class PagePool:
         self.attending_in_decode: frozenset[int] = frozenset()
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
+        self.versions: Versions | None = None
         self.hooks: object = None
         self.unwritten: WeakSet[HasUnwritten] = WeakSet()
         self.snapshots: WeakSet[Sized] = WeakSet()

@@ -44,7 +44,8 @@ class Sequence:
             are written have 16 bits.
         is_converting: whether some full pages may still have another format, because a conversion
             ran out of memory.
-        model_version: the version of the model's weights at the sequence's start, or None.
+        model_version: the version of the model that computed all its tokens, or None if that is not
+            known or not one.
         unwritten: the latest step of each layer whose ring does not hold it yet.
         prompt_tokens: the length of the prompt that it was fetched for, or 0: later tokens were
             generated.
@@ -96,6 +97,13 @@ class Sequence:
         if not self.pool.num_layers:
             return self._states_len
         return self.layers.longest()
+
+    def note_version(self, version: int) -> None:
+        """Note the version of the model that computes the next tokens."""
+        if not self.length:
+            self.model_version = version
+        elif self.model_version != version:
+            self.model_version = None
 
     def progress(self, layer: int) -> Progress:
         """How far a layer is."""

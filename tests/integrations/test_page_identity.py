@@ -5,10 +5,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from paged_kv import PagedCacheFactory
 from tests.support.generation import greedy
-from tests.support.stored_prompts import TEXT, computed, found, stored_factory
+from tests.support.stored_prompts import TEXT, computed, found, read, shallow_model, stored_factory
 from tests.support.zoo import small_model
 
 
@@ -69,3 +72,82 @@ def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path) -> None:
     for page_format in ("q8", "q4", "auto"):
         assert found(model, folder, TEXT[:300], page_format=page_format) == 0
     assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
+
+
+def changes_of(model: Any) -> dict[str, tuple[Any, str, float]]:
+    """Settings of a model with an adapter, each with another value."""
+    attention = model.layers[0].self_attn
+    return {
+        "scale": (attention, "scale", 0.5),
+        "rope": (attention.rope, "base", 5e5),
+        "adapter": (attention.q_proj, "scale", 40.0),
+        "args": (model.args, "rope_theta", 5e5),
+    }
+
+
+@pytest.fixture
+def adapted() -> Any:
+    model = shallow_model("qwen3")
+    linear_to_lora_layers(model, 1, {"rank": 2, "scale": 4.0, "dropout": 0.0})
+    model.layers[0].self_attn.q_proj.lora_b += 0.1
+    return model
+
+
+@pytest.mark.parametrize("name", ["scale", "rope", "adapter", "args"])
+def test_changed_settings_share_nothing_and_are_known_again(
+    name: str, adapted: Any, folder: Path
+) -> None:
+    factory = stored_factory(adapted, folder)
+    module, attribute, other = changes_of(adapted)[name]
+    before = getattr(module, attribute)
+    for value, cached in ((before, 0), (other, 0), (before, 299), (other, 299)):
+        setattr(module, attribute, value)
+        assert warm_and_insert(adapted, factory, TEXT[:300]) == cached
+    factory.close()
+    setattr(module, attribute, before)
+    assert found(adapted, folder, TEXT[:300]) == 299
+
+
+def warm_and_insert(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> int:
+    cache, cached = factory.fetch_cache(prompt)
+    greedy(model, prompt[cached:], cache, 1)
+    factory.insert_cache(prompt, cache)
+    return cached
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mamba2"])
+@pytest.mark.parametrize("known", [0, 300])
+def test_a_cache_is_of_the_version_that_computed_it(name: str, known: int) -> None:
+    """Not of the one that the model has when the cache is made, fetched and inserted."""
+    model = shallow_model(name)
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    if known:
+        read(model, factory, TEXT[:known])
+    cache, cached = factory.fetch_cache(TEXT[:400])
+    assert cached == known
+    weights = model.parameters()
+    model.update(tree_map(lambda array: array * 1.5, weights))
+    model(mx.array([TEXT[cached:400]]), cache=cache)
+    changed = model.parameters()
+    model.update(weights)
+    factory.insert_cache(TEXT[:400], cache)
+    assert factory.fetch_cache(TEXT[:401])[1] == cached
+    model.update(changed)
+    assert factory.fetch_cache(TEXT[:401])[1] == (0 if known else 400)
+
+
+def test_a_saved_cache_is_inserted_for_the_model_that_computed_it_alone(tmp_path: Path) -> None:
+    model, file = shallow_model("qwen3"), str(tmp_path / "saved.safetensors")
+    factory = PagedCacheFactory(model, page_format="q8", max_bytes=1 << 26)
+    other = PagedCacheFactory(shallow_model("qwen3", head_dim=16), max_bytes=1 << 26)
+    cache = factory.make_cache()
+    greedy(model, TEXT[:300], cache, 1)
+    save_prompt_cache(file, cache)
+    for is_changed in (True, False):
+        weight = model.layers[0].self_attn.k_proj.weight
+        model.layers[0].self_attn.k_proj.weight = weight * 2 if is_changed else weight / 2
+        loaded = load_prompt_cache(file)
+        assert loaded[0].pool is factory.pool
+        assert factory.insert_cache(TEXT[:300], loaded) == (0 if is_changed else 300)
+        assert factory.fetch_cache(TEXT[:300])[1] == (0 if is_changed else 299)
+    assert not other.stats().blocks_used

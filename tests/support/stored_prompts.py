@@ -23,9 +23,9 @@ _LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def shallow_model(name: str) -> Any:
+def shallow_model(name: str, **changes: Any) -> Any:
     """A model of the zoo with as few layers as show how its kinds of layers work together."""
-    return small_model(name, **_LAYERS.get(name, {"num_hidden_layers": 1}))
+    return small_model(name, **{**_LAYERS.get(name, {"num_hidden_layers": 1}), **changes})
 
 
 def stored_factory(model: Any, folder: Path, **options: Any) -> PagedCacheFactory:

@@ -103,10 +103,10 @@ def test_the_same_numbers_in_another_dtype_are_other_weights(qwen3: Any) -> None
     model = copy.deepcopy(qwen3)
     model.set_dtype(mx.bfloat16)
     version = ModelVersion(model)
-    assert version.count == 0
+    assert version.number == 0
     model.set_dtype(mx.float32)
-    assert version.count == 1
-    assert version.count == 1
+    assert version.number == 1
+    assert version.number == 1
 
 
 @pytest.mark.parametrize("page_format", ["q4", "fp16"])
