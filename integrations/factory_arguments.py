@@ -13,6 +13,7 @@ from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.states.counted_states import HeldTokens, held_by
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.sizes import counted
 from paged_kv.steps.sequence import Sequence
 
 
@@ -96,9 +97,18 @@ def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> S
     return sequences.pop()
 
 
+def warn_of_states(name: str, given: int, held: int) -> None:
+    """Say why nothing was kept of a prompt of `given` tokens, of a cache that holds `held`."""
+    warn_once(
+        f"insert_cache keeps nothing of {counted(given, 'token')}: the recurrent layers of {name} "
+        "go on only where their states are known, and this cache holds those after "
+        f"{counted(held, 'token')}. Insert it right after the prompt, or with all its tokens"
+    )
+
+
 def _with_states(pool: PagePool, held: HeldTokens) -> Sequence:
     """A sequence without pages, with the tokens of its states; none if they are not known."""
     sequence = Sequence(pool)
-    sequence.model_version = held.model_version
+    sequence.model_version, sequence.prompt_states = held.model_version, held.prompt_states
     sequence.begin_at(held.num_tokens or 0, {})
     return sequence

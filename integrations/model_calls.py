@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from copy import copy
 from functools import partial, wraps
 from inspect import signature
 from itertools import chain
@@ -24,7 +25,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
-from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
@@ -36,6 +37,7 @@ from paged_kv.integrations.states.one_by_one import (
     widen,
 )
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.sequence import BatchStates, PromptStates
 from paged_kv.steps.step import step_numbers
 
 # Steps of few tokens make small arrays, and decode has no time to copy.
@@ -114,6 +116,8 @@ def _call_of(kind: Any) -> Any:
         if others and tokens is not None and tokens.shape[-1] > MOST_KEPT:
             for held in others:
                 held.part_from_step()
+        if others and tokens is not None and tokens.shape[-1] > 1:
+            _remember_states(first, caches)
         if this_thread.undo is not None:
             this_thread.undo[:] = [partial(_undo, known, began, others)]
         return output
@@ -133,6 +137,35 @@ def _note_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> None
         number = first.pool.versions.number
         for sequence in first.sequences:
             sequence.note_version(number)
+
+
+def _remember_states(first: PagedKVCache | CountedArraysCache, caches: Iterable[Any]) -> None:
+    """Let the sequences remember the states that they have now, until the next step of several
+    tokens: a prompt resumes where the states of a cache are known, and not behind its answer."""
+    states = [_frozen(each) for each in leaves(caches) if not isinstance(each, PagedKVCache)]
+    pool, batch = first.pool, BatchStates(states)
+    if pool is None or not all(each.remember(batch) for each in list(pool.snapshots)):
+        return
+    if isinstance(first, CountedArraysCache):
+        rows = len(first.held)
+        first.held = [
+            each._replace(prompt_states=PromptStates(each.num_tokens or 0, batch, row, rows))
+            for row, each in enumerate(first.held)
+        ]
+        return
+    for row, sequence in enumerate(first.sequences):
+        length, prompt = sequence.length, sequence.prompt_tokens
+        if not prompt or length <= prompt:  # Later tokens are drafts.
+            sequence.prompt_states = PromptStates(length, batch, row, len(first.sequences))
+
+
+def _frozen(cache: Any) -> Any:
+    """A cache that stays as it is: MLX's arrays never change."""
+    frozen = copy(cache)
+    for name, value in vars(cache).items():
+        if type(value) in (list, dict, set):
+            vars(frozen)[name] = value.copy()
+    return frozen
 
 
 class _SavedCache:

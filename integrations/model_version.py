@@ -50,9 +50,6 @@ class ModelVersion:
         self._identities: dict[int, tuple[str, str]] = {}
         self._look()
 
-    def __deepcopy__(self, memo: object) -> ModelVersion:
-        return self  # The copy of a cache is of the same model.
-
     @property
     def number(self) -> int:
         """The number of the present version: a new one, or that of an equal one of the latest

@@ -23,7 +23,7 @@ from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.automatic_budget import AUTO, automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
-from paged_kv.integrations.factory_arguments import only_sequence, used_bound
+from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.page_identity import PageIdentity
@@ -255,9 +255,7 @@ class PagedCacheFactory:
         for cache in paged_caches(prompt_cache):
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
         if prefix.states is not None:
-            prompt_cache = continued(
-                with_unpaged(prompt_cache, prefix.states), self._model.version, version
-            )
+            prompt_cache = continued(with_unpaged(prompt_cache, prefix.states), self.pool, version)
         return prompt_cache, prefix.num_tokens
 
     def peek(self, tokens: list[int], *, salt: Hashable = None) -> Expected:
@@ -284,7 +282,8 @@ class PagedCacheFactory:
 
         The pages stay until they are evicted, `clear()`, `forget` of these tokens, or `end_session`
         of the `session` that the prompt is named to be part of. Of recurrent layers, and of models
-        without pages, it keeps a snapshot: prompts resume at its end.
+        without pages, it keeps a snapshot: prompts resume at the cache's end or, if it went on
+        behind these tokens, where its last step of several tokens ended.
 
         Raises:
             TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` or
@@ -308,9 +307,12 @@ class PagedCacheFactory:
             return 0
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
-        return self.prefixes.insert(
+        kept = self.prefixes.insert(
             namespace, known, sequence, states, keeping=keeping, owner=owner
         )
+        if states and len(known) and not kept:
+            warn_of_states(self.pool.name, len(known), sequence.length)
+        return kept
 
     def forget(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Evict what only this cached prompt and its prefixes use; returns how many blocks' worth

@@ -121,7 +121,7 @@ class PagedModel:
         made = self._library.layers(self.module, paged, max_kv_size)
         if self.head is not None:
             made.append(PagedKVCache(pool, next(layers), [sequence]))
-        return made if pool.num_layers else known_states(made, self.version)
+        return made if pool.num_layers else known_states(made, pool)
 
     def replace_calls(self) -> None:
         """Let calls of the model, and mlx-lm's steps of batches, do what those do not."""

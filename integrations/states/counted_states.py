@@ -16,7 +16,8 @@ from mlx_lm.models.cache import ArraysCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.cache.row_numbers import integers
 from paged_kv.integrations.batching.unpaged_caches import leaves
-from paged_kv.pool.page_pool import Versions
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.sequence import PromptStates
 
 
 class HeldTokens(NamedTuple):
@@ -26,10 +27,12 @@ class HeldTokens(NamedTuple):
         num_tokens: how many tokens; None if padding may be among them.
         model_version: the version of the model that computed all of them, or None if that is not
             known or not one.
+        prompt_states: see `Sequence`.
     """
 
     num_tokens: int | None
     model_version: int | None
+    prompt_states: PromptStates | None = None
 
     def after(self, num_tokens: int) -> HeldTokens:
         """The same after a step of so many tokens."""
@@ -48,20 +51,20 @@ class CountedArraysCache(ArraysCache):
 
     Attributes:
         held: what it holds of each sequence.
-        versions: those of the model; None if it is not known.
+        pool: that of the factory, which has no pages; None if it is not known.
     """
 
-    versions: Versions | None = None
+    pool: PagePool | None = None
 
-    def __init__(self, size: int, versions: Versions | None = None) -> None:
+    def __init__(self, size: int, pool: PagePool | None = None) -> None:
         super().__init__(size)
         self.held = [HeldTokens(0, None)]
-        self.versions = versions
+        self.pool = pool
 
     def note_version(self) -> None:
         """Note that the present version of the model computes the next tokens."""
-        if self.versions is not None:
-            number = self.versions.number
+        if self.pool is not None and self.pool.versions is not None:
+            number = self.pool.versions.number
             self.held = [each.computed_by(number) for each in self.held]
 
     def note_step(self, batch_size: int, num_tokens: int) -> None:
@@ -77,9 +80,9 @@ class CountedArraysCache(ArraysCache):
             now if now.num_tokens is None else held.after(count) for now, held, count in steps
         ]
 
-    def set_version(self, versions: Versions, number: int) -> None:
-        """Note which version of the model has computed all sequences."""
-        self.versions = versions
+    def set_version(self, pool: PagePool, number: int) -> None:
+        """Note which version of the pool's model has computed all sequences."""
+        self.pool = pool
         self.held = [each._replace(model_version=number) for each in self.held]
 
     @property
@@ -106,7 +109,7 @@ class CountedArraysCache(ArraysCache):
         self.held = [*self.held, *other.held]
 
     def extract(self, idx: int) -> CountedArraysCache:
-        one = CountedArraysCache(len(self.cache), self.versions)
+        one = CountedArraysCache(len(self.cache), self.pool)
         one.cache = super().extract(idx).cache  # type: ignore[no-untyped-call]  # mlx-lm's
         one.held = [self.held[idx]]
         return one
@@ -115,7 +118,7 @@ class CountedArraysCache(ArraysCache):
     def merge(cls, caches: list[CountedArraysCache]) -> CountedArraysCache:
         batch: CountedArraysCache = super().merge(caches)  # type: ignore[no-untyped-call]  # mlx-lm's
         batch.held = [held for cache in caches for held in cache.held]
-        batch.versions = caches[0].versions
+        batch.pool = caches[0].pool
         return batch
 
 
@@ -124,12 +127,12 @@ def are_ours(prompt_cache: list[Any]) -> bool:
     return any(isinstance(each, PagedKVCache | CountedArraysCache) for each in leaves(prompt_cache))
 
 
-def known_states(layers: list[Any], versions: Versions) -> list[Any]:
+def known_states(layers: list[Any], pool: PagePool) -> list[Any]:
     """The prompt cache of a new sequence of a model without pages, in which the first cache knows
     how many tokens it holds. Caches of classes that this cannot tell stay as they are."""
     first = layers[0] if layers else None
     if type(first) is ArraysCache:
-        return [CountedArraysCache(len(first.cache), versions), *layers[1:]]
+        return [CountedArraysCache(len(first.cache), pool), *layers[1:]]
     return layers
 
 
@@ -141,11 +144,11 @@ def held_by(prompt_cache: list[Any]) -> list[HeldTokens]:
     return [HeldTokens(None, None)]
 
 
-def continued(prompt_cache: list[Any], versions: Versions, number: int) -> list[Any]:
-    """A prompt cache that this version of the model has computed."""
+def continued(prompt_cache: list[Any], pool: PagePool, number: int) -> list[Any]:
+    """A prompt cache that this version of the pool's model has computed."""
     first = next(leaves(prompt_cache), None)
     if isinstance(first, CountedArraysCache):
-        first.set_version(versions, number)
+        first.set_version(pool, number)
     return prompt_cache
 
 

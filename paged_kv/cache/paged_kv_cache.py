@@ -366,6 +366,10 @@ class PagedKVCache:
         forks = [sequence.fork(self.layer) for sequence in self.sequences]
         return self._with(forks, [self])
 
+    def __copy__(self) -> PagedKVCache:
+        """As `deepcopy`: what is written to a copy, or trimmed, is not to show in the other."""
+        return self.__deepcopy__({})
+
     def __repr__(self) -> str:
         lengths = [sequence.progress(self.layer).tokens for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"

@@ -81,6 +81,14 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
+class States(Sized, Protocol):
+    """The states that a prefix cache keeps."""
+
+    def remember(self, states: Sized) -> bool:
+        """Count states that sequences hold, as long as they exist; false if there is no room."""
+        ...
+
+
 class _OpenPools:
     """The pools that are still referenced elsewhere. All methods may be called from any thread."""
 
@@ -223,7 +231,7 @@ class PagePool:
         self.versions: Versions | None = None
         self.hooks: object = None
         self.unwritten: WeakSet[HasUnwritten] = WeakSet()
-        self.snapshots: WeakSet[Sized] = WeakSet()
+        self.snapshots: WeakSet[States] = WeakSet()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         open_pools.add(self)
         logger.info("%s: up to %s of pages", name, format_size(self.budget.max_bytes))
@@ -295,6 +303,9 @@ class PagePool:
         """The geometry of a layer, or None before its first write."""
         pages = self.group_of(layer).pages.get(layer)
         return None if pages is None else pages.geometry
+
+    def __deepcopy__(self, memo: object) -> PagePool:
+        return self  # Copies of caches share its pages.
 
     @locked
     def append_blocks(self, group: LayerGroup, table: BlockTable, formats: list[str]) -> None:

@@ -202,6 +202,8 @@ class PrefixCache:
         now reuse. Copies no page, but recodes full ones, as the sequence's next step would: so what
         is found is what the sequence itself goes on with. `states` are the states of the layers
         that are not paged, after all tokens of the sequence; the caller must not change them later.
+        If the sequence went on behind these tokens, the states are kept that it had when its prompt
+        ended.
         `keeping` says what the tier below gets, and `owner` whose prompt it is; None if it is
         nobody's, and may go with whoever's prompts use it.
         """
@@ -226,8 +228,14 @@ class PrefixCache:
         if not is_answer:
             for group in self._window_groups():
                 supersede_rings(nodes, windows, group)
+        prompt = sequence.prompt_states
+        if prompt is not None:
+            self.snapshots.forget(prompt.batch)  # The index may keep them from now on.
         if self.has_states and sequence.length == num_tokens > 0:
             self._keep_states(nodes, num_tokens, states, is_answer=is_answer)
+        elif self.has_states and prompt is not None and 0 < prompt.num_tokens <= num_tokens:
+            path = nodes[: -(-prompt.num_tokens // PAGE_SIZE)]
+            self._keep_states(path, prompt.num_tokens, prompt.states(), is_answer=False)
         if owner is not None:
             self.pool.index.own(nodes, owner)
         if not self.pool.num_layers:

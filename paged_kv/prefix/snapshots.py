@@ -28,6 +28,7 @@ from paged_kv.allocator.prefixes.eviction import (
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.allocator.prefixes.uses import Mean
+from paged_kv.pool.page_pool import Sized
 
 
 @dataclass(eq=False)
@@ -60,12 +61,25 @@ class Snapshots:
     def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self.max_bytes = max_bytes
         self._order: EvictionOrder[weakref.ref[Snapshot]] = EvictionOrder(policy)
+        self._remembered: weakref.WeakSet[Sized] = weakref.WeakSet()
         self._savings = Mean()  # tokens a byte
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all. O(snapshots)."""
-        return sum(snapshot.nbytes for snapshot in self._live())
+        """Bytes of all, and of what sequences remember. O(snapshots)."""
+        return sum(each.nbytes for each in (*self._live(), *self._remembered))
+
+    def remember(self, states: Sized) -> bool:
+        """See `States`. Snapshots are evicted for them."""
+        if not self._has_room(states.nbytes):
+            return False
+        self.shrink(self.max_bytes - states.nbytes)
+        self._remembered.add(states)
+        return True
+
+    def forget(self, states: Sized) -> None:
+        """Count no longer what `remember` counts."""
+        self._remembered.discard(states)
 
     def keep(
         self, path: Sequence[Node], end: int, states: Any, nbytes: int, *, is_answer: bool
@@ -78,8 +92,7 @@ class Snapshots:
             known.is_answer &= is_answer
             self._rank_path(path)
             return True
-        pinned = sum(each.nbytes for each in self._live() if each.pins)
-        if pinned + nbytes > self.max_bytes:
+        if not self._has_room(nbytes):
             return False
         snapshot = Snapshot(states, nbytes, is_answer)
         for node in (path[-1], *(sibling for sibling, _ in _siblings(path[-1], end))):
@@ -113,6 +126,11 @@ class Snapshots:
                 self._order.discard(weakref.ref(snapshot))
                 snapshot.states = None
                 excess -= snapshot.nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes fit beside what cannot be evicted."""
+        pinned = [each for each in self._live() if each.pins]
+        return sum(each.nbytes for each in (*pinned, *self._remembered)) + nbytes <= self.max_bytes
 
     def _live(self) -> list[Snapshot]:
         """Those that somebody still holds, in the order of eviction."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Mapping, Set
+from copy import deepcopy
+from dataclasses import dataclass
 from threading import Thread, current_thread
 from typing import Any, NamedTuple
 
@@ -32,6 +34,37 @@ class _Before(NamedTuple):
     unwritten: dict[int, UnwrittenStep]
 
 
+@dataclass(frozen=True, eq=False)
+class BatchStates:
+    """The caches without pages of a batch, as they were after a step."""
+
+    caches: list[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+
+class PromptStates(NamedTuple):
+    """The states of one sequence when its prompt ended, after so many tokens.
+
+    Attributes:
+        num_tokens: its tokens.
+        batch: the states of its batch, of which it is the `row`-th of `batch_size` sequences.
+    """
+
+    num_tokens: int
+    batch: BatchStates
+    row: int
+    batch_size: int
+
+    def states(self) -> list[Any]:
+        """Those of the sequence alone."""
+        if self.batch_size == 1:
+            return self.batch.caches
+        return deepcopy([each.extract(self.row) for each in self.batch.caches])
+
+
 class Sequence:
     """Owns blocks, and frees them when no cache refers to it any more.
 
@@ -49,6 +82,7 @@ class Sequence:
         unwritten: the latest step of each layer whose ring does not hold it yet.
         prompt_tokens: the length of the prompt that it was fetched for, or 0: later tokens were
             generated.
+        prompt_states: the states of layers without pages when its prompt ended, or None.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
@@ -78,6 +112,7 @@ class Sequence:
         self.of_head: Any = None
         self.unwritten: dict[int, UnwrittenStep] = {}
         self.prompt_tokens = 0
+        self.prompt_states: PromptStates | None = None
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self._step: Transaction | None = None
@@ -165,6 +200,7 @@ class Sequence:
         if self._step is not step:
             return False
         self.close_step()
+        self.prompt_states = None
         before, layers = self._before, self.layers
         self.bounds = self._bounds_after_undo(before)
         layers.most, layers.others = before.most, dict(before.others)
@@ -248,6 +284,8 @@ class Sequence:
         group = self.pool.group_of(layer)
         self.bounds = self.bounds.after_trim(group, tokens).without_last_inputs(layer, count)
         self.layers.set(layer, Progress(tokens - count, 0, padding))
+        if self.prompt_states is not None and tokens - count < self.prompt_states.num_tokens:
+            self.prompt_states = None
         self.shrink()
         return count
 
@@ -319,6 +357,7 @@ class Sequence:
         self.commit()
         copy = Sequence(self.pool, self.page_format)
         copy.model_version, copy.prompt_tokens = self.model_version, self.prompt_tokens
+        copy.prompt_states = self.prompt_states
         copy.caches_out_of_window = self.caches_out_of_window
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         copy.layers = self.layers.without_latest()

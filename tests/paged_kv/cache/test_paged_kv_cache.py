@@ -126,3 +126,16 @@ def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
     assert (first.offset, second.offset) == (0, 0)
     assert pool.stats().blocks_used == 0
     pool.check()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_layers_that_are_copied_become_one_fork(copied: Any, pool: PagePool) -> None:
+    caches = new_caches(pool)
+    write(caches, 80)
+    before = contents(caches[1])
+    forks = [copied(cache) for cache in caches]
+    assert len({*forks[0].sequences, *forks[1].sequences}) == 1
+    assert [fork.trim(10) for fork in forks] == [10, 10]
+    write(forks, 20, seed=1)
+    assert [cache.offset for cache in (*caches, *forks)] == [80, 80, 90, 90]
+    assert contents(caches[1]) == before
