@@ -151,3 +151,16 @@ def test_a_saved_cache_is_inserted_for_the_model_that_computed_it_alone(tmp_path
         assert factory.insert_cache(TEXT[:300], loaded) == (0 if is_changed else 300)
         assert factory.fetch_cache(TEXT[:300])[1] == (0 if is_changed else 299)
     assert not other.stats().blocks_used
+
+
+def test_pages_are_stored_as_of_the_version_that_computed_them(folder: Path) -> None:
+    model = shallow_model("qwen3")
+    factory, projection = stored_factory(model, folder), model.layers[0].self_attn.k_proj
+    cache, prompt = factory.make_cache(), TEXT[:300]
+    model(mx.array([prompt]), cache=cache)
+    projection.weight = projection.weight * 2
+    factory.insert_cache(prompt, cache)
+    factory.close()
+    assert found(model, folder, prompt) == 0
+    projection.weight = projection.weight / 2
+    assert found(model, folder, prompt) == 299
