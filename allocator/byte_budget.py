@@ -1,7 +1,13 @@
-"""Limits the bytes that all slabs of a pool map together."""
+"""Limits the bytes that all slabs of the pools that share a budget map together."""
+
+from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
 
 
 def require_positive(name: str, number: int) -> None:
@@ -10,17 +16,41 @@ def require_positive(name: str, number: int) -> None:
         raise ValueError(f"{name} must be a positive integer, got {number!r}")
 
 
+class Reclaims(Protocol):
+    """Reclaims memory in a pool that shares a budget."""
+
+    def reclaimable(self) -> int:
+        """Bytes that `give_way` could give back. O(cached blocks)."""
+        ...
+
+    def give_back(self) -> int:
+        """Unmap every empty slab; returns how many."""
+        ...
+
+    def give_way(self, fits: Callable[[], bool]) -> None:
+        """Give back what no sequence needs, little by little, until the needs of another pool
+        fit."""
+        ...
+
+
 @dataclass
 class ByteBudget:
     """Counts mapped bytes against a limit: `0 <= mapped <= max_bytes`, at all times.
 
     Allocators that share a budget also evict for each other. So the budget's lock guards
     look-ups, insertions, forks, trims and reservations from several threads.
+
+    Attributes:
+        reclaimers: those of the pools that share it.
+        abandoned: release the memory of pools that were collected. Finalisers append to it, which
+            may interrupt anything, and `drain` calls them.
     """
 
     max_bytes: int
     mapped: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    reclaimers: WeakSet[Reclaims] = field(default_factory=WeakSet, repr=False, compare=False)
+    abandoned: deque[Callable[[], None]] = field(default_factory=deque, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_positive("max_bytes", self.max_bytes)
@@ -29,6 +59,11 @@ class ByteBudget:
     def left(self) -> int:
         """Bytes that can still be mapped."""
         return self.max_bytes - self.mapped
+
+    def drain(self) -> None:
+        """Release the memory of pools that were collected."""
+        while self.abandoned:
+            self.abandoned.popleft()()
 
     def take(self, nbytes: int) -> None:
         """Count `nbytes` as mapped; a negative number as unmapped."""

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Unpack
+from weakref import WeakValueDictionary
 
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
@@ -188,7 +189,9 @@ class PagedCacheFactory:
                 "offload changes nothing: no layer of %s keeps keys and values of all tokens",
                 self.pool.name,
             )
-        self._pools: dict[int | None, PagePool] = {None: self.pool}
+        # Pools of bounds go with their caches, but for the latest one, whose steps are recorded.
+        self._pools: WeakValueDictionary[int | None, PagePool] = WeakValueDictionary()
+        self._pools[None] = self._latest_pool = self.pool
         self._pins = Pins(self.pool.index)
         layers = self._model.new_cache(self.pool)
         self.num_caches = len(layers)
@@ -425,7 +428,7 @@ class PagedCacheFactory:
     def clear(self) -> None:
         """Evict all prompts that are not pinned, and free all memory that no sequence uses. Pages
         on disk stay, and still hit."""
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.clear()
 
     def close(self) -> None:
@@ -467,9 +470,11 @@ class PagedCacheFactory:
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with this bound; all pools share one budget."""
-        if max_kv_size not in self._pools:
-            self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
-        return self._pools[max_kv_size]
+        if max_kv_size is None:
+            return self.pool
+        pool = self._pools.get(max_kv_size) or self._new_pool(max_kv_size, beside=self.pool)
+        self._pools[max_kv_size] = self._latest_pool = pool
+        return pool
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
         return self._model.new_pool(

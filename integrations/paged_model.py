@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
@@ -69,14 +70,15 @@ class PagedModel:
         self.file = model_file(self.module)
         # Pages of images depend on the parts that see them, too.
         self.version = ModelVersion(model)
-        self.recordings: dict[PagePool, Recordings] = {}
+        self.recordings: WeakKeyDictionary[PagePool, Recordings] = WeakKeyDictionary()
         self.head = None if head is None else ModelHead(self.module, head)
         self._library = library_of(self.module)
         self._write_chunk = write_chunk
         self._always_gather = always_gather
         self._compile = compile
         self._hooks = ModelHooks()
-        self._pools: list[PagePool] = []
+        # Pools of bounds go with their caches.
+        self._pools: WeakSet[PagePool] = WeakSet()
         self._trial: Trial | None = None
 
     @property
@@ -105,7 +107,7 @@ class PagedModel:
             add_head(pool, self.head)
         self._compiles = compiles(self._compile, pool.backend)
         pool.hooks, pool.versions = self._hooks, self.version
-        self._pools.append(pool)
+        self._pools.add(pool)
         if self._trial is not None:
             self._set_attending(pool, self._trial)
         return pool
@@ -138,21 +140,21 @@ class PagedModel:
             PoolExhausted: the budget of its pools does not hold a page of every layer.
         """
         if self._trial is None:
-            layers, rows = partial(self._library.layers, self.module), self._pools[0].rows
+            layers, pool = partial(self._library.layers, self.module), next(iter(self._pools))
             modules = list(modules_of(self.module))
             if self.head is not None:
                 modules += [each for each in modules_of(self.head.head) if each not in modules]
             self._hooks.add("attention", partial(ATTENTION.install, modules))
             self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
-            trial = trial_of_rows(rows) if rows else try_out(self.module, layers)
+            trial = trial_of_rows(pool.rows) if pool.rows else try_out(self.module, layers)
             if self.head is not None:
-                trial.add_layer(self._pools[0].num_layers - 1, self.head.geometry)
+                trial.add_layer(pool.num_layers - 1, self.head.geometry)
             if not (trial.prepares or self._compiles):
                 self._hooks.remove("operations")
-            _require_a_page(trial, self._pools[0].budget.max_bytes)
+            _require_a_page(trial, pool.budget.max_bytes)
             self._trial = trial
-            for pool in self._pools:
-                self._set_attending(pool, trial)
+            for each in self._pools:
+                self._set_attending(each, trial)
         return self._trial
 
     def open_layers(self, pool: PagePool) -> None:

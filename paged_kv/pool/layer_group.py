@@ -161,6 +161,14 @@ class LayerGroup:
                     pages.forget_fetches()
             self.offloading.drop_frames(self.allocator, surplus)
 
+    def abandon(self) -> None:
+        """Forget the pages, whose blocks nobody refers to any more."""
+        if self.is_open:
+            formats = self.allocator.formats
+            self._budget.take(-sum(each.capacity * each.block_bytes for each in formats))
+            self.pages.clear()
+            self.is_open = False
+
     def content_format(self, block: int) -> str:
         """The format of a block's contents, wherever they are."""
         name = self.allocator.format_of(block).name

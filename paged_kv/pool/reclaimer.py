@@ -2,7 +2,8 @@
 
 The order: free blocks, new slabs, eviction of cached out-of-window blocks, eviction of blocks of
 the prefix index, and of those with timed pins, requantisation if the pool has a policy, unmapping
-of one group's empty slabs for another, compaction, and at last eviction of all unpinned prefixes.
+of one group's empty slabs for another, compaction, the same in other pools that share the budget,
+and at last eviction of all unpinned prefixes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.byte_budget import ByteBudget, Reclaims
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
@@ -21,6 +23,10 @@ from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.offload.page_file import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
+
+# Of what another pool uses, this share is evicted at a time for a pool that is short of memory, and
+# compacted: less of it goes than with larger ones, and more is copied.
+EVICTED_SHARE = 16
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that a step needs in each group, by page format."""
@@ -58,6 +64,12 @@ class Reclaimer:
         self._policy = policy
         watermark = policy.watermark if policy else 1.0
         self._limit = int(watermark * budget.max_bytes)
+        budget.reclaimers.add(self)
+
+    def __del__(self) -> None:
+        # The pool is collected, and nobody refers to its blocks. Their groups refer to each other,
+        # and would keep their memory until Python finds that.
+        self._budget.abandoned.append(partial(_unmap, self._groups))
 
     def make_room(self, needed: Callable[[], Needs]) -> None:
         """Reclaim memory and map slabs until the needed blocks are free in every group.
@@ -98,7 +110,8 @@ class Reclaimer:
     def fits(self, needs: Needs) -> bool:
         """Whether the needs would fit after eviction of cached blocks. O(slabs + cached blocks)."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
-        return self._mapped_after(left) <= self._budget.max_bytes
+        beside = sum(other.reclaimable() for other in self._others())
+        return self._mapped_after(left, beside) <= self._budget.max_bytes
 
     def may_fit(self, needs: Needs) -> bool:
         """Whether the needs would fit after requantisation of all pages, if no slab was partly
@@ -133,8 +146,33 @@ class Reclaimer:
         finally:
             group.allocator.release(blocks)
 
+    def reclaimable(self) -> int:
+        """See `Reclaims`."""
+        free = sum(len(each.free) * each.block_bytes for each in self._formats())
+        cached = [
+            group.allocator.format_of(block).block_bytes
+            for group in self._groups
+            if group.is_open
+            for block in self.evictable(group)
+        ]
+        return free + sum(cached)
+
+    def give_way(self, fits: Callable[[], bool]) -> None:
+        """See `Reclaims`."""
+        self.drain()
+        for attempt in (self.give_back, self.compact):
+            if fits():
+                return
+            attempt()
+        while not fits() and self._evict_a_share():
+            self.compact()
+        if not fits():
+            self._forget(fits)
+            self.compact()
+
     def drain(self) -> None:
-        """Release the blocks of collected sequences."""
+        """Release the blocks of collected sequences, and the memory of collected pools."""
+        self._budget.drain()
         self._out_of_window.drain()
         for group in self._groups:
             if group.is_open:
@@ -155,8 +193,8 @@ class Reclaimer:
         return Compaction(moved, slabs - left, mapped - self._budget.mapped)
 
     def _make_at_any_price(self, needed: Callable[[], Needs], most: int) -> None:
-        """Reclaim everything: unmap empty slabs, compact, evict all unpinned prefixes, compact
-        again; stop as soon as the needs fit into `most` bytes.
+        """Reclaim everything: unmap empty slabs, compact, let other pools do the same, evict all
+        unpinned prefixes, compact again; stop as soon as the needs fit into `most` bytes.
 
         Ordinary eviction spares cached blocks that depend on used ones: their predecessors in the
         index, and the window blocks kept with them.
@@ -165,10 +203,31 @@ class Reclaimer:
         def fits() -> bool:
             return self._mapped_after(needed()) <= most
 
-        for attempt in (self.give_back, self.compact, lambda: self._forget(fits), self.compact):
+        attempts: list[Callable[[], object]] = [self.give_back, self.compact]
+        attempts += [partial(other.give_way, fits) for other in self._others()]
+        attempts += [partial(self._forget, fits), self.compact]
+        for attempt in attempts:
             if fits():
                 return
             attempt()
+
+    def _others(self) -> list[Reclaims]:
+        """Those of other pools that share the budget."""
+        return [other for other in self._budget.reclaimers if other is not self]
+
+    def _evict_a_share(self) -> bool:
+        """Evict cached blocks, a share of all bytes that are used; returns whether there were."""
+        before = self._bytes_used()
+
+        def is_enough() -> bool:
+            return self._bytes_used() < before - before // EVICTED_SHARE
+
+        self._evict_out_of_window(is_enough)
+        self._counts.evictions["room"] += self._timed_pins.evict(is_enough)
+        return self._bytes_used() < before
+
+    def _bytes_used(self) -> int:
+        return sum(each.num_used * each.block_bytes for each in self._formats())
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
         self._counts.evictions["exhausted"] += self._index.forget(is_enough)
@@ -238,10 +297,11 @@ class Reclaimer:
             blocks[policy.page_formats[-1]] += len(full) + more
         return sum(allocator.format_named(name).block_bytes * n for name, n in blocks.items())
 
-    def _mapped_after(self, needs: Needs) -> int:
-        """Bytes mapped after the needs are free; more than the budget if it does not hold them."""
+    def _mapped_after(self, needs: Needs, beside: int = 0) -> int:
+        """Bytes mapped after the needs are free, if other pools give back `beside` bytes; more than
+        the budget if it does not hold them."""
         try:
-            return self._budget.max_bytes - self._left_after(needs)
+            return self._budget.max_bytes - self._left_after(needs, beside)
         except PoolExhausted:
             return self._budget.max_bytes + 1
 
@@ -284,14 +344,19 @@ class Reclaimer:
         groups = [group for group in self._groups if group.is_open]
         return [each for group in groups for each in group.allocator.formats]
 
-    def _left_after(self, needs: Needs) -> int:
-        """Bytes of the budget that remain after the needs are free.
+    def _left_after(self, needs: Needs, beside: int) -> int:
+        """Bytes of the budget that remain after the needs are free, and `beside` more.
 
         Raises:
             PoolExhausted: the budget does not suffice; nothing was changed.
         """
         self.drain()
-        left = self._budget.left
+        left = self._budget.left + beside
         for group, counts in needs.items():
             left = group.allocator.room_after(counts, left)
         return left
+
+
+def _unmap(groups: list[LayerGroup]) -> None:
+    for group in groups:
+        group.abandon()

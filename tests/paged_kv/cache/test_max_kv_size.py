@@ -1,5 +1,6 @@
 """`max_kv_size`: 4 sink tokens plus the most recent tokens, as in mlx-lm's rotating caches."""
 
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -79,3 +80,24 @@ def test_a_model_with_caches_of_its_own_ignores_it_as_with_mlx_lm(
     # An ignored bound leaves pages unchanged: prompts are shared with those of other caches.
     factory.insert_cache(TOKENS[:300], ours)
     assert factory.fetch_cache(TOKENS[:300])[1] == 299
+
+
+def test_bounds_in_turns_and_cached_prompts_leave_room_for_each_other(model: Any) -> None:
+    """All share one budget; a bound without caches keeps nothing of it, and only the last one its
+    pool."""
+    factory = PagedCacheFactory(model, max_bytes=1 << 21)  # 16 pages
+    pools = [weakref.ref(factory.pool)]
+    for number in range(4, 10):
+        cache, _ = factory.fetch_cache([number] * 700)
+        model(mx.array([[number] * 700]), cache=cache)
+        factory.insert_cache([number] * 700, cache)
+        bound = factory.make_cache(100 * number)
+        assert factory.can_admit(700)
+        pools.append(weakref.ref(bound[0].pool))
+        model(mx.array([[number] * 700]), cache=bound)
+    del bound, cache
+    assert [pool for pool in pools if pool() is not None] == [pools[0], pools[-1]]
+    assert factory.fetch_cache([9] * 700)[1] == 699  # The oldest prompts went, not all.
+    model(mx.array([[1] * 3000]), cache=factory.make_cache())
+    factory.clear()
+    assert factory.stats().bytes_mapped == factory.pool.budget.mapped == 0
