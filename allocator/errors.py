@@ -25,9 +25,11 @@ class PoolExhausted(PagedKVError):
         evictable: cached blocks that could be evicted.
         budget: the pool's limit in bytes.
         block_bytes: bytes of one of these blocks.
-        sufficient_budget: a limit in bytes that fits all held blocks and this step; the smallest
-            such limit if all blocks have one size. None if unknown: in the first step of a pool
-            whose layers have different windows, and for a single allocator.
+        sufficient_budget: a limit in bytes that fits all held blocks and this step, and the rest of
+            prompts that `fetch_cache` was called for; the smallest such limit if all blocks have
+            one size. None if unknown: in the first step of a pool whose layers have different
+            windows, and for a single allocator.
+        sufficient_tokens: how many tokens of the step's longest sequence it holds; None if unknown.
     """
 
     def __init__(
@@ -38,14 +40,18 @@ class PoolExhausted(PagedKVError):
         budget: int,
         block_bytes: int,
         sufficient_budget: int | None = None,
+        sufficient_tokens: int | None = None,
     ) -> None:
-        super().__init__(needed, free, evictable, budget, block_bytes, sufficient_budget)
+        super().__init__(
+            needed, free, evictable, budget, block_bytes, sufficient_budget, sufficient_tokens
+        )
         self.needed = needed
         self.free = free
         self.evictable = evictable
         self.budget = budget
         self.block_bytes = block_bytes
         self.sufficient_budget = sufficient_budget
+        self.sufficient_tokens = sufficient_tokens
 
     def __str__(self) -> str:
         return (
@@ -65,13 +71,17 @@ class PoolExhausted(PagedKVError):
 
     def remedy(self, option: str) -> str:
         """Advises how to set `option`, the name of the budget's option."""
-        known = self.sufficient_budget
-        return f"raise {option}" if known is None else f"raise {option} to at least {known:,}"
+        known, tokens = self.sufficient_budget, self.sufficient_tokens
+        held = "" if tokens is None else f", which holds {tokens:,} tokens of the sequence"
+        return f"raise {option}" if known is None else f"raise {option} to at least {known:,}{held}"
 
-    def with_sufficient_budget(self, nbytes: int | None) -> PoolExhausted:
-        """The same error with a `sufficient_budget`, which only the whole pool knows."""
+    def with_sufficient_budget(
+        self, nbytes: int | None, tokens: int | None = None
+    ) -> PoolExhausted:
+        """The same error with a `sufficient_budget`, which only the whole pool knows, and the
+        `sufficient_tokens`."""
         return PoolExhausted(
-            self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes
+            self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes, tokens
         )
 
 

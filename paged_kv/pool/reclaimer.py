@@ -119,6 +119,10 @@ class Reclaimer:
         smaller = sum(self._bytes_requantised(group, counts) for group, counts in needs.items())
         return smaller <= self._budget.max_bytes
 
+    def holding_more(self, budget: int, nbytes: int) -> int:
+        """A budget that holds `nbytes` of blocks more than another one does."""
+        return self._with_slack(budget - self._slack(ByteBudget(budget)) + nbytes)
+
     def evictable(self, group: LayerGroup) -> set[int]:
         """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
         allocator = group.allocator
@@ -327,7 +331,10 @@ class Reclaimer:
             for group, counts in needs.items()
             for name, count in counts.items()
         )
-        most = in_use + others + requested
+        return self._with_slack(in_use + others + requested)
+
+    def _with_slack(self, most: int) -> int:
+        """A budget that holds so many bytes of blocks."""
         # Larger budgets have larger slabs, and so more slack.
         sufficient = most
         while (with_slack := most + self._slack(ByteBudget(sufficient))) > sufficient:

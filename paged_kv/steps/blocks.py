@@ -49,7 +49,8 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
     for masks first can be stopped here, before any of its layers has changed anything.
 
     Raises:
-        PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already.
+        PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already. It
+            names a budget that holds the sequences' prompts too.
         BaseException: what copying or mapping raises. Each sequence has the tokens that it had;
             some tables may have reserved blocks, which the caller gives back.
     """
@@ -67,7 +68,10 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
                         growing.append((table, start, end))
                     else:
                         others.append(SequenceWrite(group, sequence, Write(table, start, end)))
-        scratch = _reserve_blocks(pool, others) if others else None
+        try:
+            scratch = _reserve_blocks(pool, others) if others else None
+        except PoolExhausted as error:
+            raise _with_prompts(error, pool, rows) from error.__cause__
         for table, start, end in growing:
             if table.commit(start, end, table.blocks, {}):
                 table.allocator.events.written(table, start, end, 0, 0)
@@ -87,6 +91,20 @@ def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch
     else:
         reserve_by_page(pool.reclaimer, writes)
     return scratch
+
+
+def _with_prompts(error: PoolExhausted, pool: PagePool, rows: list[StepRow]) -> PoolExhausted:
+    """The error of a step, with a budget that holds the prompts of its sequences too."""
+    if error.sufficient_budget is None:
+        return error
+    ends = [(row.end, max(row.end, row.sequence.prompt_tokens)) for row in rows]
+    later = sum(
+        (group.blocks_for(prompt) - group.blocks_for(end)) * group.block_bytes
+        for group in pool.groups
+        for end, prompt in ends
+    )
+    enough = pool.reclaimer.holding_more(error.sufficient_budget, later)
+    return error.with_sufficient_budget(enough, max(prompt for _, prompt in ends))
 
 
 def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:

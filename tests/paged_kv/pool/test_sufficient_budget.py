@@ -69,3 +69,28 @@ def test_it_is_enough(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     if not options:
         less, _ = run(PagePool(LAYERS, max_bytes=enough - 1), steps(seed))
         assert less == reached
+
+
+@pytest.mark.parametrize("options", [{}, {"page_format": "q8"}, {"windows": WINDOWS}])
+def test_it_holds_the_prompt_that_a_sequence_is_for(options: dict[str, Any]) -> None:
+    def write(max_bytes: int) -> None:
+        pool = PagePool(LAYERS, max_bytes=max_bytes, **options)
+        sequence = Sequence(pool)
+        caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+        for count in (1, *[512] * 7, 416):
+            sequence.prompt_tokens = 4001
+            for cache in caches:
+                numbers = mx.zeros((1, 1, count, HEAD), dtype=mx.float16)
+                cache.update_and_fetch(numbers, numbers)
+
+    with pytest.raises(PoolExhausted, match=r"holds 4,001 tokens of the sequence") as error:
+        write(5 * BLOCK_BYTES)
+    assert error.value.sufficient_tokens == 4001
+    enough = error.value.sufficient_budget
+    assert enough is not None
+    write(enough)
+    if not options:
+        with pytest.raises(PoolExhausted):
+            write(enough - BLOCK_BYTES)
+
+
