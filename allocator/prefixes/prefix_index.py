@@ -125,9 +125,11 @@ class PrefixIndex:
         no others are known that do; and to what groups with a window hold of each page, as far as
         `windows` goes. Returns the nodes that hold them now."""
         with self.lock:
-            root = Node((), {}, None, path_hash=hash(namespace))
-            node = self._roots.setdefault(namespace, root)
-            path = []
+            node, path = self._roots.get(namespace), []
+            if node is None:
+                node = Node((), {}, None, path_hash=hash(namespace), namespace=namespace)
+                if tokens:
+                    self._roots[namespace] = node
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
                 node = self._child(node, page) or self._add(node, page, theirs)
@@ -269,8 +271,6 @@ class PrefixIndex:
         node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
         if closest is not None:
             node.inherit(closest, common)
-            if common == len(closest.tokens):
-                self._replace(closest, node)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
                 allocator.keep(block, partial(self._on_move, allocator))
@@ -278,6 +278,8 @@ class PrefixIndex:
         if parent.parent is not None and not parent.children:
             self._leaves.discard(parent)
         parent.children[page] = node
+        if closest is not None and common == len(closest.tokens):
+            self._replace(closest, node)
         position = parent.use.position + len(page)
         node.use = self._leaves.history.first(node.path_hash, position)
         self._leaves.put(node, node.use)
@@ -299,7 +301,9 @@ class PrefixIndex:
         del parent.children[leaf.tokens]
         self._leaves.discard(leaf)
         self._size -= 1
-        if parent.parent is not None and not parent.children:
+        if not parent.children and parent.parent is None:
+            del self._roots[parent.namespace]
+        elif not parent.children:
             self._leaves.put(parent, parent.use)
         self._owners.move(leaf, None if parent.parent is None else parent)
         leaf.release_windows()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
@@ -62,6 +62,7 @@ class Node:
         path_hash: of all tokens up to this block's end, and their namespace.
         use: when and how often it was used, for an eviction policy.
         pins: number of pins.
+        namespace: of a root, that of its prompts.
     """
 
     tokens: tuple[int, ...]
@@ -73,6 +74,7 @@ class Node:
     path_hash: int = 0
     use: Use = field(default_factory=lambda: Use(0, 0))
     pins: int = 0
+    namespace: Hashable = None
 
     def slots_of(self, allocator: BlockAllocator) -> list[WindowSlots]:
         """The tokens that a group with a window still holds."""

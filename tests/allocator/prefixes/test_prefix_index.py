@@ -1,5 +1,7 @@
 """The prefix index: its matches, its references and its evictions."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -70,6 +72,26 @@ def test_tokens_of_equal_hash_are_not_taken_for_each_other() -> None:
     extremes = [-(2**63), 2**63 - 1, -1, 0, -1, 2**40]
     indexed.insert(extremes)
     assert indexed.index.match("", [*extremes, 1]).num_tokens == 6
+
+
+def test_nothing_stays_of_a_namespace_without_prompts() -> None:
+    """Each salt and each change of weights has one."""
+
+    class Salt(str):
+        """A name that can be referred to weakly."""
+
+    indexed = Indexed()
+    for salt in map(Salt, "abc"):
+        indexed.insert([1, 2, 3], namespace=salt)
+        indexed.insert([1, 2, 3, 4, 5], namespace=salt)  # Takes the place of its first node.
+        indexed.insert([], namespace=Salt("empty"))
+        assert indexed.index.match(salt, [1, 2, 3, 4, 5, 6]).num_tokens == 5
+    last = weakref.ref(salt)
+    del salt
+    indexed.index.clear()
+    gc.collect()
+    assert last() is None
+    indexed.allocator.check()
 
 
 def test_namespaces_share_nothing() -> None:
