@@ -59,6 +59,7 @@ from paged_kv.integrations.batching.shared_prefill import (
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
@@ -267,7 +268,8 @@ class Preemption:
         tokens = waiting.all_tokens
         counts = self._pool.counts
         read_before = counts.tokens_read
-        cache, cached = self._factory.fetch_cache(tokens, salt=self.salts.get(waiting.uid))
+        salt = LookedUp(self.salts.get(waiting.uid))
+        cache, cached = self._factory.fetch_cache(tokens, salt=salt)
         counts.tokens_reread += counts.tokens_read - read_before
         return waiting.starting_with(cache, cached)
 
@@ -282,7 +284,7 @@ class Preemption:
             and common_prefix(each.all_tokens, tokens) >= WORTH_SHARING
         }
         prefill = self._prefill(lambda work: self._try(work, behind=number))
-        start = prefill.start(tokens, sharers.values())
+        start = prefill.start(tokens, sharers.values(), salt=LookedUp())
         self._line.put(self._line[number].starting_with(start.cache, start.cached))
         for uid in sharers:
             self._line.put(self._fetched(self._line[uid]))

@@ -92,10 +92,10 @@ class SharedPrefill:
             found[index] = self.start(prompts[index], others)
         return [found[index] for index in range(len(prompts))]
 
-    def start(self, prompt: Tokens, others: Iterable[Tokens]) -> Start:
+    def start(self, prompt: Tokens, others: Iterable[Tokens], *, salt: Hashable = None) -> Start:
         """The longest prefix of a prompt that is cached or shared with one of the others, or with
         prompts of which the states there are not cached."""
-        cache, cached = self.factory.fetch_cache(prompt)
+        cache, cached = self.factory.fetch_cache(prompt, salt=salt)
         shared = max([common_prefix(prompt, other) for other in others], default=0)
         shared = max(shared, self.factory.parting(prompt))
         goal = min(shared, len(prompt) - 1)

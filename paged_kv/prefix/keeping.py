@@ -14,11 +14,13 @@ class Keeping(Enum):
     NOTHING: it stays in memory.
     AS_RULED: what the `WriteRule` says.
     AT_ONCE: everything, as soon as it is inserted, to servers only: another machine waits for it.
+    KNOWN: nothing more than before: the prompt was looked up already, and does not count again.
     """
 
     NOTHING = "nothing"
     AS_RULED = "as ruled"
     AT_ONCE = "at once"
+    KNOWN = "known"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,20 @@ class Published:
     salt: Hashable = None
 
 
+@dataclass(frozen=True)
+class LookedUp:
+    """A salt for the second look-up of a prompt, such as that of a sequence that gave its pages up.
+
+    Attributes:
+        salt: the salt of the first one.
+    """
+
+    salt: Hashable = None
+
+
 def inner_salt(salt: Hashable) -> Hashable:
-    """The salt that separates prompts, without the mark."""
-    return salt.salt if isinstance(salt, Unstored | Published) else salt
+    """The salt that separates prompts, without the marks."""
+    return inner_salt(salt.salt) if isinstance(salt, Unstored | Published | LookedUp) else salt
 
 
 def keeping_of(salt: Hashable) -> Keeping:
@@ -56,4 +69,6 @@ def keeping_of(salt: Hashable) -> Keeping:
             return Keeping.NOTHING
         case Published():
             return Keeping.AT_ONCE
+        case LookedUp():
+            return Keeping.KNOWN
     return Keeping.AS_RULED

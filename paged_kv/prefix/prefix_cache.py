@@ -175,12 +175,14 @@ class PrefixCache:
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
         last token. O(tokens). Its full pages get `page_format`. `keeping` says what the tier below
-        may learn of the prompt."""
+        may learn of the prompt, and whether it counts."""
         if self._lower is not None:
             self._lower.load(namespace, tokens, keeping)
-        match = self.pool.index.match(namespace, tokens)
+        is_new, index = keeping is not Keeping.KNOWN, self.pool.index
+        match = (index.match if is_new else index.peek)(namespace, tokens)
         start = self._common_start(match)
-        self.pool.counts.look_up(len(tokens), start.num_tokens)
+        if is_new:
+            self.pool.counts.look_up(len(tokens), start.num_tokens)
         sequence = Sequence(self.pool, page_format)
         sequence.prompt_tokens, sequence.caches_out_of_window = len(tokens), True
         if start.num_tokens:

@@ -119,7 +119,7 @@ class BackgroundStore:
         self._late: list[Future[Any]] = []
         self.faults = Faults(str(store.path))
         self.queue = WriteQueue(store, queue_bytes, self.faults)
-        self.sights = Sights(self._saved_sights())
+        self.sights = Sights(self._opened())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         # At interpreter exit too, so that queued entries are written.
         parts = self.queue, self._readers, store, self.sights
@@ -161,8 +161,10 @@ class BackgroundStore:
         """The counts so far."""
         return stats_of(self._counts + self.queue.counts, self.store.written, self.faults)
 
-    def _saved_sights(self) -> bytes:
+    def _opened(self) -> bytes:
+        """Bring the folder below the cap; returns the sights that processes have saved."""
         try:
+            self.store.keep_below_the_cap()
             return self.store.read_sights()
         except FAULTS as error:
             self.faults.note(error)

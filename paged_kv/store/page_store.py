@@ -244,6 +244,11 @@ class PageStore:
         """Note entries as used now, the first of them most recently."""
         self._index.touch(keys)
 
+    def keep_below_the_cap(self) -> None:
+        """Evict what `max_bytes` does not allow, because it was more before."""
+        with self.exclusive() as contents:
+            self._evict(contents, contents.used - self.limits.max_bytes)
+
     def discard(self, keys: Sequence[str]) -> int:
         """Remove the entries that exist; returns how many did."""
         with self.exclusive() as contents:
@@ -284,20 +289,28 @@ class PageStore:
             return Outcome.BUDGET_SPENT
         more = row.nbytes + _MARGIN
         excess = self.limits.excess(contents.used, self.folder.free_bytes(), more)
-        if excess > 0:
-            order = [(key, contents.files.get(key, 0)) for key in self.eviction_order()]
-            evicted = victims(order, excess, keep)
-            if evicted is None:
-                self.lack = self.limits.lack(contents.used, self.folder.free_bytes(), more)
-                return Outcome.NO_ROOM
-            self._discard(evicted)
-            contents.used -= sum(contents.files.pop(key, 0) for key in evicted)
+        if not self._evict(contents, excess, keep):
+            self.lack = self.limits.lack(contents.used, self.folder.free_bytes(), more)
+            return Outcome.NO_ROOM
         self.folder.write(file_name(row.key), data)
         self.written = self.written.plus(row.nbytes)
         contents.files[row.key] = row.nbytes
         # Count the index's row too: it is added when all files are written.
         contents.used += row.nbytes + index_file.ROW_BYTES
         return Outcome.STORED
+
+    def _evict(self, contents: Contents, excess: int, keep: Collection[str] = ()) -> bool:
+        """Evict entries until there are `excess` bytes less; false, and nothing goes, if all but
+        those of `keep` are fewer."""
+        if excess <= 0:
+            return True
+        order = [(key, contents.files.get(key, 0)) for key in self.eviction_order()]
+        evicted = victims(order, excess, keep)
+        if evicted is None:
+            return False
+        self._discard(evicted)
+        contents.used -= sum(contents.files.pop(key, 0) for key in evicted)
+        return True
 
     def _discard(self, keys: Sequence[str]) -> None:
         removed = [key for key in keys if self.folder.remove(file_name(key))]

@@ -16,6 +16,7 @@ from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.pool.arguments import FormatChoice
+from paged_kv.prefix.keeping import inner_salt
 from paged_kv.prefix.rates import Rates
 from paged_kv.server.engine.sampling import RandomSampler
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
@@ -102,7 +103,10 @@ def assert_equal_under_pressure(
     small = factory_of_blocks(model, blocks)
     expected = undisturbed(make_options, name)
     assert_same_runs(served(small, model, make_options), expected, TOLERANCE)
-    assert small.stats().preemptions > 0
+    stats = small.stats()
+    assert stats.preemptions > 0
+    # What a preempted sequence finds of itself is no other prompt's.
+    assert (stats.prefix_queries, stats.prefix_hits) == (sum(LENGTHS), 0)
     assert_nothing_is_used(small)
     return small
 
@@ -225,7 +229,7 @@ def test_a_preempted_sequences_pages_are_its_sessions_and_keep_its_salt(
         fetch, salts = factory.fetch_cache, []
 
         def noted(*arguments: Any, **options: Any) -> Any:
-            salts.append(options.get("salt"))
+            salts.append(inner_salt(options.get("salt")))
             return fetch(*arguments, **options)
 
         monkeypatch.setattr(factory, "fetch_cache", noted)

@@ -92,5 +92,3 @@ def test_it_holds_the_prompt_that_a_sequence_is_for(options: dict[str, Any]) -> 
     if not options:
         with pytest.raises(PoolExhausted):
             write(enough - BLOCK_BYTES)
-
-

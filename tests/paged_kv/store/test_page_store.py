@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paged_kv.store import index
+from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.errors import NewerVersion
 from paged_kv.store.folder import TAG
@@ -52,6 +53,19 @@ def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
     assert names == {*(file_name(EntryPlace(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
     text = (tmp_path / "store" / TAG).read_text()
     assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+
+
+def test_a_lower_cap_holds_from_the_start(tmp_path: Path) -> None:
+    chain = links(prompt(1, 256 * 25))
+    with open_store(tmp_path / "store") as store:
+        put(store, chain, LARGE)
+    # Commands that list a folder evict nothing.
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        assert len(store.stored_keys()) == 25
+    opened = BackgroundStore(open_store(tmp_path / "store", MIN_BYTES))
+    assert 10 < len(opened.store.stored_keys()) < 25
+    assert bytes_in(tmp_path / "store") <= MIN_BYTES
+    opened.close()
 
 
 def test_beginnings_outlive_what_comes_behind_them(tmp_path: Path) -> None:
