@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from paged_kv.server.http.api_errors import APIError, from_validation, wrong_value
+from paged_kv.server.http.content_encoding import BodyDecoder
 from paged_kv.server.http.known_fields import require_known
 from paged_kv.server.http.schema import Body
 
@@ -32,10 +33,14 @@ MOST_COMMAS = 2_000_000
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The bytes of a body.
+    """The bytes of a body, decoded.
+
+    Args:
+        max_bytes: the most of them; a compressed body has fewer when it arrives.
 
     Raises:
-        APIError: 413 or 408, the body is too long or arrives too slowly.
+        APIError: 413 or 408, the body is too long or arrives too slowly; 415 or 400, it has an
+            unknown encoding, or not the one that it names.
         ClientDisconnect: the client has left.
     """
     try:
@@ -143,20 +148,22 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         code="too_large",
         headers=_CLOSE,
     )
-    content, length = bytearray(), 0
+    decoder = BodyDecoder(", ".join(request.headers.getlist("content-encoding")))
+    content, received = bytearray(), 0
     try:
         async for part in request.stream():
-            length += len(part)
-            if length > MOST_DISCARDED * max_bytes:
+            received += len(part)
+            if received > MOST_DISCARDED * max_bytes:
                 break
-            if length <= max_bytes:
-                content += part
+            if len(content) <= max_bytes:
+                content += decoder.decode(part, max_bytes + 1 - len(content))
     except ClientDisconnect:
-        if length > max_bytes:
+        if len(content) > max_bytes:
             raise too_long from None
         raise
-    if length > max_bytes:
+    if len(content) > max_bytes:
         raise too_long
+    decoder.require_end()
     return bytes(content)
 
 

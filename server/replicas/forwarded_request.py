@@ -77,11 +77,13 @@ class ForwardedRequest:
 
 
 def forwarded_request(scope: Scope, body: bytes) -> ForwardedRequest:
-    """The request of a scope and its body. Takes a millisecond for each megabyte or so."""
+    """The request of a scope and its body, which is decoded. Takes a millisecond for each megabyte
+    or so."""
     headers = dict(scope["headers"])
     fields = _fields(body) if scope["method"] == "POST" else {}
+    sent = [each for each in scope["headers"] if each[0] != b"content-encoding"]
     return ForwardedRequest(
-        {name: scope[name] for name in _SCOPE if name in scope},
+        {name: scope[name] for name in _SCOPE if name in scope} | {"headers": sent},
         body,
         trail_of([headers.get(b"authorization", b""), *_prompt(fields)]),
         next(filter(None, map(_place, _named_ids(scope["path"], fields))), ""),

@@ -1,13 +1,17 @@
 """Any input gets an answer in OpenAI's form, and the next request is served."""
 
+import gzip
 import json
 import socket
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import pytest
 
+from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
 from tests.support.bad_requests import CHAT, GOOD, TEXT, bad_requests
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
@@ -39,9 +43,11 @@ def client(running: PagedRunningServer) -> Iterator[HTTPConnection]:
     opened.close()
 
 
-def post(client: HTTPConnection, path: str, content: bytes) -> tuple[int, Any]:
+def post(
+    client: HTTPConnection, path: str, content: bytes, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
     """Status and body of an answer."""
-    client.request("POST", path, content)
+    client.request("POST", path, content, headers or {})
     response = client.getresponse()
     return response.status, json.loads(response.read())
 
@@ -99,6 +105,94 @@ def test_legal_requests_are_served(more: dict[str, Any], client: HTTPConnection)
     for path in (TEXT, CHAT):
         status, answer = post(client, path, json.dumps(GOOD[path] | more).encode())
         assert status == 200, answer
+
+
+def test_a_long_body_is_refused_and_a_shorter_one_is_not(
+    running: PagedRunningServer, client: HTTPConnection
+) -> None:
+    filled = json.dumps(GOOD[TEXT] | {"user": "u" * (LIMIT - 100)}).encode()
+    assert post(client, TEXT, filled)[0] == 200
+    for length in (LIMIT + 1, 3 * LIMIT):
+        status, answer = post(client, TEXT, b" " * length)
+        assert status == 413
+        assert_refused(answer, 413)
+        assert "--max-body-bytes" in answer["error"]["message"]
+        assert_serves(client)
+    # With chunks nobody knows the length before the end.
+    client.request("POST", TEXT, iter([b" " * 1000] * 400), encode_chunked=True,
+                   headers={"Transfer-Encoding": "chunked"})  # fmt: skip
+    assert client.getresponse().status == 413
+
+
+def compressed(content: bytes, encoding: str) -> bytes:
+    if encoding == "zstd":
+        zstd = pytest.importorskip(_ZSTD)
+        return bytes(zstd.compress(content))
+    return gzip.compress(content) if encoding == "gzip" else zlib.compress(content)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+def test_a_compressed_body_is_decoded_up_to_the_limit(
+    encoding: str, client: HTTPConnection
+) -> None:
+    def sent(content: bytes) -> tuple[int, Any]:
+        return post(client, CHAT, content, {"Content-Encoding": encoding})
+
+    good = json.dumps(GOOD[CHAT]).encode()
+    status, answer = sent(compressed(good, encoding))
+    assert status == 200, answer
+    # No more is made of a bomb than the limit says.
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        decode = BodyDecoder.decode
+
+        def noted(decoder: BodyDecoder, part: bytes, most: int) -> bytes:
+            decoded = decode(decoder, part, most)
+            made.append(len(decoded))
+            return decoded
+
+        patched.setattr(BodyDecoder, "decode", noted)
+        assert sent(compressed(b" " * (50 * LIMIT), encoding))[0] == 413
+    assert sum(made) == LIMIT + 1
+    whole = compressed(good, encoding)
+    for wrong in (good, whole[:-5], whole + b"x", b"", whole[:9] + b"\xff" * 99):
+        status, answer = sent(wrong)
+        assert status == 400, wrong
+        assert_refused(answer, 400)
+        assert encoding in answer["error"]["message"]
+    assert_serves(client, CHAT)
+
+
+def test_an_encoding_that_is_not_known_says_which_are(
+    client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, _ZSTD, None)
+    for encoding, named in (("br", "gzip"), ("gzip, zstd", "gzip"), ("zstd", "paged-kv[zstd]")):
+        client.request("POST", CHAT, b"{}", {"Content-Encoding": encoding})
+        response = client.getresponse()
+        answer = json.loads(response.read())
+        assert (response.status, answer["error"]["code"]) == (415, "unsupported_encoding")
+        assert named in answer["error"]["message"]
+        assert "gzip" in response.headers["Accept-Encoding"]
+    assert_serves(client, CHAT)
+
+
+def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnection) -> None:
+    def asked(path: str, **body: Any) -> tuple[int, Any]:
+        return post(client, path, json.dumps(body).encode())
+
+    assert asked(TEXT, prompt=[5] * MOST_TOKENS)[0] == 200
+    long = {"prompt": [5] * (MOST_TOKENS + 1)}
+    # Longer than what is made tokens of at once.
+    text = "a b c " * 20_000
+    wordy = {"messages": [{"role": "user", "content": text}]}
+    for path, body in ((TEXT, long), (TEXT, {"prompt": text}), (CHAT, wordy)):
+        status, answer = asked(path, **body)
+        assert status == 400
+        assert_refused(answer, 400, "prompt" if path == TEXT else "messages")
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "--max-prompt-tokens" in answer["error"]["message"]
+        assert_serves(client, path)
 
 
 def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:

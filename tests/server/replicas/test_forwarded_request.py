@@ -70,3 +70,14 @@ def test_ids_that_a_server_makes_name_its_place(place: str) -> None:
     name = KeptResponses(options, place=place).new_name()
     for made in (f"resp_{name}", f"msg_{name}_0"):
         assert request({"previous_response_id": made}).place == place
+
+
+def test_a_request_can_be_sent_to_another_process() -> None:
+    """Of the scope, what belongs to this process stays here. The body is decoded already."""
+    scope = scope_of()
+    scope["headers"].append((b"content-encoding", b"gzip"))
+    forwarded = forwarded_request(scope, json.dumps({"messages": [USER]}).encode())
+    assert b"content-encoding" not in dict(forwarded.scope["headers"])
+    assert pickle.loads(pickle.dumps(forwarded)) == forwarded
+    assert "app" not in forwarded.scope
+    assert "state" not in forwarded.scope
