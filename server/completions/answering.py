@@ -14,7 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from starlette.types import Receive, Scope, Send
 from paged_kv.commands.cache_options import has_servers
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.completion_plan import CompletionPlan, make_plan
-from paged_kv.server.completions.conversation import IDLE, Conversation
+from paged_kv.server.completions.conversation import Conversation
+from paged_kv.server.completions.event_stream import EventStream
 from paged_kv.server.completions.interface import Answers, Interface
 from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.jobs import Channel, Job
@@ -121,19 +122,27 @@ class Answering:
             raise self._interface.renamed(error) from error
 
     async def _answer(self, conversation: Conversation, send: Send) -> None:
-        plan = conversation.plan
-        await self._make_ready(plan)
-        with self._submitted(plan.jobs):
-            await conversation.begin()
-            answers = plan.request.answers(request_id(), conversation.tokenizer)
-            if plan.body.stream:
-                await self._stream(conversation, answers, send)
-                return
+        if conversation.plan.body.stream:
+            await self._stream(conversation, EventStream(send))
+            return
+        async with self._running(conversation) as answers:
             await conversation.finish()
             whole = partial(answers.whole, conversation.choices, conversation.usage)
             written = partial(json_bytes, whole)
             content = await self._service.workers.write(written, conversation.held_tokens)
             await send_json(content, send, _limit_header(conversation))
+
+    @asynccontextmanager
+    async def _running(self, conversation: Conversation) -> AsyncIterator[Answers]:
+        """Wait until one of a request's jobs runs, and cancel them in the end; gives what writes
+        the answers."""
+        await self._make_ready(conversation.plan)
+        with self._submitted(conversation.plan.jobs):
+            await conversation.begin()
+            yield self._answers(conversation)
+
+    def _answers(self, conversation: Conversation) -> Answers:
+        return conversation.plan.request.answers(request_id(), conversation.tokenizer)
 
     async def _make_ready(self, plan: CompletionPlan) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""
@@ -164,33 +173,35 @@ class Answering:
         else:
             await workers.read(work, plan.request.nbytes)
 
-    async def _stream(self, conversation: Conversation, answers: Answers, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        limit = _limit_header(conversation)
-        headers += [(name.lower().encode(), value.encode()) for name, value in limit.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for events in self._events(conversation, answers):
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+    async def _stream(self, conversation: Conversation, stream: EventStream) -> None:
+        answers: Answers | None = None
+        async with stream.kept_alive():
+            try:
+                async with self._running(conversation) as answers:
+                    await self._send_events(conversation, answers, stream)
+            except APIError as error:
+                if not stream.has_begun:
+                    raise
+                self._service.metrics.note_error(error)
+                failed = (answers or self._answers(conversation)).failed
+                await stream.send(_streamed(partial(failed, self._interface.renamed(error))))
 
-    async def _events(self, conversation: Conversation, answers: Answers) -> AsyncIterator[bytes]:
-        try:
-            yield _streamed(partial(answers.begun, conversation.usage))
-            async for new in conversation.news():
-                if isinstance(new, str):
-                    yield f": {new}\n\n".encode()
-                    if new == IDLE:
-                        yield _streamed(answers.idle)
-                elif new.tokens:
-                    written = partial(_streamed, partial(answers.news, new))
-                    yield await self._service.workers.write(written, len(new.tokens))
-                else:
-                    yield _streamed(partial(answers.news, new))
-            yield _streamed(partial(answers.ended, conversation.usage)) + answers.last
-        except APIError as error:
-            self._service.metrics.note_error(error)
-            yield _streamed(partial(answers.failed, self._interface.renamed(error)))
+    async def _send_events(
+        self, conversation: Conversation, answers: Answers, stream: EventStream
+    ) -> None:
+        begun = _streamed(partial(answers.begun, conversation.usage))
+        await stream.send(begun, _limit_header(conversation))
+        stream.idle = partial(_streamed, answers.idle)
+        async for new in conversation.news():
+            if isinstance(new, str):
+                content = f": {new}\n\n".encode()
+            else:
+                written = partial(_streamed, partial(answers.news, new))
+                # Log probabilities take their time.
+                workers, count = self._service.workers, len(new.tokens)
+                content = await workers.write(written, count) if count else written()
+            await stream.send(content)
+        await stream.send(_streamed(partial(answers.ended, conversation.usage)) + answers.last)
 
     async def _require_model(self, model: ModelKey) -> None:
         """Raise APIError unless a model can be loaded. The loaded model stays for now."""

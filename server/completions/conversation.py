@@ -25,11 +25,6 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.schema import ChatBody, TextBody
 
-# A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that
-# has left from one that has ended its side of the connection.
-KEEPALIVE_S = 5.0
-IDLE = "keepalive"
-
 
 class Conversation:
     """The choices of a request, as far as they are generated.
@@ -62,7 +57,7 @@ class Conversation:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; known once `begin` has returned."""
+        """The model's tokenizer; None until `begin` has returned."""
         return self._tokenizer
 
     @property
@@ -111,8 +106,7 @@ class Conversation:
                 self.choices[new.index].add(new)
 
     async def news(self) -> AsyncIterator[Choice | str]:
-        """New parts of choices as they come, and a text now and then: of the prompts' progress,
-        or while nothing happens.
+        """New parts of choices as they come, and texts that tell of the prompts' progress.
 
         Raises:
             APIError: something went wrong.
@@ -122,10 +116,7 @@ class Conversation:
             if not self._events.empty():
                 # Else the event loop would not get on before all waiting events are done.
                 await asyncio.sleep(0)
-            event = await self._next_event()
-            if event is None:
-                yield IDLE
-                continue
+            event = await self._events.get()
             delta = self._take(event)
             if isinstance(event, Progress):
                 yield f"keepalive {event.done}/{event.total}"
@@ -157,14 +148,6 @@ class Conversation:
             delta.finish_reason,
             stop_text=delta.stop_text,
         )
-
-    async def _next_event(self) -> Event | None:
-        """The next event; None if there is none for a while."""
-        try:
-            async with asyncio.timeout(KEEPALIVE_S):
-                return await self._events.get()
-        except TimeoutError:
-            return None
 
     def _take(self, event: Event) -> Delta | None:
         match event:

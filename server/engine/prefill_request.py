@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/prefill"
 _PROGRESS = re.compile(rb": keepalive (\d{1,12})/\d")
+# What an error begins with that comes when the other server has answered already.
+_ERROR = b'data: {"error":'
+_MOST_QUOTED = 400
 _CONNECT_S = 2.0
 # The other server says at least every few seconds that it is there.
 _SILENT_S = 30.0
@@ -102,3 +105,5 @@ class PrefillRequest:
             if progress := _PROGRESS.match(line):
                 self.done = int(progress[1])
                 self.news.set()
+            elif line.startswith(_ERROR):
+                self.error = line[len(_ERROR) : _MOST_QUOTED].decode(errors="replace")

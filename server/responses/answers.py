@@ -100,8 +100,10 @@ class ResponseAnswers(Answers):
     def failed(self, error: APIError) -> list[Object]:
         """See `Answers`."""
         described = {"code": "server_error", "message": error.message}
+        # Clients know only responses that have begun.
+        begun = self.begun(Usage()) if self._sequence < 0 else []
         response = self._response("failed") | {"error": described}
-        return [self._event("response.failed", response=response)]
+        return [*begun, self._event("response.failed", response=response)]
 
     def _complete(self, usage: Usage) -> Object:
         """The response when nothing follows, which is kept."""

@@ -1,23 +1,28 @@
 """A request's events become its choices, and leave the event loop to others between them."""
 
 import asyncio
+import json
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paged_kv.server.completions import conversation
-from paged_kv.server.completions.choices import Choice
+from paged_kv.server.completions.answer_bodies import Completions
+from paged_kv.server.completions.answering import Answering
 from paged_kv.server.completions.completion_plan import CompletionPlan
 from paged_kv.server.completions.conversation import Conversation
+from paged_kv.server.completions.event_stream import EventStream
 from paged_kv.server.completions.interface import ReadRequest
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine
-from paged_kv.server.engine.jobs import Begun, Channel, Event, Job, Token
+from paged_kv.server.engine.jobs import Begun, Channel, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.schema import TextBody
-from tests.server.engine.test_choice_text import loaded
+from paged_kv.server.http.api_errors import APIError, busy
+from paged_kv.server.http.schema import ChatBody, TextBody
+from tests.server.engine.test_choice_text import WORDS, loaded
 
 
 def begun(count: int) -> tuple[Conversation, Job]:
@@ -56,15 +61,108 @@ def test_others_run_between_the_events_that_wait_for_a_request() -> None:
     assert turns >= count
 
 
-def test_a_stream_in_which_nothing_happens_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "KEEPALIVE_S", 0.01)
+class SkippedTime(asyncio.SelectorEventLoop):
+    """An event loop in which nobody waits: while all sleep, its time is at once the next one at
+    which anyone wakes up."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        own: Any = self
+        if own._scheduled and not own._ready:
+            self.now = max(self.now, own._scheduled[0].when())
+        run_once: Any = super()._run_once  # type: ignore[misc]  # asyncio's own
+        run_once()
+
+
+async def later(seconds: float, *_: Any) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def at_once(work: Any, _: int) -> Any:
+    return work()
+
+
+def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
+    """What the client of a chat gets, and when: its events come so many seconds after each other,
+    the first of them after the model was loaded, and a call takes 9 s to be parsed."""
+    sent: list[tuple[float, Any]] = []
 
     async def run() -> None:
-        talk, job = begun(1)
-        news = talk.news()
-        assert [await anext(news) for _ in range(2)] == ["keepalive"] * 2
-        put(job, Token(0, 0, finish_reason="length"))
-        rest = [new.text async for new in news if isinstance(new, Choice)]
-        assert rest == ["a"]
+        loop = asyncio.get_running_loop()
+        prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal", held=())
+        arguments: Any = SimpleNamespace(max_tokens=9)
+        anything: Any = None
+        job = Job("a", anything, anything, arguments, 1, 0, None, Channel(), prompt)
 
-    asyncio.run(run())
+        async def generate() -> None:
+            for seconds, event in events:
+                await asyncio.sleep(seconds)
+                put(job, Begun(job, loaded()) if isinstance(event, Begun) else event)
+
+        thread: Any = SimpleNamespace(
+            provider=SimpleNamespace(check=id),
+            submit=lambda _: generating.append(asyncio.ensure_future(generate())),
+            cancel=lambda _: None,
+        )
+        generating: list[Any] = []
+        service: Any = SimpleNamespace(
+            metrics=ServerMetrics(),
+            thread=thread,
+            loaded=partial(later, 4),
+            grammars=SimpleNamespace(prepare=partial(later, 0)),
+            workers=SimpleNamespace(read=at_once, write=at_once),
+            call_parser=SimpleNamespace(parse=partial(later, 9)),
+            require_healthy=lambda: None,
+        )
+
+        async def send(message: Any) -> None:
+            sent.append((loop.time(), message.get("body")))
+
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "tools": [{}]}
+        interface = Completions(ChatBody)
+        plan = CompletionPlan(
+            interface.read(json.dumps(body).encode(), None), [job], stop_machine([])
+        )
+        talk = Conversation(service, plan)
+        await Answering(service, interface)._stream(talk, EventStream(send))
+
+    with asyncio.Runner(loop_factory=SkippedTime) as runner:
+        runner.run(run())
+    return sent
+
+
+ANY_BEGUN = Begun(None, None)  # type: ignore[arg-type]  # the job's own
+
+
+def said(*words: str) -> list[Token]:
+    return [Token(0, WORDS.index(word)) for word in words]
+
+
+def test_a_stream_is_never_silent_for_long() -> None:
+    """While its request waits in line, its prompt is computed, a call is written that nobody can
+    read before its end, and that is parsed. Then texts come."""
+    call = said("<tool>", *["d"] * 60, "</tool>")
+    texts = said(*"abc" * 20)
+    end = Token(0, WORDS.index("a"), finish_reason="length")
+    tokens = [(0.5, each) for each in (*call, *texts)]
+    sent = sent_by((14, ANY_BEGUN), (9, Progress(1, 2)), *tokens, (0, end))
+    times = [0.0, *(at for at, _ in sent)]
+    assert max(after - before for before, after in pairwise(times)) <= 6
+    assert [at for at, _ in sent][:4] == [5, 5, 10, 15]
+    assert [body for _, body in sent][:3] == [None, *[b": keepalive\n\n"] * 2]
+    comments = sum(body == b": keepalive\n\n" for _, body in sent)
+    assert comments < 15, "none where something is sent"
+    assert sent[-2][1] == b"data: [DONE]\n\n"
+
+
+def test_an_error_has_a_status_until_a_stream_has_begun() -> None:
+    failed = Failed(busy("a secret"))
+    with pytest.raises(APIError, match="secret"):
+        sent_by((0.5, failed))
+    sent = sent_by((2, failed))
+    assert sent[1][1] == b": keepalive\n\n"
+    assert json.loads(sent[-2][1].removeprefix(b"data: "))["error"]["code"] == "busy"

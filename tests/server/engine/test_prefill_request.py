@@ -7,13 +7,19 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from openai import OpenAI
 
-from tests.support.patience import wait_until
+from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
+from paged_kv.server.server_command import run
+from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.ports import free_port
 from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.server_process import metrics, post, server_process
@@ -78,6 +84,17 @@ def server(tiny: str) -> Iterator[PagedRunningServer]:
 @pytest.fixture
 def alone(server: PagedRunningServer) -> int:
     return server.port
+
+
+def test_an_error_that_follows_comments_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other server has let the prompt wait in line, in vain."""
+    answer: Any = BytesIO(b': keepalive\n\ndata: {"error":{"message":"busy"}}\n\n')
+    answer = SimpleNamespace(status=200, readline=answer.readline)
+    connection = MagicMock(**{"getresponse.return_value": answer})
+    monkeypatch.setattr(PrefillRequest, "_connected", lambda _: connection)
+    asked = PrefillRequest(OtherServer("http://127.0.0.1"), [1], None)
+    wait_until(lambda: asked.has_ended)
+    assert "busy" in (asked.error or "")
 
 
 @pytest.mark.slow
