@@ -17,7 +17,15 @@ Request = TypeVar("Request", bound=Hashable)
 
 
 class RequestImpossible(Exception):
-    """A request that can never be served."""
+    """A request that can never be served.
+
+    Attributes:
+        is_long: whether its prompt alone has too many tokens.
+    """
+
+    def __init__(self, message: str, *, is_long: bool) -> None:
+        super().__init__(message)
+        self.is_long = is_long
 
 
 @dataclass
@@ -134,12 +142,16 @@ class Admission(Generic[Request]):
         if self._is_possible(demand):
             return
         tokens = demand.prompt_tokens + demand.max_tokens
-        most = min(pool.tokens_in(pool.promisable) for pool in self.pools)
+        most = max(0, min(pool.tokens_in(pool.promisable) for pool in self.pools))
         each = f" for each of {demand.choices} choices" if demand.choices > 1 else ""
+        is_long = demand.prompt_tokens >= most
+        # As for a prompt beyond the model's context: clients compact a conversation by these words.
+        told = f"prompt is too long: {demand.prompt_tokens} tokens > {max(0, most - 1)} maximum: "
         raise RequestImpossible(
-            f"{tokens} tokens were asked{each}, {demand.prompt_tokens} of the prompt and "
-            f"max_tokens={demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
-            "lower max_tokens or n, or start the server with a larger --max-kv-bytes"
+            f"{told if is_long else ''}{tokens} tokens were asked{each}, {demand.prompt_tokens} of "
+            f"the prompt and max_tokens={demand.max_tokens}, and at most {most} fit: shorten the "
+            "prompt, lower max_tokens or n, or start the server with a larger --max-kv-bytes",
+            is_long=is_long,
         )
 
     def _is_possible(self, demand: Demand) -> bool:

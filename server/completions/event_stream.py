@@ -38,7 +38,7 @@ class EventStream:
     async def send(self, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send whole events or comments, the first with the head; `headers` are for the head, and
         are lost if it was sent before."""
-        if not content:
+        if self.has_begun and not content:
             return
         async with self._turn:
             if not self.has_begun:

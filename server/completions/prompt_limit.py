@@ -50,13 +50,12 @@ class PromptLimit:
         counted."""
         if self._most is None or tokens <= self._most:
             return
-        whose = "this server takes" if self._option else "the maximum context length of this model:"
-        raise APIError(
-            400,
-            f"the prompt has {about}{tokens} tokens, and {whose} {self._most} tokens: shorten it, "
-            "or start the server with a larger --max-prompt-tokens",
-            param=self.param,
-            code="context_length_exceeded",
+        whose = "of this server" if self._option else "context length of this model"
+        raise _too_long(
+            tokens,
+            self._most,
+            f"{whose}{about}: shorten it, or start the server with a larger --max-prompt-tokens",
+            self.param,
         )
 
     def require_text(self, tokenizer: Any, text: str) -> None:
@@ -67,7 +66,7 @@ class PromptLimit:
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = tokenizer.encode(text[start : start + PIECE_CHARACTERS])
             least += max(0, len(piece) - CUT_TOKENS)
-            self.require(least, "at least ")
+            self.require(least, " (no more was counted)")
 
 
 def fit_context(
@@ -87,14 +86,20 @@ def fit_context(
     if length is None or (options.max_prompt_tokens or 0) > length or not arguments.max_tokens:
         return
     if tokens >= length:
-        raise APIError(
-            400,
-            f"the prompt has {tokens} tokens, and the maximum context length of this model is "
-            f"{length} tokens, with the answer: shorten the prompt",
-            param=param,
-            code="context_length_exceeded",
-        )
+        context = f"beside an answer, in the context length of {length} tokens: shorten it"
+        raise _too_long(tokens, length - 1, context, param)
     arguments.max_tokens = min(arguments.max_tokens, length - tokens)
+
+
+def _too_long(tokens: int, most: int, more: str, param: str) -> APIError:
+    """Begins with the words of Anthropic's API, by which coding agents notice that they must compact
+    a conversation, and with which numbers."""
+    return APIError(
+        400,
+        f"prompt is too long: {tokens} tokens > {most} maximum {more}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 class LimitedTokenizer:

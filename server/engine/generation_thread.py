@@ -474,6 +474,8 @@ def _as_api_error(error: Exception) -> APIError:
     match error:
         case APIError():
             return error
+        case RequestImpossible(is_long=True):
+            return APIError(400, str(error), code="context_length_exceeded")
         case RequestImpossible():
             return wrong_value(str(error), "max_tokens")
         case PoolExhausted():

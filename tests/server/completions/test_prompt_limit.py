@@ -33,7 +33,7 @@ def limit(option: int | None = None, length: int | None = 1000) -> PromptLimit:
 
 def test_the_context_length_is_the_longest_prompt() -> None:
     limit().require(1000)
-    with pytest.raises(APIError, match=r"has 1001 tokens, and the maximum .* model: 1000") as told:
+    with pytest.raises(APIError, match="prompt is too long: 1001 tokens > 1000 maximum ") as told:
         limit().require(1001)
     refused = told.value
     assert (refused.status, refused.param) == (400, "prompt")
@@ -41,12 +41,19 @@ def test_the_context_length_is_the_longest_prompt() -> None:
     assert "--max-prompt-tokens" in refused.message
 
 
+def test_an_option_replaces_it() -> None:
+    limit(2000).require(2000)
+    with pytest.raises(APIError, match="501 tokens > 500 maximum of this server"):
+        limit(500).require(501)
+    limit(length=None).require(10**9)
+
+
 def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
     inner, text = Tokenizer(), "a" * 3_000_000
     tokenizer = LimitedTokenizer(inner, limit())
-    with pytest.raises(APIError, match="has at least 99937 tokens"):
+    with pytest.raises(APIError, match="99937 tokens > 1000 maximum"):
         tokenizer.encode(text)
     assert inner.made == 100_000
-    with pytest.raises(APIError, match="has at least 99937 tokens"):
+    with pytest.raises(APIError, match="99937 tokens > 1000 maximum"):
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
     assert inner.made == 200_000

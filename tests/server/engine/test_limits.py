@@ -69,4 +69,4 @@ def test_a_prompt_that_leaves_no_room_is_refused(running: PagedRunningServer) ->
         error = json.loads(content)["error"]
         assert answer.status == 400
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-        assert f"{CONTEXT} tokens" in error["message"]
+        assert f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum" in error["message"]

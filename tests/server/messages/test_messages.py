@@ -370,7 +370,8 @@ def test_errors_have_anthropics_form(client: Anthropic, running: PagedRunningSer
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences: ") as long:
         client.messages.create(**ASK, stop_sequences=["x" * 5000])
     assert details(long.value)["param"] == "stop_sequences"
-    with pytest.raises(anthropic.BadRequestError, match=f"{CONTEXT} tokens") as much:
+    too_long = rf"'prompt is too long: \d+ tokens > {CONTEXT} maximum"
+    with pytest.raises(anthropic.BadRequestError, match=too_long) as much:
         client.messages.create(
             **{**ASK, "messages": [{"role": "user", "content": "a b " * CONTEXT}]}
         )
