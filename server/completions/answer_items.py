@@ -24,12 +24,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole tool call.
+    """A tool call, or a piece of it.
 
     Attributes:
-        call_id: identifies it.
-        name: of the function.
-        arguments: JSON.
+        call_id: identifies it; empty for a further piece of the last call.
+        name: of the function; empty too.
+        arguments: JSON, of all pieces together.
     """
 
     call_id: str
@@ -73,7 +73,7 @@ class AnswerItems:
     def take(self, new: Choice) -> Iterator[Begun | Part | Ended]:
         """What a choice's new part adds."""
         for part in self._parts(new):
-            if self._open is not type(part) or isinstance(part, Call):
+            if self._open is not type(part) or (isinstance(part, Call) and part.call_id):
                 yield from self._close()
                 self._open = type(part)
                 yield Begun(part)
@@ -87,9 +87,12 @@ class AnswerItems:
             self._open = None
 
     def _parts(self, new: Choice) -> Iterator[Part]:
+        # What a call ends with comes before a text that is new.
+        ends = [call for call in new.tool_calls if "id" not in call]
+        yield from (Call("", "", call["function"]["arguments"]) for call in ends)
         yield from self._piece(Reasoning, new.reasoning)
         yield from self._piece(Text, new.text)
-        for call in new.tool_calls:
+        for call in new.tool_calls[len(ends) :]:
             self._last, self._held = Call, ""
             function = call["function"]
             yield Call(call["id"], function["name"], function["arguments"])

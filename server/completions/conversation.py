@@ -139,7 +139,7 @@ class Conversation:
         return first
 
     async def _part(self, number: int, delta: Delta) -> Choice:
-        calls = await self._calls[number].formatted(delta.calls)
+        calls = await self._calls[number].formatted(delta.calls, delta.open_call)
         return Choice(
             number,
             delta.text,

@@ -92,8 +92,8 @@ def fit_context(
 
 
 def _too_long(tokens: int, most: int, more: str, param: str) -> APIError:
-    """Begins with the words of Anthropic's API, by which coding agents notice that they must compact
-    a conversation, and with which numbers."""
+    """400, in the words of Anthropic's API, by which coding agents notice that they must compact a
+    conversation."""
     return APIError(
         400,
         f"prompt is too long: {tokens} tokens > {most} maximum {more}",

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.server.completions import parse_tool_call
 from paged_kv.server.completions.limited_process import run_python
+from paged_kv.server.completions.open_call import OpenCall
 from paged_kv.server.completions.worker_threads import WorkerThreads
 
 log = logging.getLogger(__name__)
@@ -76,19 +77,47 @@ class ChoiceCalls:
 
     def __init__(self, calls: CallParser, parser: Parser, tools: Any, is_streamed: bool) -> None:
         self._parse = partial(calls.parse, parser, tools)
+        # Without tools a text is no call; and of a whole answer nobody reads a part.
+        form = parser.__module__.rpartition(".")[2] if is_streamed and tools else ""
+        self._new_call = partial(OpenCall, form)
+        self._open = self._new_call()
+        self._index = 0
         # Gets what is parsed already.
         self._format = ToolCallFormatter(lambda parsed, _: parsed, tools, is_streamed)
 
-    async def formatted(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """The calls in these texts; those that the parser does not understand are left out."""
+    async def formatted(self, texts: Sequence[str], open_text: str = "") -> list[dict[str, Any]]:
+        """What is new of the calls in these texts; those that the parser does not understand are
+        left out.
+
+        Args:
+            texts: of calls that have ended.
+            open_text: what is written of the next one. In streams its arguments come in pieces, in
+                the forms that `OpenCall` reads.
+        """
         found: list[dict[str, Any]] = []
         for text in texts:
-            try:
-                found += self._format([await self._parse(text)])
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
-        return found
+            found += self._pieces(text) if self._open.has_begun else await self._parsed(text)
+            self._open = self._new_call()
+        return [*found, *self._pieces(open_text)]
+
+    async def _parsed(self, text: str) -> list[dict[str, Any]]:
+        try:
+            calls: list[dict[str, Any]] = self._format([await self._parse(text)])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
+            return []
+        return calls
+
+    def _pieces(self, text: str) -> Iterator[dict[str, Any]]:
+        for head, arguments in self._open.take(text):
+            if head is None:
+                yield {"index": self._index, "function": {"arguments": arguments}}
+            else:
+                (call,) = self._format([{**head, "arguments": {}}])
+                self._index = call["index"]
+                call["function"]["arguments"] = arguments
+                yield call
 
 
 def _question(text: str, tools: Any) -> bytes:

@@ -83,6 +83,7 @@ class Delta:
         reasoning: of a model that thinks before it answers.
         is_reasoning: whether the token is one of thoughts.
         calls: the texts of tool calls that have ended.
+        open_call: what is written of the next one.
         finish_reason: why the choice ends here; None if it continues.
         stop_text: the stop word before which it ends, if it does.
         tokens: with log probabilities, if these were asked for: those of which any text is known to
@@ -93,6 +94,7 @@ class Delta:
     reasoning: str = ""
     is_reasoning: bool = False
     calls: list[str] = field(default_factory=list)
+    open_call: str = ""
     finish_reason: str | None = None
     stop_text: str | None = None
     tokens: list[Token] = field(default_factory=list)
@@ -158,7 +160,9 @@ class ChoiceText:
         delta.tokens = [
             each if is_text else replace(each, is_text=False) for each in self._listed(is_whole)
         ]
-        if reason is not None and self._tool_text:
+        if reason is None:
+            delta.open_call = self._tool_text
+        elif self._tool_text:
             delta.calls.append(self._tool_text)
         self._made_call |= bool(delta.calls)
         if reason == "stop" and self._made_call:

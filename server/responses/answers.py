@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,15 +152,15 @@ class ResponseAnswers(Answers):
                 more = {"delta": text, "logprobs": tokens}
                 return self._content_event("response.output_text.delta", **more)
             case Call(_, _, arguments):
-                item["arguments"] = arguments
+                item["arguments"] += arguments
                 kind = "response.function_call_arguments.delta"
                 return self._item_event(kind, delta=arguments)
 
     def _ended(self, opened: type[Part], *, is_cut: bool) -> list[Object]:
         """The events that end the open item."""
         item = self._items[-1]
-        # A call comes whole.
-        item["status"] = "incomplete" if is_cut and opened is not Call else "completed"
+        is_whole = not is_cut or (opened is Call and _is_json(item["arguments"]))
+        item["status"] = "completed" if is_whole else "incomplete"
         if opened is Reasoning and self._is_plain:
             item["encrypted_content"] = PLAIN + item["content"][0]["text"]
         if opened is Call:
@@ -211,6 +212,14 @@ def _empty_content(part: Reasoning | Text) -> Object:
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _usage(usage: Usage) -> Object:

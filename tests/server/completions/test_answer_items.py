@@ -1,5 +1,8 @@
 """The items of answers: thoughts, texts and calls, without the line ends between them."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from paged_kv.server.completions.answer_items import (
@@ -29,18 +32,35 @@ def thought(said: str) -> Choice:
     return Choice(0, reasoning=said)
 
 
+def pieces(arguments: str, call_id: str = "") -> list[dict[str, Any]]:
+    """A piece of a call; the first one has an id."""
+    if not call_id:
+        return [{"index": 0, "function": {"arguments": arguments}}]
+    return [{"index": 0, "id": call_id, "function": {"name": "f", "arguments": arguments}}]
+
+
+def called(arguments: str, call_id: str = "") -> Choice:
+    return Choice(0, tool_calls=pieces(arguments, call_id))
+
+
 def items(*news: Choice) -> list[Part]:
     """The items, each whole."""
     taken, whole = AnswerItems(), list[Part]()
     for change in (change for new in news for change in taken.take(new)):
         match change:
-            case Begun(first):
-                whole.append(first if isinstance(first, Call) else type(first)(""))
+            case Begun(Call(call_id, name)):
+                whole.append(Call(call_id, name, ""))
+            case Begun(Reasoning() | Text() as first):
+                whole.append(type(first)(""))
             case Ended(kind):
                 assert kind is type(whole[-1])
             case Reasoning() | Text():
                 assert type(change) is type(whole[-1])
                 whole[-1] = type(change)(whole[-1].text + change.text)
+            case Call():
+                last = whole[-1]
+                assert isinstance(last, Call)
+                whole[-1] = replace(last, arguments=last.arguments + change.arguments)
     return whole
 
 
@@ -55,6 +75,14 @@ def items(*news: Choice) -> list[Part]:
         (
             [text("a\n"), CALLED, text("\n"), CALLED, text("\n"), END],
             [Text("a"), Call("1", "f", "{}"), Call("1", "f", "{}")],
+        ),
+        (
+            [called("{", "1"), called("}"), Choice(0, "\na", tool_calls=pieces("{}", "2")), END],
+            [Call("1", "f", "{}"), Text("a"), Call("2", "f", "{}")],
+        ),
+        (
+            [called("{", "1"), Choice(0, "a", tool_calls=pieces("}") + pieces("{}", "2")), END],
+            [Call("1", "f", "{}"), Text("a"), Call("2", "f", "{}")],
         ),
         ([thought("\n"), thought("\n"), text("\n\na"), END], [Text("\n\na")]),
         ([text("\n"), END], []),

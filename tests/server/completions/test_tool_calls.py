@@ -127,6 +127,63 @@ def test_a_call_that_becomes_far_longer_is_refused(
     assert why in caplog.text
 
 
+ARGUMENTS = {"path": 'a "b\\', "text": "{[\\\n}]\u00e9", "lines": [1, {"to": None}]}
+WRITTEN = json.dumps(ARGUMENTS)
+FORMS = {
+    "json_tools": f'\n{{"name": "write", "arguments": {WRITTEN}}}\n',
+    "mistral": f"write[ARGS]{WRITTEN}write[ARGS] {WRITTEN}",
+    "kimi_k2": "".join(
+        f"<|tool_call_begin|>functions.write:{number}<|tool_call_argument_begin|>{WRITTEN}"
+        "<|tool_call_end|>"
+        for number in range(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", [1, 7, 60])
+def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> None:
+    text = FORMS[form]
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{form}").parse_tool_call
+
+    async def streamed(calls: CallParser) -> list[Any]:
+        choice = ChoiceCalls(calls, parser, TOOLS, is_streamed=True)
+        told = [await choice.formatted([], text[:end]) for end in range(0, len(text), step)]
+        return [*told, await choice.formatted([text])]
+
+    told = run(streamed)
+    whole = parser(text, TOOLS)
+    expected = whole if isinstance(whole, list) else [whole]
+    pieces = [piece for each in told for piece in each]
+    heads = [piece for piece in pieces if "id" in piece]
+    assert [each["function"]["name"] for each in heads] == [each["name"] for each in expected]
+    assert [each["id"] for each in heads] == [
+        each.get("id", got["id"]) for each, got in zip(expected, heads, strict=True)
+    ]
+    joined = [""] * len(expected)
+    for piece in pieces:
+        joined[piece["index"]] += piece["function"]["arguments"]
+    assert [json.loads(each) for each in joined] == [each["arguments"] for each in expected]
+    if step == 1:
+        assert max(len(each["function"]["arguments"]) for each in pieces[:-1]) == 1
+
+
+def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_read_whole() -> None:
+    parser = json_tools.parse_tool_call
+    written = '{"name": "write", "arguments": {"text": "a\n'
+
+    async def streamed(calls: CallParser) -> list[Any]:
+        choice = ChoiceCalls(calls, parser, TOOLS, is_streamed=True)
+        told = [await choice.formatted([], written), await choice.formatted([written + '"}}'])]
+        other = '{"arguments": {}, "name": "f"}'
+        return [*told, await choice.formatted([], other), await choice.formatted([other])]
+
+    (begun,), (ended,), nothing, (whole,) = run(streamed)
+    arguments = begun["function"]["arguments"] + ended["function"]["arguments"]
+    assert json.loads(arguments) == {"text": "a\n"}
+    assert (nothing, whole["index"], whole["function"]["name"]) == ([], 1, "f")
+
+
 async def running_process(processes: list[Process]) -> None:
     while not processes:
         await asyncio.sleep(0.01)

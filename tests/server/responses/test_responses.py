@@ -150,6 +150,10 @@ def test_events_come_in_openais_order_and_are_numbered(client: OpenAI, script: S
     assert [event.item.id for event in added] == [event.item.id for event in done]
     text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
     assert text == last.response.output_text == "Yes"
+    kind = "response.function_call_arguments.delta"
+    written = [each.delta for each in events if each.type == kind]
+    assert len(written) > 2, "as the model writes them"
+    assert "".join(written) == last.response.output[2].arguments == ARGUMENTS
 
 
 @pytest.mark.parametrize("stream", [False, True])
