@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -74,13 +76,87 @@ def no_memory() -> APIError:
     return busy("the server has no memory to compute this: ask again later, or for fewer tokens")
 
 
-def from_validation(error: ValidationError) -> APIError:
-    """400 that names the first field that does not fit its schema."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
-    what = first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
-    return wrong_value(f"{param or 'the body'}: {what}{got}", param)
+def from_validation(error: ValidationError, body: Mapping[str, Any]) -> APIError:
+    """400 that names the first field of a body that does not fit its schema.
+
+    Where a field may be several things, pydantic tells what each of them lacks. What went furthest
+    into the body is the one that was meant.
+    """
+    faults = [_Fault.of(each, body) for each in error.errors(include_url=False)]
+    field = faults[0].place
+    nearest = max((each for each in faults if each.is_within(field)), key=_Fault.closeness)
+    alike = [
+        each.what
+        for each in faults
+        if (each.place, each.closeness()) == (nearest.place, nearest.closeness())
+    ]
+    first, *others = dict.fromkeys(alike)
+    what = " or ".join([first, *(each.removeprefix(_SHOULD_BE) for each in others)])
+    param = ".".join(map(str, nearest.place)) or None
+    return wrong_value(f"{param or 'the body'}: {what}{nearest.got}", param)
+
+
+_SHOULD_BE = "Input should be "
+
+
+class _Fault(NamedTuple):
+    """One of pydantic's errors.
+
+    Attributes:
+        place: the names and indices that lead to it in the body.
+        what: is wrong.
+        got: what there was.
+        is_other: whether something else than this was sent, and nothing of this kind.
+    """
+
+    place: tuple[int | str, ...]
+    what: str
+    got: str
+    is_other: bool
+
+    @classmethod
+    def of(cls, error: ErrorDetails, body: Any) -> _Fault:
+        kind = error["type"]
+        is_missing = kind == "missing"
+        got = "" if is_missing else f", got {shortened(error['input'])}"
+        place = tuple(_place(error["loc"], body, is_missing=is_missing))
+        return cls(place, _what(error), got, kind.endswith("_type"))
+
+    def is_within(self, field: tuple[int | str, ...]) -> bool:
+        return self.place[: len(field)] == field
+
+    def closeness(self) -> tuple[int, bool]:
+        return len(self.place), not self.is_other
+
+
+def _place(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> Iterator[int | str]:
+    """The parts of an error's place that are in the body. Pydantic adds the names of what a field
+    may be."""
+    for part, following in pairwise([*loc, None]):
+        is_last = following is None
+        if isinstance(value, dict):
+            is_known = part in value
+            # The "text" in {"type": "text", "text": 5} is the name of a block, and of a field.
+            is_name = is_known and part in (value.get("type"), value.get("role")) and not is_last
+            if is_name and (following in value or not isinstance(value[part], dict | list)):
+                continue
+        else:
+            is_known = isinstance(value, list) and isinstance(part, int)
+        if is_known:
+            value = value[part]
+        if part is not None and (is_known or (is_missing and is_last)):
+            yield part
+
+
+def _what(error: ErrorDetails) -> str:
+    about = error.get("ctx", {})
+    name = "role" if "role" in about.get("discriminator", "") else "type"
+    match error["type"]:
+        case "union_tag_invalid":
+            return f"the {name} {about['tag']!r} is none of {about['expected_tags']}"
+        case "union_tag_not_found":
+            return f"an object with a {name} is needed"
+    return error["msg"].removeprefix("Value error, ")
 
 
 def shortened(value: Any) -> str:

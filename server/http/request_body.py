@@ -28,6 +28,15 @@ MOST_DISCARDED = 8
 # Python's lock, and with it the event loop, for up to 0.6 s. Honest requests have hundreds for each
 # tool and a few for each message.
 MOST_PARTS = 100_000
+# Fields whose values are the client's own, in which null is a value: schemas, arguments of calls,
+# variables of templates, tokens.
+_OWN = frozenset(
+    {
+        *("arguments", "chat_template_kwargs", "input_schema", "json", "logit_bias", "metadata"),
+        *("parameters", "prompt", "schema", "tokens"),
+    }
+)
+
 # Values after another one. Prompts of token ids have many, which are quick to read.
 MOST_COMMAS = 2_000_000
 
@@ -91,7 +100,7 @@ def body_of(fields: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
 
 
 def parsed_json(content: bytes) -> dict[str, Any]:
-    """The fields of a body.
+    """The fields of a body, without those that are null, at any depth.
 
     Raises:
         APIError: 400, the body is not JSON, not an object, or has too many values.
@@ -103,6 +112,7 @@ def parsed_json(content: bytes) -> dict[str, Any]:
         raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(fields, dict):
         raise wrong_value("the body must be a JSON object")
+    _drop_nulls(fields)
     return fields
 
 
@@ -115,10 +125,25 @@ def checked(fields: dict[str, Any], kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, fields) from None
 
 
 _CLOSE = {"Connection": "close"}
+
+
+def _drop_nulls(value: Any) -> None:
+    """Clients send answers back with all that their packages know of, and most of that is null."""
+    if isinstance(value, list):
+        for each in value:
+            if isinstance(each, dict | list):
+                _drop_nulls(each)
+    elif isinstance(value, dict):
+        for name in [name for name, each in value.items() if each is None]:
+            del value[name]
+        for name, each in value.items():
+            # The input of a call of Messages is an object, that of Responses a list of items.
+            if name not in _OWN and not (name == "input" and isinstance(each, dict)):
+                _drop_nulls(each)
 
 
 def _require_few_values(content: bytes) -> None:

@@ -39,6 +39,7 @@ WITHOUT_MEANING = frozenset(
 ONLY: Mapping[str, Any] = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "mcp_servers": [],
+    "thread": {"type": "create"},
 }
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -92,6 +93,45 @@ class ImageBlock(_Block):
 
 
 @with_config(_STRICT)
+class TextSource(TypedDict):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+@with_config(_STRICT)
+class ContentSource(TypedDict):
+    """The text of a document in parts."""
+
+    type: Literal["content"]
+    content: Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_most(MOST_PARTS)]
+
+
+@with_config(_STRICT)
+class DocumentBlock(_Block):
+    """A document, as far as it is text."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
+    title: NotRequired[str]
+    context: NotRequired[str]
+    citations: NotRequired[Any]
+
+
+@with_config(_STRICT)
+class SearchResultBlock(_Block):
+    """What a search has found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(fail_fast=True), at_most(MOST_PARTS)]
+    citations: NotRequired[Any]
+
+
+@with_config(_STRICT)
 class ThinkingBlock(_Block):
     """What the model thought in an earlier answer. The server signs nothing."""
 
@@ -119,7 +159,8 @@ class ToolUseBlock(_Block):
     caller: NotRequired[Any]
 
 
-_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+_AnyText = TextBlock | DocumentBlock | SearchResultBlock
+_Shown = Annotated[_AnyText | ImageBlock, Field(discriminator="type")]
 _ShownBlocks = Annotated[list[_Shown], Field(fail_fast=True)]
 
 
@@ -133,7 +174,7 @@ class ToolResultBlock(_Block):
     is_error: NotRequired[bool | None]
 
 
-_UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
+_UserBlock = Annotated[_AnyText | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 _AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]

@@ -131,13 +131,30 @@ def _add_user(chat: list[Object], content: Any) -> None:
 
 def _part(block: Any) -> Object:
     """A text or an image, as a part of a chat message."""
-    if block["type"] == "text":
-        return {"type": "text", "text": block["text"]}
+    if block["type"] != "image":
+        return {"type": "text", "text": _shown_text(block)}
     source = block["source"]
     if source["type"] == "url":
         return {"type": "image_url", "image_url": {"url": source["url"]}}
     url = f"data:{source['media_type']};base64,{source['data']}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _shown_text(block: Any) -> str:
+    """A text; of a document or a search result with what tells where it is from."""
+    source = block.get("source")
+    match block["type"]:
+        case "text":
+            return str(block["text"])
+        case "search_result":
+            about = [block["title"], source]
+            content = block["content"]
+        case _:
+            about = [block[name] for name in ("title", "context") if name in block]
+            content = source["data"] if source["type"] == "text" else source["content"]
+    text = content if isinstance(content, str) else "".join(_texts(content))
+    # Blocks follow each other without anything between them.
+    return "".join(f"{each}\n" for each in (*about, text))
 
 
 def _tool_result(block: Any) -> Object:

@@ -77,6 +77,7 @@ class OutputText(TypedDict):
     text: str
     annotations: NotRequired[Any]
     logprobs: NotRequired[Any]
+    parsed: NotRequired[Any]
 
 
 @with_config(_STRICT)
@@ -124,6 +125,7 @@ class FunctionCall(TypedDict):
     arguments: str
     id: NotRequired[str | None]
     status: NotRequired[str | None]
+    parsed_arguments: NotRequired[Any]
 
 
 @with_config(_STRICT)

@@ -7,8 +7,10 @@ import pytest
 
 from paged_kv.server.http import request_body
 from paged_kv.server.http.api_errors import APIError
-from paged_kv.server.http.request_body import parse_body
+from paged_kv.server.http.request_body import checked, parse_body, parsed_json
 from paged_kv.server.http.schema import Body, ChatBody, TextBody
+from paged_kv.server.messages.requests import MessagesBody
+from paged_kv.server.responses.requests import ResponsesBody
 from tests.support.bad_requests import CHAT, GOOD, TEXT
 
 KINDS: dict[str, type[Body]] = {TEXT: TextBody, CHAT: ChatBody}
@@ -98,3 +100,73 @@ def test_what_texts_hold_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(request_body, name, 20)
     text = '{"a\\": ["b", [[]]], \\\\' * 1000
     assert parse_body(body_with(json.dumps([text, text])), ChatBody)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [5] * 2000},
+        {"messages": [{}] * 2000},
+        {"messages": [{"role": "user", "content": [5] * 2000}]},
+        {"messages": [{"role": "user", "content": [{}] * 2000}]},
+        {"messages": [USER | {"tool_calls": [5] * 1000}]},
+        {"tools": ["a"] * 1000},
+    ],
+)
+def test_no_list_is_read_beyond_its_first_fault(fields: dict[str, Any]) -> None:
+    """A million errors took gigabytes and most of a minute."""
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate(GOOD[CHAT] | fields)
+    # Of a union, one for each of its types.
+    assert refused.value.error_count() <= 2
+
+
+ITEM: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}
+CALL: Any = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+BLOCK: Any = {"type": "text", "text": "a"}
+
+
+def said(*blocks: Any) -> Any:
+    return {"max_tokens": 1, "messages": [{"role": "user", "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "told"),
+    [
+        (ResponsesBody, {"input": 5}, "input: Input should be a valid string or a valid list, "),
+        (ResponsesBody, {"input": []}, "input: List should have at least 1 item"),
+        (ResponsesBody, {"input": [ITEM, {"type": "x"}]}, "input.1: the type 'x' is none of 'me"),
+        (ResponsesBody, {"input": [7]}, "input.0: an object with a type is needed, got 7"),
+        (ResponsesBody, {"input": [CALL | {"arguments": {}}]}, "input.0.arguments: Input should"),
+        (ResponsesBody, {"input": [{"type": "function_call"}]}, "input.0.call_id: Field required"),
+        (ResponsesBody, {"input": [ITEM | {"role": "x"}]}, "input.0.role: Input should be 'user'"),
+        (ResponsesBody, {"input": [ITEM | {"content": [BLOCK]}]}, "input.0.content.0: the type 't"),
+        (ResponsesBody, {"input": "a", "tool_choice": {"type": "x"}}, "tool_choice.type: Input sh"),
+        (MessagesBody, said(BLOCK | {"text": 5}), "messages.0.content.0.text: Input should be a v"),
+        (MessagesBody, said(BLOCK | {"x": 5}), "messages.0.content.0.x: Extra inputs are not per"),
+        (MessagesBody, said({"type": "text"}), "messages.0.content.0.text: Field required"),
+        (MessagesBody, said(BLOCK | {"cache_control": 5}), "messages.0.content.0.cache_control: "),
+        (ChatBody, {"messages": [USER | {"content": [5]}]}, "messages.0.content.0: Input should b"),
+        (ChatBody, GOOD[CHAT] | {"logit_bias": {"a": 1}}, "logit_bias.a: String should match"),
+        (
+            ChatBody,
+            GOOD[CHAT] | {"response_format": {"type": "json_schema", "json_schema": {"x": 1}}},
+            "response_format.json_schema.schema: Field required",
+        ),
+    ],
+)
+def test_an_error_tells_of_what_was_meant(kind: Any, body: Any, told: str) -> None:
+    with pytest.raises(APIError) as refused:
+        checked(body, kind)
+    assert refused.value.message.startswith(told)
+    assert refused.value.param == told.partition(":")[0]
+
+
+def test_null_means_missing_at_every_depth_but_where_it_is_a_value() -> None:
+    own = {"parameters": {"default": None}, "arguments": {"a": None}, "schema": {"enum": [None]}}
+    own |= {"chat_template_kwargs": {"a": None}, "prompt": [None], "input": {"a": {"b": None}}}
+    item = {"a": 1, "b": [{"c": {}}], **own}
+    with_nulls = item | {"x": None, "b": [{"c": {"x": None}, "x": None}]}
+    sent = {"input": [with_nulls], "messages": {"x": with_nulls}, "x": None, "stop": [None]}
+    read = {"input": [item], "messages": {"x": item}, "stop": [None]}
+    assert parsed_json(json.dumps(sent).encode()) == read

@@ -186,46 +186,56 @@ def test_a_message_ends_at_a_stop_sequence_or_at_its_limit(
 def test_a_conversation_is_the_prompt_that_chat_completions_make_of_it(
     client: Anthropic, running: PagedRunningServer, script: Script, prompts: list[str]
 ) -> None:
+    """Documents and what a search has found are texts, and null means that there is nothing."""
     script.says("A.", "B.")
+    plain = {"type": "text", "media_type": "text/plain", "data": "In a."}
+    document = {"type": "document", "source": plain, "title": "A", "context": None}
+    parts = {"type": "content", "content": [{"type": "text", "text": "In b."}]}
+    found = {"type": "search_result", "source": "file:a", "title": "A", "citations": None}
+    found |= {"content": [{"type": "text", "text": "empty"}]}
+    nothing = {"caller": None, "toolset_name": None}
+    call = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}, **nothing}
     client.messages.create(
         **{**ASK, "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "short."}]},
         tools=[READ],
         extra_body={
+            "thread": {"type": "create"},
             "messages": [
                 {"role": "user", "content": "Read"},
-                {"role": "user", "content": [{"type": "text", "text": " it."}]},
+                {"role": "user", "content": [{"type": "text", "text": " it."}, document]},
+                {"role": "user", "content": [{"type": "document", "source": parts}]},
                 {
                     "role": "assistant",
                     "content": [
                         {"type": "thinking", "thinking": "So.", "signature": "x"},
                         {"type": "redacted_thinking", "data": "x"},
                         {"type": "text", "text": "I read."},
-                        {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}},
+                        call,
                     ],
                 },
                 {
                     "role": "user",
                     "content": [
-                        {"type": "tool_result", "tool_use_id": "1", "content": "empty"},
+                        {"type": "tool_result", "tool_use_id": "1", "content": [found]},
                         {"type": "text", "text": "Well?"},
                     ],
                 },
-            ]
+            ],
         },
     )
     function: Any = {"name": "read", "description": READ["description"]}
     function |= {"parameters": READ["input_schema"]}
-    call = {"name": "read", "arguments": '{"path": "a"}'}
+    called = {"name": "read", "arguments": '{"path": "a"}'}
     messages: Any = [
         {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "Read it."},
+        {"role": "user", "content": "Read it.A\nIn a.\nIn b.\n"},
         {
             "role": "assistant",
             "content": "I read.",
             "reasoning_content": "So.",
-            "tool_calls": [{"type": "function", "id": "1", "function": call}],
+            "tool_calls": [{"type": "function", "id": "1", "function": called}],
         },
-        {"role": "tool", "tool_call_id": "1", "content": "empty"},
+        {"role": "tool", "tool_call_id": "1", "content": "A\nfile:a\nempty\n"},
         {"role": "user", "content": "Well?"},
     ]
     with running.client() as openai:
