@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AuthenticationError, BadRequestError
+from openai import AuthenticationError
 
-from paged_kv.server.completions import event_stream
 from paged_kv.server.engine.jobs import Stage
 from tests.support.running_server import (
     PATIENCE_S,
@@ -69,86 +68,6 @@ def test_who_leaves_the_batch_the_line_or_a_prompt_is_forgotten(
     reading.close()
     assert_idle_pools_hold_nothing(running)
     assert running.service.metrics.generation_tokens - before < 1900
-
-
-def test_a_stream_whose_client_leaves_during_a_long_step_ends(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_stream, "KEEPALIVE_S", 0.1)
-    goes_on = Event()
-
-    def hold(_: Any) -> None:
-        assert goes_on.wait(PATIENCE_S)
-
-    stream = running.client().completions.create(
-        model=NAME, prompt="a", max_tokens=1900, stream=True, logit_bias=GO_ON
-    )
-    next(stream)
-    running.service.thread._mailbox.put(hold)
-    try:
-        stream.close()
-        wait_until(lambda: not running.service.gate.inside)
-    finally:
-        goes_on.set()
-    running.wait_until_idle()
-
-
-def test_without_patience_an_idle_server_serves_and_a_full_one_refuses(tiny: str) -> None:
-    with paged_server("--model", tiny, *TIGHT, "--admission-timeout", "0") as running:
-        client = running.client()
-        assert client.completions.create(model=NAME, prompt="import").choices[0].text
-        with send(running, max_tokens=1900):
-            wait_until(lambda: jobs(running, Stage.RUNNING) == 1)
-            with pytest.raises(APIStatusError) as refused:
-                client.completions.create(model=NAME, prompt="import", max_tokens=1000)
-            assert refused.value.status_code == 503
-            assert refused.value.response.headers["Retry-After"] == "1"
-            # A request that can never fit is refused at once.
-            with pytest.raises(BadRequestError, match=r"too long: 3000 tokens > \d+ max") as long:
-                client.completions.create(model=NAME, prompt=[7] * 3000, max_tokens=1)
-            assert long.value.code == "context_length_exceeded"
-
-
-def test_patience_counts_while_a_batch_ends_for_a_request_that_is_computed_alone(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running.service.thread._admission, "patience_s", 0.1)
-    talking = send(running, max_tokens=1500)
-    wait_until(lambda: jobs(running, Stage.RUNNING) == 1)
-    monkeypatch.setattr(Rows, "_is_alone", lambda *_: True)
-    with pytest.raises(APIStatusError, match=r"could not begin in 0.1 s"):
-        running.client().completions.create(model=NAME, prompt="import")
-    assert jobs(running, Stage.RUNNING) == 1
-    talking.close()
-    running.wait_until_idle()
-
-
-def test_a_long_prompt_is_read_between_the_tokens_of_others(running: PagedRunningServer) -> None:
-    create, metrics = running.client().completions.create, running.service.metrics
-    sent: Any = {"model": NAME, "prompt": "a", "max_tokens": 500, "logit_bias": GO_ON}
-    stream = create(**sent, stream=True)
-    next(stream)
-    before = metrics.generation_tokens
-    # 24 chunks, and the stream gets a token after each.
-    create(model=NAME, prompt=[11] * 1500, max_tokens=1)
-    assert metrics.generation_tokens - before > 12
-    stream.close()
-
-
-def test_a_prompt_that_ends_at_a_stop_word_makes_room_for_the_next_of_its_request(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running.service.thread._admission, "places", 1)
-    create = running.client().completions.create
-    said = create(model=NAME, prompt="import os\n", temperature=0)
-    answer = create(
-        model=NAME,
-        prompt=["import os\n"] * 2,
-        max_tokens=900,
-        temperature=0,
-        stop=said.choices[0].text[:1],
-    )
-    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
 
 
 def test_with_keys_prompts_are_apart_and_what_tells_of_clients_needs_one(

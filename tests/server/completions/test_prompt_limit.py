@@ -41,13 +41,6 @@ def test_the_context_length_is_the_longest_prompt() -> None:
     assert "--max-prompt-tokens" in refused.message
 
 
-def test_an_option_replaces_it() -> None:
-    limit(2000).require(2000)
-    with pytest.raises(APIError, match="501 tokens > 500 maximum of this server"):
-        limit(500).require(501)
-    limit(length=None).require(10**9)
-
-
 def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
     inner, text = Tokenizer(), "a" * 3_000_000
     tokenizer = LimitedTokenizer(inner, limit())

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.client import HTTPConnection
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ import pytest
 from openai import OpenAI
 
 from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
-from paged_kv.server.server_command import run
-from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.patience import wait_until
 from tests.support.ports import free_port
 from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.server_process import metrics, post, server_process

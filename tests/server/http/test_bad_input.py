@@ -177,24 +177,6 @@ def test_an_encoding_that_is_not_known_says_which_are(
     assert_serves(client, CHAT)
 
 
-def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnection) -> None:
-    def asked(path: str, **body: Any) -> tuple[int, Any]:
-        return post(client, path, json.dumps(body).encode())
-
-    assert asked(TEXT, prompt=[5] * MOST_TOKENS)[0] == 200
-    long = {"prompt": [5] * (MOST_TOKENS + 1)}
-    # Longer than what is made tokens of at once.
-    text = "a b c " * 20_000
-    wordy = {"messages": [{"role": "user", "content": text}]}
-    for path, body in ((TEXT, long), (TEXT, {"prompt": text}), (CHAT, wordy)):
-        status, answer = asked(path, **body)
-        assert status == 400
-        assert_refused(answer, 400, "prompt" if path == TEXT else "messages")
-        assert answer["error"]["code"] == "context_length_exceeded"
-        assert "--max-prompt-tokens" in answer["error"]["message"]
-        assert_serves(client, path)
-
-
 def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:
     """The server's answer to these bytes, as status and content."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as raw:

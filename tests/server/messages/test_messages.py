@@ -191,7 +191,7 @@ def test_a_conversation_is_the_prompt_that_chat_completions_make_of_it(
     plain = {"type": "text", "media_type": "text/plain", "data": "In a."}
     document = {"type": "document", "source": plain, "title": "A", "context": None}
     parts = {"type": "content", "content": [{"type": "text", "text": "In b."}]}
-    found = {"type": "search_result", "source": "file:a", "title": "A", "citations": None}
+    found: Any = {"type": "search_result", "source": "file:a", "title": "A", "citations": None}
     found |= {"content": [{"type": "text", "text": "empty"}]}
     nothing = {"caller": None, "toolset_name": None}
     call = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}, **nothing}

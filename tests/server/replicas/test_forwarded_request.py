@@ -1,6 +1,7 @@
 """What of a request tells the router where its prefix is."""
 
 import json
+import pickle
 from argparse import Namespace
 from itertools import takewhile
 from typing import Any
