@@ -20,7 +20,7 @@ from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.server.completions import parse_tool_call
 from paged_kv.server.completions.limited_process import run_python
-from paged_kv.server.completions.open_call import OpenCall
+from paged_kv.server.completions.open_call import open_call
 from paged_kv.server.completions.worker_threads import WorkerThreads
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class ChoiceCalls:
         self._parse = partial(calls.parse, parser, tools)
         # Without tools a text is no call; and of a whole answer nobody reads a part.
         form = parser.__module__.rpartition(".")[2] if is_streamed and tools else ""
-        self._new_call = partial(OpenCall, form)
+        self._new_call = partial(open_call, form, tools)
         self._open = self._new_call()
         self._index = 0
         # Gets what is parsed already.
@@ -92,27 +92,35 @@ class ChoiceCalls:
         Args:
             texts: of calls that have ended.
             open_text: what is written of the next one. In streams its arguments come in pieces, in
-                the forms that `OpenCall` reads.
+                the forms that `open_call` reads.
         """
         found: list[dict[str, Any]] = []
         for text in texts:
-            found += self._pieces(text) if self._open.has_begun else await self._parsed(text)
+            found += await self._ended(text)
             self._open = self._new_call()
         return [*found, *self._pieces(open_text)]
 
-    async def _parsed(self, text: str) -> list[dict[str, Any]]:
+    async def _ended(self, text: str) -> list[dict[str, Any]]:
+        pieces = list(self._pieces(text)) if self._open.has_begun else []
+        if self._open.is_whole:
+            return pieces
         try:
-            calls: list[dict[str, Any]] = self._format([await self._parse(text)])
+            parsed = await self._parse(text)
+            if not self._open.has_begun:
+                return list(self._format([parsed]))
+            return [*pieces, self._piece(self._open.rest(parsed["arguments"]))]
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
-            return []
-        return calls
+            return pieces
+
+    def _piece(self, arguments: str) -> dict[str, Any]:
+        return {"index": self._index, "function": {"arguments": arguments}}
 
     def _pieces(self, text: str) -> Iterator[dict[str, Any]]:
         for head, arguments in self._open.take(text):
             if head is None:
-                yield {"index": self._index, "function": {"arguments": arguments}}
+                yield self._piece(arguments)
             else:
                 (call,) = self._format([{**head, "arguments": {}}])
                 self._index = call["index"]

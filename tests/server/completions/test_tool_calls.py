@@ -137,6 +137,18 @@ FORMS = {
         "<|tool_call_end|>"
         for number in range(2)
     ),
+    # Texts that look like their end, like none, and like null; then a value that is no text.
+    **{
+        f"qwen3_coder {number}": f"\n<function=write>\n<parameter=path>\n{path}\n</parameter>\n"
+        f"<parameter=text>{text}</parameter>\n{rest}</function>\n"
+        for number, (path, text, rest) in enumerate(
+            [
+                ('a "b\\\n</para\n\n', "nullable\n</parameter", ""),
+                ("NULL", "", "<parameter=lines>\n[1, 2]\n</parameter>\n"),
+                ("nul", "\n\n\n", "<parameter=all>\ntrue\n</parameter>\n"),
+            ]
+        )
+    },
 }
 
 
@@ -144,7 +156,7 @@ FORMS = {
 @pytest.mark.parametrize("step", [1, 7, 60])
 def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> None:
     text = FORMS[form]
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{form}").parse_tool_call
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{form.split()[0]}").parse_tool_call
 
     async def streamed(calls: CallParser) -> list[Any]:
         choice = ChoiceCalls(calls, parser, TOOLS, is_streamed=True)
@@ -164,8 +176,7 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
     for piece in pieces:
         joined[piece["index"]] += piece["function"]["arguments"]
     assert [json.loads(each) for each in joined] == [each["arguments"] for each in expected]
-    if step == 1:
-        assert max(len(each["function"]["arguments"]) for each in pieces[:-1]) == 1
+    assert max(len(each["function"]["arguments"]) for each in pieces) < 30 + step
 
 
 def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_read_whole() -> None:
