@@ -25,8 +25,8 @@ _KINDS = ("text", "image_url", "input_image", "image")
 
 
 def copied(messages: Sequence[Any]) -> list[Any]:
-    """Messages to change: mlx-lm puts texts in the place of contents, and objects in that of the
-    arguments of calls. All else is shared: a copy of millions of objects would take seconds."""
+    """Messages to change, with the arguments of calls as objects: mlx-lm puts texts in the place of
+    contents. All else is shared: a copy of millions of objects would take seconds."""
     return [_copied_message(message) for message in messages]
 
 
@@ -41,7 +41,19 @@ def _copied_message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _copied_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
-    return {**call, "function": {**function}} if isinstance(function, dict) else call
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """The arguments of a call. Those that are cut or no object stay readable as a text in one: a
+    broken call must not end a conversation, and templates go through the names of arguments."""
+    try:
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        parsed = given
+    return parsed if isinstance(parsed, dict) else {"arguments": given} if parsed else {}
 
 
 def require_parts(

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server
-from transformers import PreTrainedTokenizerBase
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
@@ -30,6 +29,7 @@ from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLim
 from paged_kv.server.engine.image_support import EmbeddedImages
 from paged_kv.server.engine.jobs import HeldPrompt, Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.engine.template_roles import template_text
 from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.schema import ChatBody
 
@@ -133,13 +133,7 @@ def shows_tools(tokenizer: Any) -> bool:
     """Whether prompts that a tokenizer of mlx-lm makes of messages can name tools."""
     if tokenizer.has_tool_calling or tokenizer._chat_template is not None:
         return True
-    inner = tokenizer._tokenizer
-    render = PreTrainedTokenizerBase.apply_chat_template
-    if getattr(type(inner), "apply_chat_template", render) is not render:
-        return True
-    template = inner.chat_template
-    texts = template.values() if isinstance(template, dict) else [template or ""]
-    return any("tools" in text for text in texts)
+    return "tools" in template_text(tokenizer)
 
 
 # Each part is published when it is computed, and the other server begins to read it.
@@ -221,7 +215,7 @@ class _Chat:
 
     def prompt(self) -> Prompt:
         """All of it."""
-        loaded, messages = self.loaded, copied(self.body.messages)
+        loaded, messages = self.loaded, self._fitted(self.body.messages)
         has_images = any(server._image_parts(messages))
         if has_images:
             require_no_marks(messages, loaded.media_marks.values())
@@ -243,10 +237,14 @@ class _Chat:
         if mark.messages >= len(messages) or prompt.media is not None:
             return len(prompt.tokens)
         try:
-            tokens, *_ = self._tokenized(copied(messages[: mark.messages]), self.tokenizer)
+            tokens, *_ = self._tokenized(self._fitted(messages[: mark.messages]), self.tokenizer)
         except Exception:
             return len(prompt.tokens)
         return common_prefix(tokens, prompt.tokens)
+
+    def _fitted(self, messages: Sequence[Any]) -> list[Any]:
+        """Messages to change, in roles that the template takes."""
+        return self.loaded.roles.fitted(copied(messages), self.body.role_mapping or {})
 
     def _with_images(self, messages: list[Any]) -> Prompt:
         """The prompt for a model of mlx-vlm.

@@ -155,7 +155,8 @@ class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    # An object, unless an answer was cut.
+    input: Any
     caller: NotRequired[Any]
 
 

@@ -55,12 +55,21 @@ TEMPLATE = """\
 {%- endif %}"""
 
 
-def agent_folder(parent: Path) -> str:
+# Refuses instructions behind the first message, as Qwen3.5's.
+STRICT = TEMPLATE.replace(
+    "{%- if message.role == 'tool' %}",
+    "{%- if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{%- if message.role == 'tool' %}",
+)
+
+
+def agent_folder(parent: Path, template: str = TEMPLATE) -> str:
     """The folder of such a model, made within another."""
     source, folder = MODEL_FOLDERS["stdlib-llama"], parent / "agent"
     shutil.copytree(source, folder)
     _change(folder / "config.json", eos_token_id=_id(END), max_position_embeddings=CONTEXT)
-    _change(folder / "tokenizer_config.json", eos_token=END, chat_template=TEMPLATE)
+    _change(folder / "tokenizer_config.json", eos_token=END, chat_template=template)
     known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     added = [known[0] | {"id": _id(mark), "content": mark, "special": False} for mark in MARKS]
     _change(folder / "tokenizer.json", added_tokens=[*known, *added])

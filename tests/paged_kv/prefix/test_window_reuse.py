@@ -332,5 +332,3 @@ def test_pages_that_no_prompt_can_resume_from_go_before_those_of_others() -> Non
     left = index.known("", idle).num_tokens // 256
     assert index.evict(lambda: not index.known("", idle).num_tokens) == left > 4
     assert found(other) == 2000
-
-

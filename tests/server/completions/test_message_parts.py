@@ -67,6 +67,24 @@ def test_the_files_of_images_are_decoded() -> None:
             image_files(user(image(url)))
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('{"path": "a.', {"arguments": '{"path": "a.'}),
+        ('["a"]', {"arguments": '["a"]'}),
+        ("[" * 9999, {"arguments": "[" * 9999}),
+        (["a"], {"arguments": ["a"]}),
+        *((empty, {}) for empty in ("", "null", None)),
+    ],
+)
+def test_arguments_that_are_no_object_are_shown_as_a_text(given: Any, shown: Any) -> None:
+    """Templates go through their names. A broken call must not end a conversation."""
+    call = {"function": {"name": "f", "arguments": given}}
+    (message,) = copied([{"role": "assistant", "tool_calls": [call]}])
+    process_message_content([message])
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
 def test_marks_of_images_in_texts_are_refused() -> None:
     parts = [{"type": "text", "text": "<pa"}, {"type": "text", "text": "d>"}]
     for messages in (
