@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx_lm.server import process_message_content
 
 from paged_kv.server.completions import message_parts
 from paged_kv.server.completions.message_parts import (
+    copied,
     image_files,
     inline_image_urls,
     require_no_marks,
