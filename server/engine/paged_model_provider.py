@@ -70,7 +70,6 @@ class LoadedModel:
         has_states: whether it has recurrent layers.
         quantises: whether its full pages are quantised, or may be.
         text_machine: separates reasoning and tool calls from text.
-        callless_machine: the same where no tool may be called: texts like calls are texts.
         roles: those that its chat template takes.
         grammars: compiled for its tokenizer.
     """
@@ -87,26 +86,8 @@ class LoadedModel:
     has_states: bool
     quantises: bool
     text_machine: TextStateMachine
-    callless_machine: TextStateMachine
     roles: TemplateRoles
     grammars: ModelGrammars
-
-
-class Callless:
-    """A tokenizer of mlx-lm, for a text machine that finds no calls."""
-
-    has_tool_calling = False
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        edges = tokenizer.response_transitions
-        self.response_transitions = {
-            state: [(mark, to) for mark, to in marks if to != "tool"]
-            for state, marks in edges.items()
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
 
 class PagedModelProvider(ModelProvider):
@@ -316,7 +297,6 @@ class PagedModelProvider(ModelProvider):
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             quantises=any(factory.pool.quantises for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),
-            callless_machine=make_text_state_machine(Callless(tokenizer)),
             roles=roles_of(tokenizer, options.chat_template_args),
             grammars=ModelGrammars(tokenizer, vocab_size),
         )
