@@ -55,15 +55,6 @@ TEMPLATE = """\
 {%- endif %}"""
 
 
-# Refuses instructions behind the first message, as Qwen3.5's.
-STRICT = TEMPLATE.replace(
-    "{%- if message.role == 'tool' %}",
-    "{%- if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
-    "{%- if message.role == 'tool' %}",
-)
-
-
 def agent_folder(parent: Path, template: str = TEMPLATE) -> str:
     """The folder of such a model, made within another."""
     source, folder = MODEL_FOLDERS["stdlib-llama"], parent / "agent"

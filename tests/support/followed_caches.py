@@ -24,8 +24,8 @@ from paged_kv.kernels.pages.page_format import FormatName
 from paged_kv.steps.read import PagedRead
 from tests.support.quantised_oracle import PAGE, QuantisedOracle, oracle_caches
 
-# Measured with every instruction set: tests/project/test_followed_caches.py shows that a distance
-# stays several times below 1 however sums are rounded, and exceeds 1 several times for a fault.
+# Measured with every instruction set: a distance stays several times below 1 however sums are
+# rounded, and exceeds 1 several times where a page has a wrong scale, token or number.
 # The first is for a single token: a number rounded to the next of 16 codes is at most 0.13 of its
 # token's size. The second is for the mean of all tokens, of which few are rounded otherwise.
 LARGEST_APART, MEAN_APART = 0.2, 1e-3

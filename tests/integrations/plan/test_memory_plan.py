@@ -80,33 +80,6 @@ def test_a_run_takes_what_the_plan_says(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_summaries_of_keys_are_counted() -> None:
-    model: Any = small_model("qwen3", num_hidden_layers=1)
-    mx.eval(model.parameters())
-    planner = Planner([model], 1 << 30)
-    plan = planner.plan(replace(WISH, read_tokens=1024))
-    without = planner.plan(WISH)
-    # A mean and a variance of 16 bits for every 32 keys and values of 32 bits.
-    assert plan.pages == without.pages * (1 + 1 / 64)
-    assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
-
-
-@pytest.mark.slow
-def test_pages_out_of_memory_count_as_their_summaries(tmp_path: Path) -> None:
-    planner = Planner([small_model("qwen3", num_hidden_layers=1)], 1 << 30)
-    wish = replace(WISH, context=64 << 10, sessions=1, read_tokens=1024)
-    without, plan = (
-        planner.plan(replace(wish, offload=offload)) for offload in (None, str(tmp_path))
-    )
-    # Of 256 pages memory holds the first one, the latest four and frames for 2,048 tokens.
-    kept = 13 / 256
-    assert plan.pages == pytest.approx(without.pages * (kept + (1 - kept) / 65))
-    assert without.longest is not None
-    assert plan.longest is not None
-    assert plan.longest > 40 * without.longest
-
-
-@pytest.mark.slow
 def test_weights_are_counted_before_they_are_read() -> None:
     plan = Planner([embedded()], 1 << 30).plan(replace(WISH, sessions=2))
     before = mx.get_active_memory()
@@ -133,20 +106,6 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
     plan = Planner([lazy], 1 << 30).plan(WISH)
     assert mx.get_active_memory() - before < plan.weights / 2
     assert len(lazy.layers) == 12
-
-
-def test_layers_are_whole_again_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = small_model("qwen3", num_hidden_layers=6)
-    layers = list(model.layers)
-    factory = PagedCacheFactory(model, max_bytes="64MB")
-
-    def failing(*_: Any) -> int:
-        raise RuntimeError("planned")
-
-    monkeypatch.setattr(working_memory, "_measured", failing)
-    with pytest.raises(RuntimeError, match="planned"):
-        working_memory.working_memory(model, factory.make_cache)
-    assert list(model.layers) == layers
 
 
 @pytest.mark.soak

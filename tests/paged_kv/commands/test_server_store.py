@@ -45,27 +45,6 @@ def told(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_folder_is_copied_to_a_server_and_back(
-    redis: RedisServer,
-    secret: list[str],
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for done in (3, 0):
-        command = ["store", "copy", redis.address, "--store", str(folder), "--json", *secret]
-        assert main(command) == 0
-        assert told(capsys)["entries"] == done
-    assert main(["store", "list", "--store", redis.address, "--json", *secret]) == 0
-    assert len(told(capsys)) == redis.client().dbsize() == 3
-    other = tmp_path / "other"
-    assert main(["store", "copy", str(other), "--store", redis.address, *secret]) == 0
-    assert "3 entries copied" in capsys.readouterr().out
-    with open_store(other) as store, open_store(folder) as first:
-        assert store.stored_keys() < first.stored_keys()
-        assert len(store.stored_keys()) == 3
-
-
 def test_verify_names_what_gc_removes(
     redis: RedisServer, secret: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

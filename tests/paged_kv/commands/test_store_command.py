@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.store.keys import EntryPlace
-from tests.support.store_entries import PAGES, entry, is_right, links, open_store, prompt
+from tests.support.store_entries import entry, links, open_store, prompt
 
 
 @pytest.fixture
@@ -67,21 +66,3 @@ def test_verify_names_everything_that_is_wrong_and_gc_removes_it(
     assert not two.exists()
     assert three.exists()
     assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_export_and_import(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
-) -> None:
-    archive, other = tmp_path / "pages.tar", tmp_path / "other"
-    assert run(folder, "export", str(archive)) == 0
-    assert run(folder, "export", str(archive)) == 1
-    assert "exists, and export overwrites nothing" in capsys.readouterr().err
-    assert run(other, "import", str(archive)) == 0
-    with open_store(other) as store:
-        for link in links(prompt(1, 600)):
-            assert is_right(store.get(EntryPlace(link, PAGES)))
-        assert len(store.stored_keys()) == 4
-    capsys.readouterr()
-    # Again: nothing is new, and nothing is wrong.
-    status, done = run_json(capsys, other, "import", str(archive))
-    assert (status, done["entries"], done["skipped"]) == (0, 0, {})

@@ -3,7 +3,6 @@ parameters."""
 
 import copy
 import gc
-import json
 import random
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.command_line import main
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -156,25 +154,6 @@ def test_prompts_that_begin_alike_are_told_unless_their_salts_differ(
     events.arrived("in time", 700, 5)
     flush(pool)
     assert sum(line.startswith("q") for line in lines(path)) == 8
-
-
-def test_replay_prints_both_and_what_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    path = str(tmp_path / "trace")
-    assert main(["trace", "synthesize", path, "--sequences", "8", "--lengths", "300"]) == 0
-    assert main(["trace", "replay", path]) == 0
-    assert "as recorded" in capsys.readouterr().out
-    assert main(["trace", "replay", path, "--max-kv-bytes", "100MB", "--page-size", "16"]) == 0
-    assert "100.00 MB, 16 tokens a page" in capsys.readouterr().out
-    assert main(["trace", "replay", path, "--json"]) == 0
-    content: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert content["recorded"] == content["replayed"]
-    # 32 layers, keys and values, 8 heads of 128 numbers of 2 bytes.
-    assert content["recorded"]["peak_allocated"] == 8 * 300 * 32 * 2 * 8 * 128 * 2
-    assert main(["stats", path]) == 0
-    assert "block tables 8" in capsys.readouterr().out
 
 
 @pytest.mark.slow

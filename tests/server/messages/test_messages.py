@@ -313,22 +313,6 @@ def test_lines_that_change_with_every_request_do_not_break_the_prefix(
     assert BILLING in prompts[4]
 
 
-@pytest.mark.slow
-def test_every_line_is_kept_on_demand(script: Script, tmp_path: Path) -> None:
-    options = ["--model", agent_folder(tmp_path), "--skip-system-lines"]
-    with paged_server(*options) as running, anthropic_client(running) as client:
-        script.says("A.", "A.")
-        asked = {**ASK, "model": "default_model"}
-        counts = [
-            client.messages.count_tokens(
-                model="default_model", messages=ASK["messages"], system=system
-            ).input_tokens
-            for system in ("Short.", f"{BILLING}1;\nShort.")
-        ]
-        assert counts[0] < counts[1]
-        assert client.messages.create(**asked).usage.input_tokens < counts[0]
-
-
 def test_tokens_are_counted_without_generating(
     client: Anthropic, running: PagedRunningServer, script: Script
 ) -> None:
@@ -451,17 +435,6 @@ def test_fields_that_change_the_meaning_work_or_are_refused(
         assert body["error"]["details"]["param"].partition(".")[0] in more
 
 
-def test_images_need_a_model_that_reads_them(running: PagedRunningServer) -> None:
-    for source in (
-        {"type": "base64", "media_type": "image/png", "data": "aaaa"},
-        {"type": "url", "url": "http://127.0.0.1:9/a.png"},
-    ):
-        content = [{"type": "image", "source": source}]
-        body = {**ASK, "messages": [{"role": "user", "content": content}]}
-        status, _, answer = raw(running, body)
-        assert (status, answer["error"]["details"]["param"]) == (400, "messages")
-
-
 def events_of(running: PagedRunningServer, body: Any) -> list[tuple[str, Any]]:
     """The names and the objects of a stream's events."""
     client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
@@ -537,18 +510,3 @@ def test_what_a_mark_of_an_hour_ends_is_counted_and_held_for_an_hour(
     kept = client.messages.create(**ask).usage.cache_read_input_tokens
     assert kept is not None
     assert hour - 2 <= kept <= hour + 256
-
-
-def test_what_is_held_refuses_no_request(script: Script, tmp_path: Path) -> None:
-    options = ["--model", agent_folder(tmp_path), "--max-kv-bytes", "4MB"]
-    with paged_server(*options) as started:
-        (pool,) = started.pools
-        for name in "abcdefgh":
-            said = f"{name} " + "Remember this. " * 300
-            body: Any = {**ASK, "model": "default_model", "max_tokens": 1, "cache_salt": name}
-            body["messages"] = [{"role": "user", "content": marked(said, HOUR)}]
-            status, _, answer = raw(started, body)
-            assert status == 200, answer
-        stats = pool.stats()
-        held = stats.pages_pinned * stats.groups[-1].formats[0].block_bytes
-        assert pool.budget.max_bytes / 4 < held <= pool.budget.max_bytes / 2

@@ -15,29 +15,6 @@ pytestmark = pytest.mark.slow
 MODEL = str(MODEL_FOLDERS["stdlib-llama"])
 
 
-def test_options_are_those_of_the_server_as_texts_or_values() -> None:
-    texts = {
-        "max_kv_bytes": "8MB",
-        "max_tokens": "7",
-        "drop_tools": "true",
-        "open_status": "False",
-        "served_model_name": "one two",
-    }
-    values = {
-        "max_kv_bytes": "8MB",
-        "max_tokens": 7,
-        "drop_tools": True,
-        "open_status": False,
-        "served_model_name": ["one", "two"],
-    }
-    from_texts, from_values = (server_options({"model": MODEL, **each}) for each in (texts, values))
-    assert vars(from_texts) == vars(from_values)
-    assert from_texts.drop_tools
-    assert not from_texts.open_status
-    assert from_texts.served_model_name == ["one", "two"]
-    assert from_texts.max_kv_bytes == 8_000_000
-
-
 def test_paths_are_full_as_replicas_start_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,23 +251,6 @@ def test_tries_have_an_end(error: Exception) -> None:
     assert len(replicas.asked) == MOST_TRIES
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_an_end_is_known_before_the_client_has_it(says_so: bool) -> None:
-    """The next request of the client may come before Ray Serve tells the router."""
-    last = part(b"{}", more=False)
-    if not says_so:  # as Starlette's answers
-        del last["more_body"]
-    replicas = FakeReplicas({"a": [[start()], [last]]}, in_turn("a"))
-    ended = []
-
-    def note(message: Message) -> None:
-        (asked,) = replicas.asked
-        ended.append(asked.progress.has_ended)
-
-    ask(replicas, on_message=note)
-    assert ended == [True, True]  # both are sent at once
-
-
 def test_a_client_that_leaves_cancels_its_request() -> None:
     replicas = FakeReplicas({"a": ["wait"]}, in_turn("a"))
     assert ask(replicas, leaves=True).messages == []

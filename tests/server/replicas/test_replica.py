@@ -1,7 +1,6 @@
 """How a replica hands on what its application sends."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -18,27 +17,6 @@ REQUEST = ForwardedRequest({"type": "http", "path": "/x"}, b"a body")
 
 def part(number: int) -> Message:
     return {"type": "http.response.body", "body": b"%d" % number, "more_body": number < 5}
-
-
-def test_messages_come_as_they_are_sent_and_several_at_once() -> None:
-    received: list[Any] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        received.extend([scope, await receive()])
-        for number in (1, 2, 3):
-            await send(part(number))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await send(part(4))
-
-    async def run() -> list[list[Message]]:
-        return [messages async for messages in _answered(app, REQUEST)]
-
-    found = asyncio.run(run())
-    assert [message for some in found for message in some] == [part(n) for n in (1, 2, 3, 4)]
-    assert found[0] == [part(1), part(2), part(3)]
-    body = {"type": "http.request", "body": b"a body", "more_body": False}
-    assert received == [REQUEST.scope, body]
 
 
 def test_an_application_is_told_that_its_client_has_left() -> None:

@@ -1,9 +1,7 @@
 """Responses are kept for their owners, up to a number, an age and a size."""
 
-import gc
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -104,20 +102,3 @@ def test_what_is_too_large_drives_out_no_other() -> None:
     none = kept(max_responses=0)
     none.keep(None, turn("a"))
     assert names(none) == ""
-
-
-def test_bytes_are_counted_right_from_several_threads() -> None:
-    store = kept(max_responses=5)
-
-    def many(number: int) -> None:
-        previous = None
-        for each in range(200):
-            previous = turn(f"{number}-{each}", 10, previous if each % 4 else None)
-            store.keep(number, previous)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(many, range(4)))
-    for owner, name in list(store._turns):
-        store.delete(owner, name)
-    gc.collect()
-    assert store.nbytes == 0
