@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import mlx.core as mx
@@ -225,18 +225,25 @@ def _pool_for(
 
     def fit(pool: PagePool) -> tuple[bool, bool, bool, int]:
         is_same_model = _version_of(pool, row.get("model", "")) is not None
-        is_same_format = pool.page_format.name == page_format
-        return is_same_model, pool.geometry(layer) == geometry, is_same_format, pool.serial
+        is_alike = is_same_model or pool.geometry(layer) is not None
+        return is_same_model, is_alike, pool.page_format.name == page_format, pool.serial
 
     fitting = [
         pool
         for pool in open_pools.items()
         if (pool.num_layers, pool.windows) == (num_layers, windows)
-        and pool.geometry(layer) in (None, geometry)
+        and _are_alike(pool.geometry(layer), geometry)
     ]
     return max(fitting, key=fit, default=None) or PagePool(
         num_layers, windows=windows, page_format=page_format, name="loaded prompt cache"
     )
+
+
+def _are_alike(one: LayerGeometry | None, other: LayerGeometry | None) -> bool:
+    """Whether pages of one geometry can be those of the other; pages may be summarised or not."""
+    if one is None or other is None:
+        return True
+    return replace(one, has_summaries=other.has_summaries) == other
 
 
 def _version_of(pool: PagePool, identity: str) -> int | None:
