@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -125,8 +125,6 @@ class PrefixCache:
         self.has_states = has_states
         self.rates = Rates()
         self._lower: LowerTier | None = None
-        if has_states or pool.windows:
-            pool.index.can_resume = self._can_resume_within
 
     def __len__(self) -> int:
         """Cached prompts that are not a prefix of another."""
@@ -366,19 +364,9 @@ class PrefixCache:
                 return start
             match = Match(match.nodes[: -(-min(known) // PAGE_SIZE)], min(known))
 
-    def _can_resume_within(self, node: Node) -> bool:
-        """Whether prompts can resume behind some of a node's tokens. O(nodes before it)."""
-        path = node.path()
-        slots = (node.slots_of(group.allocator) for group in self._window_groups())
-        ends = {len(node.tokens), *(each.last for each in chain.from_iterable(slots))}
-        begin = node.use.position - len(node.tokens)
-        return any(self._start(Match(tuple(path), begin + end), begin).num_tokens for end in ends)
-
-    def _start(self, match: Match, least: int = 0) -> _Start:
-        """The longest part of a match that all layers can reuse, if it is longer than `least`."""
+    def _start(self, match: Match) -> _Start:
+        """The longest part of a match that all layers can reuse."""
         for num_tokens, snapshot in self._candidates(match):
-            if num_tokens <= least:
-                break
             rings = {
                 group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
                 for group in self._window_groups()
