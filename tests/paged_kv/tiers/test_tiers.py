@@ -284,6 +284,18 @@ def test_a_short_secret_is_refused_and_not_repeated(tmp_path: Path, damage: byte
     assert not damage or damage.decode() not in str(refused.value)
 
 
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
+    found = parse_address("rediss://me@host:7000/3?password=env:PASSWORD_OF_REDIS")
+    assert found == RedisAddress("host", 7000, 3, True, "me", password="hunter2")
+    assert "hunter2" not in f"{found} {found!r}"
+    (tmp_path / "keys").write_text("id\nkey\n")
+    found = parse_address(f"s3://bucket/a/b?endpoint=http://h:9&credentials={tmp_path}/keys")
+    assert found == S3Address("bucket", "a/b", "http://h:9", None, "id", "key")
+    assert "'key'" not in f"{found} {found!r}"
+    assert parse_address("pages") == Path("pages")
+
+
 def test_wrong_addresses_are_refused_without_their_passwords() -> None:
     for text, message in (
         ("http://host", "cannot be at http://"),
