@@ -1,13 +1,13 @@
 """The Python time of a step, with mlx-lm's caches and with pages: python -m benches.host_cost
 
 A decode step of a small llama of 24 layers is built but not computed, in turns on both kinds of
-caches: a GPU would wait for this. Kernels only make arrays here ("metal", "cuda"), and calls of the
-CPU library return at once ("native"; there a step's awaited arrays are computed as well). "metal,
+caches: a GPU would wait for this. Kernels only make arrays here ("metal", "cuda"). "metal,
 recorded" calls the real `mx.fast.metal_kernel`, which MLX takes without a GPU while it exports a
 function: mlx-lm's step is recorded in the same way. "metal, compiled" and "cuda, compiled" repeat
 recorded steps, in which each kernel is one operation of MLX's graph. Figures are microseconds of
-the calling thread's time a layer, medians, and medians of the ratios within a turn. Rows of
-compiled steps also have:
+the calling thread's time a layer, medians, and medians of the ratios within a turn. The CPU's
+kernels are left out: they compute each layer while the step is built. Rows of compiled steps also
+have:
 
     uncompiled_microseconds    the same step, taken by Python
     recording_steps            what a recording costs, in such steps
@@ -16,7 +16,6 @@ compiled steps also have:
 """
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,14 +32,13 @@ from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.integrations.bench.turns import ratio, spread
 from paged_kv.integrations.compiled import recordings
 from paged_kv.kernels import backends
-from paged_kv.kernels.cpu.native_library import NativeLibrary
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import DONE
 from paged_kv.kernels.gpu.order import Chain
 from paged_kv.pool.page_pool import PagePool
 
 LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64
-BACKENDS = ("metal", "metal, compiled", "metal, recorded", "cuda", "cuda, compiled", "native")
+BACKENDS = ("metal", "metal, compiled", "metal, recorded", "cuda", "cuda, compiled")
 CONTEXTS, BATCHES, TURNS, RECORDINGS = (300, 8192), (1, 8), 60, 7
 # Of a side in a turn, the last one counts: a run takes the same step again and again, and the first
 # finds a processor's caches full of what the other side did.
@@ -147,16 +145,8 @@ class RecordedMaker(ArrayMaker):
 @contextmanager
 def backend(name: str, maker: ArrayMaker) -> Iterator[None]:
     """Let pools made within use a backend whose kernels do nothing."""
-    if name == "native":
-        with (
-            patch.dict(os.environ, PAGED_KV_BACKEND=name),
-            patch.object(NativeLibrary, "write", lambda *_: None),
-            patch.object(NativeLibrary, "attend", lambda *_: None),
-        ):
-            yield
-    else:
-        with patch.object(backends, "_best", lambda: GpuBackend(name.partition(",")[0], maker)):
-            yield
+    with patch.object(backends, "_best", lambda: GpuBackend(name.partition(",")[0], maker)):
+        yield
 
 
 def filled(caches: list[Any], batch: int, context: int) -> list[Any]:
