@@ -72,17 +72,22 @@ class ArrayMaker:
     Attributes:
         launches: how many calls there were.
         characters: of the text of each kernel, by name.
+        inputs: of the calls, which a graph of MLX's would hold: else they were freed in the step.
     """
 
     def __init__(self) -> None:
         self.launches = 0
         self.characters: dict[str, int] = {}
+        self.inputs: list[list[mx.array]] = []
 
     def __call__(self, *, name: str, source: str, header: str, **_: Any) -> Callable[..., Any]:
         self.characters[name] = len(source) + len(header)
 
-        def kernel(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        def kernel(
+            *, inputs: list[mx.array], output_shapes: Any, output_dtypes: Any, **_: Any
+        ) -> list[mx.array]:
             self.launches += 1
+            self.inputs.append(inputs)
             return list(map(mx.zeros, output_shapes, output_dtypes))
 
         return kernel
@@ -179,6 +184,7 @@ def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
     def seconds() -> float:
         before = [_attributes(cache) for cache in stock]
         took = maker.call(build, tokens)
+        maker.inputs.clear()
         for cache, attributes in zip(stock, before, strict=True):
             vars(cache).update(attributes)
         if isinstance(first, PagedKVCache):
