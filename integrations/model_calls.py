@@ -64,6 +64,67 @@ def _hook(kind: Any) -> Undo:
     return replace_call(kind, _call_of(kind))
 
 
+class _Caches:
+    """What a call of a model changes: the caches of a factory among those that it is given, and the
+    others beside them.
+
+    As a context, it undoes a call that fails within: it lets all caches be as they were.
+
+    Attributes:
+        first: the factory's first.
+        known: all of them.
+        others: what those hold that have no pages.
+    """
+
+    def __init__(self, first: Any, known: Iterable[Any], others: list[_SavedCache]) -> None:
+        self.first = first
+        self.known = known
+        self.others = others
+        self._began = 0
+
+    @classmethod
+    def of(cls, given: Any) -> _Caches | None:
+        """Those of a call; None if none of them is a factory's."""
+        caches = given if isinstance(given, list | tuple) else ()
+        # Not a call for each cache of a model that has no others.
+        if set(map(type, caches)) == _PAGED:
+            return cls(caches[0], caches, [])
+        known = list(_with_inner(caches))
+        ours = [each for each in known if isinstance(each, PagedKVCache | CountedArraysCache)]
+        if not ours:
+            return None
+        others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
+        return cls(ours[0], known, others)
+
+    def __enter__(self) -> None:
+        self._began = next(step_numbers)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Let the caches be as they were before the call."""
+        for each in self.known:
+            step = each.batch.step if isinstance(each, PagedKVCache) else None
+            if step is not None and step.number > self._began:
+                step.undo()
+        for held in self.others:
+            held.put_back()
+
+    def note_step(self, tokens: mx.array | None, given: Any) -> None:
+        """Note what recurrent layers took in, and remember their states. Models with images may get
+        embeddings and no tokens."""
+        if isinstance(self.first, CountedArraysCache) and tokens is not None:
+            self.first.note_step(*tokens.shape)
+        if not self.others or tokens is None or tokens.shape[-1] == 1:
+            return
+        if tokens.shape[-1] > MOST_KEPT:
+            for held in self.others:
+                held.part_from_step()
+        _remember_states(self.first, given)
+
+
 def _call_of(kind: Any) -> Any:
     """What takes the place of a class's call."""
     own = kind.__call__
@@ -74,55 +135,43 @@ def _call_of(kind: Any) -> Any:
     @wraps(own)
     def call(model: Module, *args: Any, **options: Any) -> Any:
         stock = headed if heads else own  # not a call for each step of all other models
-        caches: Any = args[1] if len(args) > 1 else options.get("cache")
-        known = caches if isinstance(caches, list | tuple) else ()
-        others: list[_SavedCache] = []
-        # Not a call for each cache of a model that has no others.
-        if set(map(type, known)) == _PAGED:
-            first = known[0]
-        else:
-            known = list(_with_inner(known))
-            ours = [each for each in known if isinstance(each, PagedKVCache | CountedArraysCache)]
-            if not ours:
-                return stock(model, *args, **options)
-            first = ours[0]
-            others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
+        given: Any = args[1] if len(args) > 1 else options.get("cache")
+        caches = _Caches.of(given)
+        if caches is None:
+            return stock(model, *args, **options)
         tokens: Any = args[0] if args else options.get(of_tokens)
         if this_thread.apart is not None:
-            return one_after_another(model, tokens, caches)
-        _note_version(first, tokens)
-        began = next(step_numbers)
-        try:
+            return one_after_another(model, tokens, given)
+        _note_version(caches.first, tokens)
+        with caches:
             output = None
-            if isinstance(first, PagedKVCache):
-                if is_separate or first.pool.rows:
-                    widen(caches, tokens.shape[0])
-                    rows = rows_of(caches)
-                    if len(rows) > 1:
-                        known = [*known, *_with_inner(chain.from_iterable(rows))]
-                        output = one_by_one(partial(stock, model), tokens, caches, rows)
+            if isinstance(caches.first, PagedKVCache):
+                pool = caches.first.pool
+                if is_separate or pool.rows:
+                    output = _separately(partial(stock, model), tokens, given, caches)
                 elif len(args) == 1 and options.keys() == {"cache"} and tokens.shape[1:] == (1,):
-                    recordings = _recordings.get(first.pool)
+                    recordings = _recordings.get(pool)
                     if recordings is not None and recordings.model is model:
-                        output = recordings.take(kind, partial(own, model), tokens, caches)
+                        output = recordings.take(kind, partial(own, model), tokens, given)
             if output is None:
                 output = stock(model, *args, **options)
-        except BaseException:
-            _undo(known, began, others)
-            raise
-        if isinstance(first, CountedArraysCache):
-            first.note_step(*tokens.shape)
-        # Models with images may get embeddings and no tokens.
-        if others and tokens is not None and tokens.shape[-1] > MOST_KEPT:
-            for held in others:
-                held.part_from_step()
-        if others and tokens is not None and tokens.shape[-1] > 1:
-            _remember_states(first, caches)
+        caches.note_step(tokens, given)
         if this_thread.undo is not None:
-            this_thread.undo[:] = [partial(_undo, known, began, others)]
+            this_thread.undo[:] = [caches.undo]
         return output
 
     return call
+
+
+def _separately(step: Any, tokens: mx.array, given: Any, caches: _Caches) -> mx.array | None:
+    """The output of a step that is computed for one sequence after the other; None for one
+    sequence."""
+    widen(given, tokens.shape[0])
+    rows = rows_of(given)
+    if len(rows) == 1:
+        return None
+    caches.known = [*caches.known, *_with_inner(chain.from_iterable(rows))]
+    return one_by_one(step, tokens, given, rows)
 
 
 def _note_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> None:
@@ -191,16 +240,6 @@ class _SavedCache:
     def put_back(self) -> None:
         vars(self._cache).clear()
         vars(self._cache).update(self._attributes)
-
-
-def _undo(known: Iterable[Any], began: int, others: list[_SavedCache]) -> None:
-    """Let caches be as they were before a call that began no step before `began`."""
-    for each in known:
-        step = each.batch.step if isinstance(each, PagedKVCache) else None
-        if step is not None and step.number > began:
-            step.undo()
-    for held in others:
-        held.put_back()
 
 
 def _with_inner(caches: Iterable[Any]) -> Iterator[Any]:
