@@ -29,7 +29,7 @@ from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.kernels import self_test
-from paged_kv.kernels.backends import whole_backend
+from paged_kv.kernels.backends import device_backend
 from paged_kv.kernels.pages.number_format import KEY_FORMATS
 from paged_kv.kernels.self_test import TOLERANCES
 
@@ -188,13 +188,13 @@ def checks() -> Iterator[dict[str, Any]]:
     with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
         for found in pool.map(checks_of, *zip(*kinds, strict=True)):
             yield from found
-    if compiled_steps.why_not(whole_backend()) is None:
+    if compiled_steps.why_not(device_backend()) is None:
         yield finding(compiled_steps.check())
 
 
 def checks_of(dtype: str, page_format: str) -> list[dict[str, Any]]:
     ending = f" {page_format} {dtype.rpartition('.')[2]}"
-    every = self_test.checks(whole_backend())
+    every = self_test.checks(device_backend())
     return [finding(check) for check in every if check.name.endswith(ending)]
 
 

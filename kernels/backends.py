@@ -2,7 +2,7 @@
 operations."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -11,20 +11,13 @@ from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
 from paged_kv.kernels.gpu.recorder import GpuRecorder
-from paged_kv.kernels.left_out import COMPILED_STEPS, left_out
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.partial_backend import PartialBackend, is_read
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.plain.plain_recorder import PlainRecorder
-
-# What a message says of kernels that are left out.
-HEAL = (
-    "were found wrong or slow on this device. `paged-kv doctor` says which, and looks again; "
-    "`paged-kv doctor --reset` uses all of them"
-)
+from paged_kv.kernels.verdicts import verdict_on
 
 
 def _native() -> Backend:
@@ -65,22 +58,27 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def choose_backend() -> Backend:
-    """The best backend for this device without the kernels that `paged-kv doctor` has left out, or
-    the whole backend that PAGED_KV_BACKEND names.
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names; plain operations
+    in the place of one that `paged-kv doctor` found wrong, unless it is named.
 
     Raises:
-        ValueError: see `whole_backend`.
+        ValueError: see `device_backend`.
     """
-    backend = whole_backend()
-    if "PAGED_KV_BACKEND" in os.environ:
+    backend = device_backend()
+    verdict = None if "PAGED_KV_BACKEND" in os.environ else verdict_on(variant(backend))
+    if verdict is None or not verdict.disabled:
         return backend
-    kernels = left_out(variant(backend))
-    kernels.pop(COMPILED_STEPS, None)
-    return _without(backend, kernels)
+    warn_once(
+        f"the {variant(backend)} kernels are disabled, and plain MLX operations serve everything: "
+        "some were found wrong on this device. `paged-kv doctor` says which, and looks again; "
+        "`paged-kv doctor --reset` uses them"
+    )
+    return PlainBackend()
 
 
-def whole_backend() -> Backend:
-    """The best backend for this device, or the one that PAGED_KV_BACKEND names, with all kernels.
+def device_backend() -> Backend:
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names, even if
+    it is disabled.
 
     Raises:
         ValueError: PAGED_KV_BACKEND names no backend, or one that is missing here; or another
@@ -113,17 +111,6 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     return PlainBackend()
 
 
-def _without(backend: Backend, kernels: Mapping[str, str]) -> Backend:
-    """The backend without these kernels. Only reads can be left out alone: see PartialBackend."""
-    if not kernels:
-        return backend
-    if not all(is_read(kernel) for kernel in kernels):
-        warn_once(f"plain MLX operations serve everything: {backend.name} kernels {HEAL}")
-        return PlainBackend()
-    warn_once(f"plain MLX operations serve {', '.join(kernels)}: these kernels {HEAL}")
-    return PartialBackend(backend, kernels)
-
-
 def _best() -> Backend:
     if mx.default_device().type == mx.gpu:
         return _metal() if mx.metal.is_available() else _cuda()
@@ -136,7 +123,7 @@ def _best() -> Backend:
 
 def recorder_of(backend: Backend) -> StepRecorder | None:
     """The recorder of a backend's steps; None if MLX cannot record them, because they are not
-    operations of its graph, or because plain operations stand in for some kernels."""
+    operations of its graph."""
     if isinstance(backend, GpuBackend):
         return GpuRecorder(backend)
     return PlainRecorder() if isinstance(backend, PlainBackend) else None

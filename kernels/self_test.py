@@ -23,16 +23,6 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
-from paged_kv.kernels.partial_backend import (
-    CHOSEN_DECODE,
-    DECODE,
-    GATHER,
-    LATENT_DECODE,
-    PREFILL,
-    STEP_DECODE,
-    WINDOW_DECODE,
-    kernel_name,
-)
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
@@ -60,50 +50,53 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Check:
-    """One kernel on one kind of page.
+    """One operation on one kind of pages.
 
     Attributes:
-        name: the kernel's, such as "decode q4 bfloat16"; see `kernel_name`.
-        run: runs the kernel and returns the error of its result.
+        operation: its name, such as "decode in a window".
+        pages: their format and dtype, such as "q4 bfloat16".
+        run: runs the operation and returns the error of its result.
         tolerance: the largest error that passes.
     """
 
-    name: str
+    operation: str
+    pages: str
     run: Callable[[], float]
     tolerance: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.pages}"
 
 
 def checks(backend: Backend) -> Iterator[Check]:
     """All checks of a backend. Each check makes its own pages."""
-    for dtype in TOLERANCES:
+    for dtype, near in TOLERANCES.items():
         for page_format in KEY_FORMATS:
             test = _Test(
                 backend, page_format, LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
             )
             latent = _Test(backend, page_format, LayerGeometry(1, DIM, dtype, 1, POSITIONS, dtype))
             choice = _ChoiceTest(test)
-            near = TOLERANCES[dtype]
-            if page_format == "fp16":
-                yield Check(kernel_name("summarise", page_format, dtype), choice.summarise, near)
             rounds = backend.name == "native" and page_format == "q4"
             decoded = max(near, ROUNDED_QUERIES) if rounds else near
-            yield from (
-                Check(kernel_name(operation, page_format, dtype), run, tolerance)
-                for operation, run, tolerance in (
-                    ("write", test.write, 0)
-                    if page_format == "fp16"
-                    else ("recode", test.write, OTHER_BYTES),
-                    (DECODE, partial(test.decode, None), decoded),
-                    (WINDOW_DECODE, partial(test.decode, WINDOW), decoded),
-                    (STEP_DECODE, test.write_and_decode, decoded),
-                    (CHOSEN_DECODE, choice.decode, decoded),
-                    (PREFILL, test.prefill, decoded),
-                    (GATHER, test.gather, near),
-                    (LATENT_DECODE, latent.decode_latents, near),
-                    ("copy", test.copy, 0),
-                    ("convert", test.convert, 0.15),
-                )
-            )
+            is_fp16 = page_format == "fp16"
+            operations: list[tuple[str, Callable[[], float], float]] = [
+                *([("summarise", choice.summarise, near)] if is_fp16 else []),
+                ("write", test.write, 0) if is_fp16 else ("recode", test.write, OTHER_BYTES),
+                ("decode", partial(test.decode, None), decoded),
+                ("decode in a window", partial(test.decode, WINDOW), decoded),
+                ("write and decode", test.write_and_decode, decoded),
+                ("decode chosen tokens", choice.decode, decoded),
+                ("prefill", test.prefill, decoded),
+                ("gather", test.gather, near),
+                ("latent decode", latent.decode_latents, near),
+                ("copy", test.copy, 0),
+                ("convert", test.convert, 0.15),
+            ]
+            pages = f"{page_format} {str(dtype).rpartition('.')[2]}"
+            for operation, run, tolerance in operations:
+                yield Check(operation, pages, run, tolerance)
 
 
 class _Test:

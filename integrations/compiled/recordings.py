@@ -29,11 +29,10 @@ from paged_kv.integrations.compiled.recording import (
 from paged_kv.integrations.heads.model_head import ModelHead
 from paged_kv.integrations.heads.noted_outputs import note_outputs
 from paged_kv.kernels.backends import recorder_of, variant
-from paged_kv.kernels.faster_steps import are_faster
-from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, left_out
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.verdicts import device_name, verdict_on
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.recorded import (
     NotRecordable,
@@ -365,13 +364,13 @@ def compiles(choice: bool | None, backend: Backend) -> bool:
         return choice
     if named is not None:
         return named == "1"
-    recorder, name = recorder_of(backend), variant(backend)
-    if recorder is None or not recorder.pays or COMPILED_STEPS in left_out(name):
+    recorder = recorder_of(backend)
+    if recorder is None or not recorder.pays:
         return False
-    if not are_faster(name):
+    verdict = verdict_on(variant(backend))
+    if verdict is None:
         warn_once(
             f"decode steps are not compiled: run `paged-kv doctor` once, which finds out whether "
             f"that is right and faster on this device ({device_name()})"
         )
-        return False
-    return True
+    return verdict is not None and verdict.compiles

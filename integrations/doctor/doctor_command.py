@@ -10,16 +10,15 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     """Add the command's parser."""
     parser = commands.add_parser(
         "doctor",
-        help="run every kernel on this device, check its results and its speed",
+        help="run every kernel on this device, and check its results",
         description=(
             "Says which backend is active and why. Runs every kernel once on this device, and "
-            "compares its results with attention in float64. Then times the kernels that read "
-            "pages beside plain MLX operations. A kernel that is wrong or slower is left out from "
-            "then on: plain operations stand in for it. On GPUs, decode steps that are compiled "
-            "once are compared with steps that Python takes, and used from then on if they are "
-            "right and faster. "
-            "Prints the verdict, all that is wrong or slow, and a line for each operation. "
-            "PAGED_KV_BACKEND selects a whole backend, PAGED_KV_ISA the instruction set of the CPU "
+            "compares its results with attention in float64. If one is wrong, the backend is "
+            "disabled from then on: plain operations serve everything. On GPUs, decode steps that "
+            "are compiled once are compared with steps that Python takes, and used from then on "
+            "if they are right and faster. "
+            "Prints the verdict, all that is wrong, and a line for each operation. "
+            "PAGED_KV_BACKEND selects a backend, PAGED_KV_ISA the instruction set of the CPU "
             "kernels. Exit status 1 if a kernel or a compiled step is wrong."
         ),
         **examples(
@@ -33,8 +32,8 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="first print a line for each check and each time, as soon as it is known: the last "
-        "one tells where a device hangs",
+        help="first print a line for each check, as soon as it is known: the last one tells where "
+        "a device hangs",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -47,7 +46,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     choice.add_argument(
         "--reset",
         action="store_true",
-        help="use all kernels again, compile no steps, and examine nothing",
+        help="use all backends again, compile no steps, and examine nothing",
     )
     parser.set_defaults(run=run_doctor)
 
@@ -57,13 +56,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     # Imported here: all of it needs mlx, and --help does not.
     from paged_kv.integrations.doctor.examination import examine
     from paged_kv.integrations.doctor.report import progress, write_report
-    from paged_kv.kernels.faster_steps import forget_faster
-    from paged_kv.kernels.left_out import forget_left_out
+    from paged_kv.kernels.verdicts import forget_verdicts
 
     if arguments.reset:
-        forget_left_out()
-        forget_faster()
-        print("nothing is left out any more")
+        forget_verdicts()
+        print("no backend is disabled any more")
         return 0
     if arguments.report:
         return write_report(arguments.report, verbose=arguments.verbose)

@@ -1,4 +1,4 @@
-"""Runs every kernel and compiled steps on this device, leaves out what is wrong or slow, and says
+"""Runs every kernel and compiled steps on this device, disables a backend that is wrong, and says
 what it found."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from time import perf_counter
@@ -15,14 +15,11 @@ import mlx.core as mx
 
 from paged_kv.blas_in_use import library_in_use, openblas_version
 from paged_kv.integrations.doctor import compiled_steps
-from paged_kv.integrations.doctor.kernel_times import KernelTime, kernel_times
-from paged_kv.kernels.backends import choose_backend, variant, whole_backend
+from paged_kv.kernels.backends import choose_backend, device_backend, variant
 from paged_kv.kernels.cpu.native_library import load_native_library
-from paged_kv.kernels.faster_steps import note_faster
-from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, leave_out
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.partial_backend import operation_of
 from paged_kv.kernels.self_test import Check, checks
+from paged_kv.kernels.verdicts import Verdict, device_name, record_verdict
 from paged_kv.openblas import how_to_get_openblas
 
 
@@ -31,20 +28,20 @@ class CheckResult:
     """What a check found.
 
     Attributes:
-        name: the check's.
+        check: the check.
         passed: whether its error is within the tolerance.
         finding: the error, or the exception that it raised.
         seconds: how long it took; this includes compiling the kernel.
     """
 
-    name: str
+    check: Check
     passed: bool
     finding: str
     seconds: float
 
     def __str__(self) -> str:
         verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.name:<32} {1e3 * self.seconds:9.1f} ms  {self.finding}"
+        return f"{verdict}  {self.check.name:<32} {1e3 * self.seconds:9.1f} ms  {self.finding}"
 
 
 @dataclass
@@ -53,98 +50,65 @@ class Findings:
 
     Attributes:
         system: lines about the backend, the device, the BLAS and compiled steps.
-        checks: the results of checks, in the order that they ran in.
-        times: the times, in that order too.
+        kernels: the results of checks of kernels, in the order that they ran in.
+        steps: the result of the check of compiled steps; None if none are compiled.
     """
 
     system: list[str] = field(default_factory=list)
-    checks: list[CheckResult] = field(default_factory=list)
-    times: list[KernelTime] = field(default_factory=list)
+    kernels: list[CheckResult] = field(default_factory=list)
+    steps: CheckResult | None = None
 
     @property
-    def wrong(self) -> dict[str, str]:
-        """The names of what is wrong, and what its check said."""
-        return {each.name: each.finding for each in self.checks if not each.passed}
+    def checks(self) -> list[CheckResult]:
+        """The results of all checks."""
+        return self.kernels if self.steps is None else [*self.kernels, self.steps]
 
     @property
-    def slow(self) -> dict[str, str]:
-        """The names of what is slower than what it is compared with, and by how much."""
-        return {
-            each.name: f"{each.ratio:.2f} times as long as {each.other}"
-            for each in self.times
-            if each.is_slow
-        }
+    def wrong(self) -> list[CheckResult]:
+        """The checks that failed."""
+        return [each for each in self.checks if not each.passed]
+
+    @property
+    def disables(self) -> bool:
+        """Whether a kernel is wrong, which disables the backend."""
+        return not all(each.passed for each in self.kernels)
 
     def summary(self) -> str:
-        """The verdict, what is wrong or slow in full, the system, and a line for each group."""
-        problems = [
-            *(str(each) for each in self.checks if not each.passed),
-            *(str(each) for each in self.times if each.is_slow),
-        ]
-        parts = _verdict(self), problems, self.system, self._groups()
-        return "\n\n".join("\n".join(part) for part in parts if part)
+        """The verdict, what is wrong, the system, and a line for each operation."""
+        parts = self._verdict(), map(str, self.wrong), self.system, self._operations()
+        return "\n\n".join(filter(None, map("\n".join, parts)))
 
     def details(self) -> str:
-        """A line for each check and each time."""
-        return "\n".join(map(str, (*self.checks, *self.times)))
+        """A line for each check."""
+        return "\n".join(map(str, self.checks))
 
-    def _groups(self) -> list[str]:
-        """A line for each operation: how many of its checks passed, and its speed."""
-        checks: defaultdict[str, list[CheckResult]] = defaultdict(list)
-        times: defaultdict[str, list[KernelTime]] = defaultdict(list)
-        for result in self.checks:
-            checks[_group(result.name)].append(result)
-        for time in self.times:
-            times[_group(time.name)].append(time)
-        return [
-            f"{group:<18}  {_right(checks[group]):<12}  {_speed(times[group])}".rstrip()
-            for group in dict.fromkeys((*checks, *times))
-        ]
+    def _operations(self) -> list[str]:
+        """How many checks of each operation passed."""
+        passed: defaultdict[str, list[bool]] = defaultdict(list)
+        for each in self.checks:
+            passed[each.check.operation].append(each.passed)
+        return [f"{name:<20}  {sum(all_)} of {len(all_)} right" for name, all_ in passed.items()]
 
-
-def _group(name: str) -> str:
-    return name if name == COMPILED_STEPS else operation_of(name)
-
-
-def _right(checks: list[CheckResult]) -> str:
-    return f"{sum(each.passed for each in checks)} of {len(checks)} right" if checks else ""
-
-
-def _speed(times: list[KernelTime]) -> str:
-    if not times:
-        return ""
-    speeds = sorted({_rounded(1 / each.ratio) for each in times}, key=float)
-    span = " to ".join(dict.fromkeys((speeds[0], speeds[-1])))
-    return f"{span} times as fast as {times[0].other}"
-
-
-def _rounded(number: float) -> str:
-    return f"{number:.1f}" if number < 10 else f"{number:.0f}"
-
-
-def _verdict(found: Findings) -> list[str]:
-    """Whether all is right, what is left out, and what to do."""
-    wrong, slow = found.wrong, found.slow
-    if not (wrong or slow):
-        return ["all checks passed, and nothing is left out"]
-    lines = [f"{len(wrong)} of {len(found.checks)} checks failed" if wrong else "all checks passed"]
-    kernels = [name for name in wrong | slow if name != COMPILED_STEPS]
-    if slow_kernels := [name for name in slow if name in kernels]:
-        lines.append(f"slower than plain operations: {', '.join(slow_kernels)}")
-    if kernels:
+    def _verdict(self) -> list[str]:
+        """Whether all is right, what is disabled, and what to do."""
+        if not self.wrong:
+            return ["all checks passed"]
+        lines = [f"{len(self.wrong)} of {len(self.checks)} checks failed"]
+        if self.disables:
+            lines.append(
+                "the backend is disabled: plain operations serve everything from now on, unless "
+                "PAGED_KV_BACKEND names a backend"
+            )
+        if self.steps is not None and not self.steps.passed:
+            lines.append(
+                "steps are not compiled from now on, unless a factory or PAGED_KV_COMPILE asks "
+                "for it"
+            )
         lines.append(
-            "plain operations stand in for these kernels from now on, unless PAGED_KV_BACKEND "
-            "names a backend"
+            "`paged-kv doctor --reset` undoes this. Please report it: "
+            "paged-kv doctor --report report.md"
         )
-    if COMPILED_STEPS in wrong | slow:
-        lines.append(
-            "steps are not compiled from now on, unless a factory or PAGED_KV_COMPILE asks for it"
-        )
-    lines.append(
-        "`paged-kv doctor --reset` undoes this. Please report it: "
-        "paged-kv doctor --report report.md"
-    )
-    return lines
+        return lines
 
 
 _SIZE, _REPETITIONS = 512, 3
@@ -182,43 +146,36 @@ def _seconds(one: mx.array, other: mx.array) -> float:
 
 
 def examine(tell: Callable[[object], None]) -> Findings:
-    """Run all checks, and time what is right.
-
-    What is wrong or slow is left out from now on; what an earlier examination found is not, unless
-    it is found again.
+    """Run all checks, and record the verdict in the place of earlier ones.
 
     Args:
         tell: takes each line as soon as it is found, so that somebody who waits sees where a
             device hangs.
 
     Raises:
-        OSError: the file of what is left out cannot be written.
+        OSError: the file of verdicts cannot be written.
     """
-    backend = whole_backend()
-    found = Findings(_system(backend))
+    backend = device_backend()
+    name, found = variant(backend), Findings(_system(backend))
     for line in found.system:
         tell(line)
-    _check(checks(backend), found, tell)
-    if backend.name != "plain":
-        _time(kernel_times(backend, without=found.wrong), found, tell)
-    leave_out(variant(backend), found.wrong | found.slow)
+    for check in checks(backend):
+        found.kernels.append(_result(check))
+        tell(found.kernels[-1])
     # Factories have this backend from now on.
+    record_verdict(name, Verdict(disabled=found.disables))
     if reason := compiled_steps.why_not(choose_backend()):
-        note_faster(variant(backend), is_so=False)
         found.system.append(f"steps are not compiled: {reason}")
         tell(found.system[-1])
-    else:
-        _examine_steps(variant(backend), found, tell)
+        return found
+    found.steps = _result(compiled_steps.check())
+    tell(found.steps)
+    if found.steps.passed:
+        time = compiled_steps.relative_time()
+        found.system.append(f"compiled steps take {time:.2f} times as long as steps of Python")
+        tell(found.system[-1])
+        record_verdict(name, Verdict(disabled=found.disables, compiles=time < 1))
     return found
-
-
-def _examine_steps(backend: str, found: Findings, tell: Callable[[object], None]) -> None:
-    check = compiled_steps.check()
-    _check([check], found, tell)
-    if is_right := check.name not in found.wrong:
-        _time([compiled_steps.time()], found, tell)
-    note_faster(backend, is_so=is_right and found.times[-1].ratio < 1)
-    leave_out(backend, found.wrong | found.slow)
 
 
 def _system(backend: Backend) -> list[str]:
@@ -241,18 +198,6 @@ def _reason() -> str:
     return "MLX computes on a CPU, and the CPU kernels run here"
 
 
-def _check(these: Iterable[Check], found: Findings, tell: Callable[[object], None]) -> None:
-    for check in these:
-        found.checks.append(_result(check))
-        tell(found.checks[-1])
-
-
-def _time(these: Iterable[KernelTime], found: Findings, tell: Callable[[object], None]) -> None:
-    for time in these:
-        found.times.append(time)
-        tell(time)
-
-
 def _result(check: Check) -> CheckResult:
     start = perf_counter()
     try:
@@ -261,4 +206,4 @@ def _result(check: Check) -> CheckResult:
         passed = error <= check.tolerance
     except Exception as failure:
         finding, passed = f"{type(failure).__name__}: {failure}", False
-    return CheckResult(check.name, passed, finding, perf_counter() - start)
+    return CheckResult(check, passed, finding, perf_counter() - start)

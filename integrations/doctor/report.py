@@ -67,7 +67,7 @@ def write_report(file: Path, *, verbose: bool) -> int:
             bench_report.print_table(content, outcomes)
     sections = {
         "paged-kv doctor": found.summary(),
-        "Each check and each time": found.details(),
+        "Each check": found.details(),
         "paged-kv bench --quick": benched.getvalue(),
         "Log": log.getvalue(),
         "Bench as JSON": json.dumps(content, indent=2),

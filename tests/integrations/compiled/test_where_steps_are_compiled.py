@@ -12,13 +12,11 @@ from paged_kv.integrations.compiled.recordings import (
     Comparisons,
     compiles,
 )
-from paged_kv.kernels import faster_steps
 from paged_kv.kernels.backends import variant
-from paged_kv.kernels.faster_steps import note_faster
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.left_out import COMPILED_STEPS, leave_out
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.verdicts import Verdict, record_verdict
 from tests.support.zoo import small_model
 
 
@@ -43,18 +41,11 @@ def test_where_steps_are_compiled(
         warn_once.cache_clear()
         assert [compiles(None, gpu) for _ in range(3)] == [False] * 3
     assert len(caplog.records) == 1
-    note_faster(variant(gpu), is_so=True)
-    note_faster(variant(plain), is_so=True)
+    for backend in (gpu, plain):
+        record_verdict(variant(backend), Verdict(disabled=False, compiles=True))
     assert compiles(None, gpu)
     assert not compiles(None, plain)
-    for part in ("version", "device_name"):
-        with monkeypatch.context() as here:
-            here.setattr(faster_steps, part, lambda *_: "another")
-            assert not compiles(None, gpu)
-    leave_out(variant(gpu), {COMPILED_STEPS: "slower"})
-    assert not compiles(None, gpu)
-    assert all(compiles(True, each) for each in (gpu, plain))
-    leave_out(variant(gpu), {})
+    assert compiles(True, plain)
     monkeypatch.setenv("PAGED_KV_COMPILE", "0")
     assert not compiles(None, gpu)
     monkeypatch.setenv("PAGED_KV_COMPILE", "1")

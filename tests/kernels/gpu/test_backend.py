@@ -173,8 +173,7 @@ class TestOnThisCpu:
         self, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         device = device_of(dialect, checked=False)
-        monkeypatch.setattr(examination, "whole_backend", lambda: backend_on(device, dialect))
-        monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
+        monkeypatch.setattr(examination, "device_backend", lambda: backend_on(device, dialect))
         assert main(["doctor"]) == 0
         assert f"backend: {dialect}" in capsys.readouterr().out
 
