@@ -70,7 +70,7 @@ def paged(
     metadata = AttentionMetadata(tables, (tokens,) * batch, (0,) * batch)
     pages.write(latents, position_keys, metadata)
     queries, positions = asked
-    return lambda: mx.eval(pages.attend_latent(queries, positions, metadata, Attention(SCALE)))
+    return lambda: mx.eval(pages.attend(queries, metadata, Attention(SCALE), None, positions))
 
 
 def stock(

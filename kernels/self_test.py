@@ -189,7 +189,7 @@ class _Test:
         batch = len(metadata.context_lens)
         queries = self._normal((batch, heads, 1, DIM), seed=3)
         position_queries = self._normal((batch, heads, 1, POSITIONS), seed=5) * scale
-        found = pages.attend_latent(queries, position_queries, metadata, Attention(scale))
+        found = pages.attend(queries, metadata, Attention(scale), None, position_queries)
         latents, position_keys = map(_numbers, self._plain(pages).gather(metadata))
         worst = 0.0
         for row, length in enumerate(metadata.context_lens):

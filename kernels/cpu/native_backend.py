@@ -164,8 +164,9 @@ class NativeBackend:
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
-        return self._attend(pages, queries, metadata, attention, unwritten)
+        return self._attend(pages, queries, metadata, attention, unwritten, None, position_queries)
 
     def write_and_attend(
         self,
@@ -176,35 +177,6 @@ class NativeBackend:
         attention: Attention,
     ) -> mx.array:
         return self._attend(pages, queries, metadata, attention, None, step)
-
-    def attend_latent(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        options = OptionsStruct(
-            scale=attention.scale, causal=attention.causal, window=attention.window or 0
-        )
-        output = self._new_array(queries.shape, queries.dtype)
-        given = [mx.contiguous(each) for each in unwritten or ()]
-        mx.eval(queries, position_queries, *given)
-        # The struct holds addresses only: the tensors must live until the call is over.
-        tensors = [Tensor(each) for each in given]
-        if tensors:
-            options.new_k, options.new_v = (each.address for each in tensors)
-        self.library.attend_latent(
-            _pages_struct(pages),
-            _metadata_struct(metadata),
-            queries,
-            position_queries,
-            output,
-            options,
-        )
-        return output
 
     def attend_with_log_sum_exp(
         self,
@@ -220,7 +192,7 @@ class NativeBackend:
         """
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
         address = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, metadata, attention, unwritten, None, address)
+        output = self._attend(pages, queries, metadata, attention, unwritten, log_sum_exp=address)
         return output, mx.array(log_sum_exp)
 
     def _attend(
@@ -231,17 +203,20 @@ class NativeBackend:
         attention: Attention,
         unwritten: Unwritten | None,
         step: Unwritten | None = None,
+        position_queries: mx.array | None = None,
         log_sum_exp: int | None = None,
     ) -> mx.array:
         """Write a step, if given, then attend to pages and new tokens. Waits for MLX once.
         `log_sum_exp` is the address of another output."""
-        waited_for = (queries,) if step is None else (queries, *step)
+        waited_for, dim = [queries, *(step or ())], pages.geometry.v_dim
+        if position_queries is not None:
+            waited_for, dim = [queries, position_queries], queries.shape[3]
         others: list[mx.array] = []
         if unwritten is not None:
             others = [mx.contiguous(unwritten[0]), mx.contiguous(unwritten[1])]
         if attention.sinks is not None:
             others.append(attention.sinks)
-        shape = (*queries.shape[:3], pages.geometry.v_dim)
+        shape = (*queries.shape[:3], dim)
         zeros = self._zeros.get((shape, queries.dtype))  # Not a call in each layer.
         if zeros is None:
             output = self._new_array(shape, queries.dtype)
@@ -268,7 +243,9 @@ class NativeBackend:
             options.new_k, options.new_v = tensors[0].address, tensors[1].address
         if attention.sinks is not None:
             options.sinks = tensors[-1].address
-        self.library.attend(page_struct, metadata_struct, queries, output, options)
+        self.library.attend(
+            page_struct, metadata_struct, queries, position_queries, output, options
+        )
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

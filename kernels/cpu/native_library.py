@@ -173,8 +173,7 @@ class NativeLibrary:
         pages, metadata = ctypes.POINTER(PagesStruct), ctypes.POINTER(MetadataStruct)
         tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
         self._write = self._function("write", pages, metadata, tensor, tensor)
-        self._attend = self._function("attend", pages, metadata, tensor, tensor, options)
-        self._attend_latent = self._function(
+        self._attend = self._function(
             "attend_latent", pages, metadata, tensor, tensor, tensor, options
         )
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
@@ -237,26 +236,18 @@ class NativeLibrary:
         pages: PagesStruct,
         metadata: MetadataStruct,
         queries: mx.array,
+        position_queries: mx.array | None,
         outputs: mx.array,
         options: OptionsStruct,
     ) -> None:
-        q, o = queries.__dlpack__(), outputs.__dlpack__()
-        status = self._attend(pages, metadata, _address(q, _NAME), _address(o, _NAME), options)
-        if status:
-            _fail(status)
-
-    def attend_latent(
-        self,
-        pages: PagesStruct,
-        metadata: MetadataStruct,
-        queries: mx.array,
-        position_queries: mx.array,
-        outputs: mx.array,
-        options: OptionsStruct,
-    ) -> None:
-        tensors = [Tensor(each) for each in (queries, position_queries, outputs)]
-        addresses = [each.address for each in tensors]
-        status = self._attend_latent(pages, metadata, *addresses, options)
+        q, o, p = queries.__dlpack__(), outputs.__dlpack__(), None
+        positions = None
+        if position_queries is not None:
+            p = position_queries.__dlpack__()
+            positions = _address(p, _NAME)
+        status = self._attend(
+            pages, metadata, _address(q, _NAME), positions, _address(o, _NAME), options
+        )
         if status:
             _fail(status)
 

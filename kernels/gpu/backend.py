@@ -29,7 +29,7 @@ from paged_kv.kernels.plain.plain_backend import PlainBackend
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
 # Of keys and values that have the same size.
 WIDE_SIZES = {(512, 512)}
-# Of latents and their position keys, which only `attend_latent` reads: no kernel takes their pages
+# Of latents and their position keys, which only latent attention reads: no kernel takes their pages
 # for keys and values.
 LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
@@ -161,24 +161,31 @@ class GpuBackend:
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
+        """See `Backend.attend`. For latent steps of several tokens, MLX attends to what a kernel
+        gathers: one head."""
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            output = self._plain.attend(pages, queries, metadata, attention, unwritten)
+            output = self._plain.attend(
+                pages, queries, metadata, attention, unwritten, position_queries
+            )
             mx.eval(output)
             return output
-        if self._is_gathered(pages.geometry, tables, queries.shape[2], attention):
-            return row_attention.attend(
-                self._gathered_rows(pages, metadata, unwritten),
-                queries,
-                metadata,
-                pages.geometry.v_dim,
-                attention,
-            )
+        is_decode, v_dim = queries.shape[2] == 1 and unwritten is None, pages.geometry.v_dim
+        is_gathered = not is_decode
+        if position_queries is None:
+            is_gathered = self._is_gathered(pages.geometry, tables, queries.shape[2], attention)
+        if is_gathered:
+            read = self._gathered_rows(pages, metadata, unwritten)
+            return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        if queries.shape[2] == 1 and unwritten is None:
+        if position_queries is not None:
+            positions = position_queries.astype(own)
+            output = self._latent(pages, slabs, tables, queries, positions, attention)
+        elif is_decode:
             runs = None
             if attention.read_tokens is not None:  # Not a call in each layer that reads all.
                 runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
@@ -187,37 +194,6 @@ class GpuBackend:
             unwritten = self._in_dtype(pages, unwritten)
             output = self._prefill(pages, slabs, tables, queries, attention, unwritten)
         return output if dtype == own else output.astype(dtype)
-
-    def attend_latent(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        """See `Backend.attend_latent`. For steps of more tokens, MLX attends to what a kernel
-        gathers: one head."""
-        tables, slabs = self._bound(pages, metadata)
-        dtype, own = queries.dtype, pages.geometry.k_dtype
-        if slabs is not None and queries.shape[2] == 1 and unwritten is None:
-            output = self._latent(
-                pages,
-                slabs,
-                tables,
-                queries.astype(own),
-                position_queries.astype(own),
-                attention,
-            )
-            return output.astype(dtype)
-        return row_attention.attend_latent(
-            self._gathered_rows(pages, metadata, unwritten),
-            queries,
-            position_queries,
-            metadata,
-            attention,
-        )
 
     def write_and_attend(
         self,

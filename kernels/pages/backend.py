@@ -105,6 +105,7 @@ class Backend(Protocol):
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
@@ -114,6 +115,12 @@ class Backend(Protocol):
 
         `unwritten` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
         the last tokens of each sequence, counted in its length.
+
+        With position queries [B, q_heads, S, v_dim] it is latent attention (MLA): keys are latents
+        [B, 1, T, k_dim], values are position keys [B, 1, T, v_dim], and all heads share both.
+        Scores are scale * queries @ latents + position_queries @ position_keys. The output, [B,
+        q_heads, S, k_dim], is the sum of latents, weighted by their softmax. All tokens are read,
+        and there are neither sinks nor a softcap.
         """
         ...
 
@@ -126,23 +133,4 @@ class Backend(Protocol):
         attention: Attention,
     ) -> mx.array:
         """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
-        ...
-
-    def attend_latent(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        """Latent attention (MLA): keys are latents [B, 1, T, k_dim], values are position keys [B,
-        1, T, v_dim], and all heads share both.
-
-        Scores of queries [B, q_heads, S, k_dim] and position queries [B, q_heads, S, v_dim], of one
-        dtype, are scale * queries @ latents + position_queries @ position_keys. The output, [B,
-        q_heads, S, k_dim], is the sum of latents, weighted by their softmax, and finite where the
-        step is padding. Without sinks and softcap.
-        """
         ...

@@ -228,31 +228,20 @@ class LayerPages(LayerMemory):
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
-        """See `Backend.attend`, or `Backend.write_and_attend` if the step is written later."""
+        """See `Backend.attend`, or `Backend.write_and_attend` if the step is written later. With
+        position queries an unwritten step is written first."""
         later = self._unwritten
-        if later is None or later.metadata is not metadata:
+        if later is not None and later.metadata is metadata and position_queries is None:
+            output = self.backend.write_and_attend(self, later.step, queries, metadata, attention)
+            self._unwritten = None
+            return output
+        if later is not None:
+            if position_queries is not None:
+                self.backend.begin(queries, position_queries)  # computed together with the step
             self.write_back()
-            return self.backend.attend(self, queries, metadata, attention, unwritten)
-        output = self.backend.write_and_attend(self, later.step, queries, metadata, attention)
-        self._unwritten = None
-        return output
-
-    def attend_latent(
-        self,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        """See `Backend.attend_latent`. Writes an unwritten step first."""
-        if self._unwritten is not None:
-            self.backend.begin(queries, position_queries)  # computed together with the step
-            self.write_back()
-        return self.backend.attend_latent(
-            self, queries, position_queries, metadata, attention, unwritten
-        )
+        return self.backend.attend(self, queries, metadata, attention, unwritten, position_queries)
 
     def compute(self) -> None:
         """Write the unwritten step, and wait for all operations on the pages.

@@ -101,16 +101,16 @@ class PlainBackend:
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
-        if unwritten is None and chooses(attention, metadata, queries.shape[2]):
+        def read(row: int) -> tuple[mx.array, mx.array]:
+            return read_row(pages, metadata, row, unwritten)
+
+        is_latent = position_queries is not None
+        if not is_latent and unwritten is None and chooses(attention, metadata, queries.shape[2]):
             return self._attend_chosen(pages, queries, metadata, attention)
-        return row_attention.attend(
-            lambda row: read_row(pages, metadata, row, unwritten),
-            queries,
-            metadata,
-            pages.geometry.v_dim,
-            attention,
-        )
+        v_dim = pages.geometry.v_dim
+        return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
 
     def _attend_chosen(
         self,
@@ -130,23 +130,6 @@ class PlainBackend:
 
         return row_attention.attend(
             read, queries, metadata, pages.geometry.v_dim, replace(attention, read_tokens=None)
-        )
-
-    def attend_latent(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        return row_attention.attend_latent(
-            lambda row: read_row(pages, metadata, row, unwritten),
-            queries,
-            position_queries,
-            metadata,
-            attention,
         )
 
     def write_and_attend(

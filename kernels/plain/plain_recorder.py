@@ -82,28 +82,19 @@ class _RecordedOperations(PlainBackend):
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
         keys, values, is_seen = _read(pages, metadata, attention)
+        if position_queries is not None:
+            return row_attention.latent_attention(
+                queries, position_queries, keys, values, attention, is_seen
+            )
         if chooses(attention, metadata, queries.shape[2]):
             is_seen = is_seen & _is_chosen(pages, queries, metadata, attention)
         if attention.softcap is not None:
             return row_attention.softcapped(queries, keys, values, attention, is_seen)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=attention.scale, mask=is_seen, sinks=attention.sinks
-        )
-
-    def attend_latent(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        latents, position_keys, is_seen = _read(pages, metadata, attention)
-        return row_attention.latent_attention(
-            queries, position_queries, latents, position_keys, attention, is_seen
         )
 
 

@@ -20,44 +20,29 @@ def attend(
     metadata: AttentionMetadata,
     v_dim: int,
     attention: Attention,
+    position_queries: mx.array | None = None,
 ) -> mx.array:
     """See `Backend.attend`."""
 
     def attend_row(row: int, own: slice) -> mx.array:
         keys, values = read(row)
         own_queries = queries[row : row + 1, :, own]
-        if attention.softcap is not None:
-            seen = None
-            if attention.hides_later:
-                seen = causal_window_mask(keys.shape[2], own_queries.shape[2], attention.window)
-            return softcapped(own_queries, keys, values, attention, seen)
-        mask = _row_mask(keys.shape[2], own_queries.shape[2], attention)
-        return mx.fast.scaled_dot_product_attention(
-            own_queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
-        )
-
-    return by_row(queries, metadata, v_dim, attend_row)
-
-
-def attend_latent(
-    read: Read,
-    queries: mx.array,
-    position_queries: mx.array,
-    metadata: AttentionMetadata,
-    attention: Attention,
-) -> mx.array:
-    """See `Backend.attend_latent`."""
-
-    def attend_row(row: int, own: slice) -> mx.array:
-        latents, position_keys = read(row)
-        own_queries, length = queries[row : row + 1, :, own], latents.shape[2]
+        length, count = keys.shape[2], own_queries.shape[2]
+        if position_queries is None and attention.softcap is None:
+            mask = _row_mask(length, count, attention)
+            return mx.fast.scaled_dot_product_attention(
+                own_queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
+            )
         seen = None
         if attention.hides_later:
-            seen = causal_window_mask(length, own_queries.shape[2], attention.window)
+            seen = causal_window_mask(length, count, attention.window)
+        if position_queries is None:
+            return softcapped(own_queries, keys, values, attention, seen)
         own_positions = position_queries[row : row + 1, :, own]
-        return latent_attention(own_queries, own_positions, latents, position_keys, attention, seen)
+        return latent_attention(own_queries, own_positions, keys, values, attention, seen)
 
-    return by_row(queries, metadata, queries.shape[3], attend_row)
+    dim = v_dim if position_queries is None else queries.shape[3]
+    return by_row(queries, metadata, dim, attend_row)
 
 
 def latent_attention(

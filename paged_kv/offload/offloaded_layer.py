@@ -253,6 +253,7 @@ class OffloadedLayer(LayerPages):
         metadata: AttentionMetadata,
         attention: Attention,
         unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array:
         """See `Backend.attend`.
 
@@ -260,25 +261,15 @@ class OffloadedLayer(LayerPages):
             OffloadError: a page cannot be read.
         """
         if not self._lacks(metadata):
-            return super().attend(queries, metadata, attention, unwritten)
+            return super().attend(queries, metadata, attention, unwritten, position_queries)
+        if position_queries is not None:
+            both = mx.concatenate([queries * attention.scale, position_queries], axis=-1)
+            of_both = replace(attention, scale=1.0)
+            return self._attend_to_all(both, metadata, of_both, self.geometry.k_dim, latent=True)
         if chooses(attention, metadata, queries.shape[2]):
             return self._attend_in_memory(queries, metadata, attention)
         self._steps = 0  # what was fetched for the steps before may matter little to the next one
         return self._attend_to_all(queries, metadata, attention, self.geometry.v_dim)
-
-    def attend_latent(
-        self,
-        queries: mx.array,
-        position_queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> mx.array:
-        if not self._lacks(metadata):
-            return super().attend_latent(queries, position_queries, metadata, attention, unwritten)
-        both = mx.concatenate([queries * attention.scale, position_queries], axis=-1)
-        of_both = replace(attention, scale=1.0)
-        return self._attend_to_all(both, metadata, of_both, self.geometry.k_dim, latent=True)
 
     def forget_fetches(self) -> None:
         """Forget what is in frames, which are taken away."""

@@ -178,8 +178,8 @@ class PagedRead:
         position_queries: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array | None:
-        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`, or
-        `Backend.attend_latent` with position queries. None if lengths and a window cannot express
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`.
+        None if lengths and a window cannot express
         the mask, or if the sequences have changed since: the step then holds other tokens. An error
         undoes the step in all layers."""
         with self.lock:
@@ -221,21 +221,24 @@ class PagedRead:
     ) -> mx.array:
         """Attention to latents, in parts of the step, or by queries that see different windows."""
         step, unwritten = self.group_step, self.unwritten
-        attend: Callable[..., mx.array] = self.pages.attend
-        step_queries = [queries]
-        if position_queries is not None:
-            attend, step_queries = self.pages.attend_latent, [queries, position_queries]
+        attend = self.pages.attend
         if step.parts and self.step_tokens is not None:
             outputs = [
-                attend(*[each[:, :, at] for each in step_queries], metadata, attention, unwritten)
+                attend(
+                    queries[:, :, at],
+                    metadata,
+                    attention,
+                    unwritten,
+                    None if position_queries is None else position_queries[:, :, at],
+                )
                 for at, metadata in self._rewrite(*self.step_tokens)
             ]
             return mx.concatenate(outputs, axis=2)
-        output = attend(*step_queries, step.metadata, attention, unwritten)
+        output = attend(queries, step.metadata, attention, unwritten, position_queries)
         if wider is None:
             return output
         # The token that only the first query's wider window reaches is not held any more.
-        others = attend(*step_queries, step.metadata, wider, unwritten)
+        others = attend(queries, step.metadata, wider, unwritten, position_queries)
         return mx.concatenate([output[:, :, :1], others[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:

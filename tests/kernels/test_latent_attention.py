@@ -77,12 +77,12 @@ def assert_attends(
         normal((batch, 1, num_new, geometry.v_dim), geometry.v_dtype, 6),
     )
     ends = tuple(length + num_new for length in metadata.context_lens)
-    found = pages.attend_latent(
+    found = pages.attend(
         asked,
-        positions,
         unpadded(metadata.block_tables, ends),
         Attention(**options),
-        unwritten=unwritten if num_new else None,
+        unwritten if num_new else None,
+        positions,
     )
     assert (found.dtype, found.shape) == (geometry.k_dtype, asked.shape)
     scale = options.pop("scale")
@@ -127,9 +127,9 @@ def test_padding_gets_finite_outputs_and_the_rest_is_right(backend: str) -> None
     pages, metadata = written(backend, geometry, [300, 7])
     asked, positions = (normal((2, 4, 3, dim), mx.float32, 8) for dim in (64, 32))
     padded = AttentionMetadata(metadata.block_tables, metadata.context_lens, (0, 2))
-    found = pages.attend_latent(asked, positions, padded, Attention(0.1))
+    found = pages.attend(asked, padded, Attention(0.1), None, positions)
     row = unpadded(metadata.block_tables[1:], (7,))
-    alone = pages.attend_latent(asked[1:, :, :1], positions[1:, :, :1], row, Attention(0.1))
+    alone = pages.attend(asked[1:, :, :1], row, Attention(0.1), None, positions[1:, :, :1])
     assert np.isfinite(numbers(found)).all()
     assert mx.allclose(found[1:, :, :1], alone, rtol=0, atol=1e-6)
 
@@ -140,9 +140,9 @@ def test_queries_in_any_order_of_memory(backend: str) -> None:
     asked, positions = (
         normal((1, 1, dim, 6), mx.float32, 8).transpose(0, 3, 1, 2) for dim in (64, 32)
     )
-    found = pages.attend_latent(asked, positions, metadata, Attention(0.1))
+    found = pages.attend(asked, metadata, Attention(0.1), None, positions)
     asked, positions = mx.contiguous(asked), mx.contiguous(positions)
-    assert mx.array_equal(found, pages.attend_latent(asked, positions, metadata, Attention(0.1)))
+    assert mx.array_equal(found, pages.attend(asked, metadata, Attention(0.1), None, positions))
 
 
 @backends
@@ -154,8 +154,8 @@ def test_a_deferred_step_is_attended_to(backend: str) -> None:
     longer = unpadded(metadata.block_tables, (301, 9))
     pages.write_later(keys, values, longer)
     expected.write(keys, values, longer)
-    found = pages.attend_latent(asked, positions, longer, Attention(0.1))
-    assert mx.array_equal(found, expected.attend_latent(asked, positions, longer, Attention(0.1)))
+    found = pages.attend(asked, longer, Attention(0.1), None, positions)
+    assert mx.array_equal(found, expected.attend(asked, longer, Attention(0.1), None, positions))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_position_queries_that_do_not_fit_are_refused(
     pages, metadata = written(BACKENDS[-1], latents_of(64, 32), [300])
     asked = normal((1, 4, 1, 64), mx.float32, 1)
     with pytest.raises(ValueError, match="do not fit"):
-        pages.attend_latent(asked, normal(shape, dtype, 2), metadata, Attention(0.1))
+        pages.attend(asked, metadata, Attention(0.1), None, normal(shape, dtype, 2))
 
 
 @backends

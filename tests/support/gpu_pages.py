@@ -160,7 +160,7 @@ class Batch:
         rows, dtype = len(metadata.context_lens), geometry.k_dtype
         asked = normal((rows, heads, queries, geometry.k_dim), dtype, seed=1)
         positions = normal((rows, heads, queries, geometry.v_dim), dtype, seed=2) * 0.1
-        found = self.pages.attend_latent(asked, positions, metadata, Attention(**options))
+        found = self.pages.attend(asked, metadata, Attention(**options), None, positions)
         assert np.isfinite(numbers(found)).all()
         worst, scale = 0.0, options.pop("scale")
         for row, own in enumerate(metadata.valid_tokens(queries)):

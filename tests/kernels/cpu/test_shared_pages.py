@@ -51,8 +51,8 @@ def attended(
     """The output, and the bytes of pages that were read."""
     library, before = native_library(), native_library().page_bytes_read
     new_tokens = options.pop("new_tokens", None)
-    attend: Any = pages.attend if len(asked) == 1 else pages.attend_latent
-    output = attend(*asked, metadata, Attention(**options), new_tokens)
+    queries, *positions = asked
+    output = pages.attend(queries, metadata, Attention(**options), new_tokens, *positions)
     mx.eval(output)
     return output, library.page_bytes_read - before
 

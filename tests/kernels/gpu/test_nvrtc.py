@@ -96,7 +96,7 @@ def test_kernels_of_latents_compile(
     ):
         rows = len(batch.metadata.context_lens)
         asked, positions = (mx.zeros((rows, heads, 1, each), mx.bfloat16) for each in (dim, 64))
-        batch.pages.attend_latent(asked, positions, batch.metadata, Attention(1.0))
+        batch.pages.attend(asked, batch.metadata, Attention(1.0), None, positions)
     assert any("groups_of_latents" in name for name in device.texts)
     assert_compiles(device)
 
