@@ -23,7 +23,7 @@ from paged_kv.server.engine.jobs import (
     Token,
 )
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.http.schema import ChatBody, TextBody
+from paged_kv.server.http.schema import Body, ChatBody, TextBody
 
 
 class Conversation:
@@ -139,15 +139,15 @@ class Conversation:
         return first
 
     async def _part(self, number: int, delta: Delta) -> Choice:
-        calls = await self._calls[number].formatted(delta.calls, delta.open_call)
-        return Choice(
-            number,
-            delta.text,
-            delta.reasoning,
-            calls,
-            delta.finish_reason,
-            stop_text=delta.stop_text,
-        )
+        choice_calls = self._calls[number]
+        calls, text = await choice_calls.formatted(delta)
+        reason = delta.finish_reason
+        if reason == "stop" and choice_calls.has_any:
+            reason = "tool_calls"
+        if reason is not None:
+            self._open.remove(number)
+            self._service.metrics.finished[reason] += 1
+        return Choice(number, text, delta.reasoning, calls, reason, stop_text=delta.stop_text)
 
     def _take(self, event: Event) -> Delta | None:
         match event:
@@ -155,8 +155,8 @@ class Conversation:
                 raise error
             case Begun(job, loaded):
                 self._note_begun(job, loaded)
-            case Empty(choice):
-                return self._end(choice, Delta(finish_reason="length"))
+            case Empty():
+                return Delta(finish_reason="length")
             case Token() if event.choice in self._open:
                 return self._note_token(event)
         # A choice that ended at a stop word may still get a few tokens: ignore them.
@@ -166,17 +166,19 @@ class Conversation:
         self._tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
         lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
-        tools = self._body.tools if isinstance(self._body, ChatBody) else None
-        calls, parser = self._service.call_parser, loaded.tokenizer.tool_parser
+        tools = _callable_tools(self._body)
         for number in job.numbers:
             self._texts[number] = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
                 self.plan.stops,
                 job.ending.min_tokens,
+                has_tools=bool(tools),
                 lists_end=lists_end,
             )
-            self._calls[number] = ChoiceCalls(calls, parser, tools, bool(self._body.stream))
+            self._calls[number] = ChoiceCalls(
+                self._service.call_parser, loaded.tokenizer, tools, bool(self._body.stream)
+            )
 
     def _note_token(self, token: Token) -> Delta:
         now, metrics = monotonic(), self._service.metrics
@@ -194,14 +196,15 @@ class Conversation:
             metrics.output_token.note(took / (choice.count - 1))
         if token.finish_reason is None:
             self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
-        return self._end(token.choice, delta)
-
-    def _end(self, choice: int, delta: Delta) -> Delta:
-        assert delta.finish_reason is not None, "the last part of a choice says why"
-        self._open.remove(choice)
-        self._service.metrics.finished[delta.finish_reason] += 1
         return delta
 
     def _job_of(self, choice: int) -> Job:
         (job,) = [job for job in self._jobs if choice in job.numbers]
         return job
+
+
+def _callable_tools(body: Body) -> list[dict[str, Any]]:
+    """The tools that the answer may call."""
+    if not isinstance(body, ChatBody) or body.tool_choice == "none":
+        return []
+    return body.tools or []

@@ -12,16 +12,17 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.server.completions import parse_tool_call
 from paged_kv.server.completions.limited_process import run_python
-from paged_kv.server.completions.open_call import open_call
+from paged_kv.server.completions.open_call import OpenCall, open_call
 from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.choice_text import Delta
 
 log = logging.getLogger(__name__)
 
@@ -65,60 +66,77 @@ class CallParser:
             return json.loads(await _answer(parser, question))
 
 
+class Told(NamedTuple):
+    """What a part of a choice tells: calls in OpenAI's form, and text."""
+
+    calls: list[dict[str, Any]]
+    text: str
+
+
 class ChoiceCalls:
     """The tool calls of one choice, in OpenAI's form.
 
     Args:
         calls: parses them.
-        parser: of the model.
+        tokenizer: mlx-lm's, of the model.
         tools: of the request.
         is_streamed: whether to number the calls, as in streams.
+
+    Attributes:
+        has_any: whether the choice has a call.
     """
 
-    def __init__(self, calls: CallParser, parser: Parser, tools: Any, is_streamed: bool) -> None:
+    def __init__(self, calls: CallParser, tokenizer: Any, tools: Any, is_streamed: bool) -> None:
+        self.has_any = False
+        parser = tokenizer.tool_parser
         self._parse = partial(calls.parse, parser, tools)
-        # Without tools a text is no call; and of a whole answer nobody reads a part.
-        form = parser.__module__.rpartition(".")[2] if is_streamed and tools else ""
+        self._marks = tokenizer.tool_call_start, tokenizer.tool_call_end
+        # Of a whole answer nobody reads a part. The template may show tools to a model whose calls
+        # mlx-lm cannot read.
+        form = parser.__module__.rpartition(".")[2] if is_streamed and parser else ""
         self._new_call = partial(open_call, form, tools)
         self._open = self._new_call()
         self._index = 0
         # Gets what is parsed already.
         self._format = ToolCallFormatter(lambda parsed, _: parsed, tools, is_streamed)
 
-    async def formatted(self, texts: Sequence[str], open_text: str = "") -> list[dict[str, Any]]:
-        """What is new of the calls in these texts; those that the parser does not understand are
-        left out.
+    async def formatted(self, delta: Delta) -> Told:
+        """What a part of the choice tells. Calls that the parser does not understand, or that are
+        cut, are text, unless a stream has told a piece of them: in streams arguments come in
+        pieces, in the forms that `open_call` reads."""
+        told = [await self._ended(text, is_cut=False) for text in delta.calls]
+        told.append(Told([], delta.text))
+        if delta.open_call is not None and delta.finish_reason is None:
+            told.append(Told(list(self._pieces(self._open, delta.open_call)), ""))
+        elif delta.open_call is not None:
+            told.append(await self._ended(delta.open_call, is_cut=True))
+        calls = [call for each in told for call in each.calls]
+        self.has_any |= bool(calls)
+        return Told(calls, "".join(each.text for each in told))
 
-        Args:
-            texts: of calls that have ended.
-            open_text: what is written of the next one. In streams its arguments come in pieces, in
-                the forms that `open_call` reads.
-        """
-        found: list[dict[str, Any]] = []
-        for text in texts:
-            found += await self._ended(text)
-            self._open = self._new_call()
-        return [*found, *self._pieces(open_text)]
-
-    async def _ended(self, text: str) -> list[dict[str, Any]]:
-        pieces = list(self._pieces(text)) if self._open.has_begun else []
-        if self._open.is_whole:
-            return pieces
+    async def _ended(self, text: str, *, is_cut: bool) -> Told:
+        opened, self._open = self._open, self._new_call()
+        pieces = list(self._pieces(opened, text)) if opened.has_begun else []
+        if opened.is_whole:
+            return Told(pieces, "")
         try:
             parsed = await self._parse(text)
-            if not self._open.has_begun:
-                return list(self._format([parsed]))
-            return [*pieces, self._piece(self._open.rest(parsed["arguments"]))]
+            if opened.has_begun:
+                return Told([*pieces, self._piece(opened.rest(parsed["arguments"]))], "")
+            if calls := list(self._format([parsed])):
+                return Told(calls, "")
+            why = "there is none"
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
-            return pieces
+        log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
+        start, end = self._marks
+        return Told(pieces, "" if opened.has_begun else f"{start}{text}{'' if is_cut else end}")
 
     def _piece(self, arguments: str) -> dict[str, Any]:
         return {"index": self._index, "function": {"arguments": arguments}}
 
-    def _pieces(self, text: str) -> Iterator[dict[str, Any]]:
-        for head, arguments in self._open.take(text):
+    def _pieces(self, opened: OpenCall, text: str) -> Iterator[dict[str, Any]]:
+        for head, arguments in opened.take(text):
             if head is None:
                 yield self._piece(arguments)
             else:

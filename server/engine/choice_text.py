@@ -68,6 +68,8 @@ def linear_time(detokenizer: StreamingDetokenizer) -> Any:
 
 
 _TEXT = "text"
+# mlx-lm's name for the state in which calls are written.
+_TOOL = "tool"
 
 # mlx-lm's detokenizers decode the bytes of an unfinished character again with every token. A
 # character has at most 4, so what is unfinished after so many tokens will never be one.
@@ -82,9 +84,9 @@ class Delta:
         text: of the answer.
         reasoning: of a model that thinks before it answers.
         is_reasoning: whether the token is one of thoughts.
-        calls: the texts of tool calls that have ended.
-        open_call: what is written of the next one.
-        finish_reason: why the choice ends here; None if it continues.
+        calls: the texts between the marks of tool calls that have ended.
+        open_call: what is written of the next one behind its mark; None if none has begun.
+        finish_reason: why the choice ends here, "stop" or "length"; None if it continues.
         stop_text: the stop word before which it ends, if it does.
         tokens: with log probabilities, if these were asked for: those of which any text is known to
             be before a stop word. The end token has none.
@@ -94,7 +96,7 @@ class Delta:
     reasoning: str = ""
     is_reasoning: bool = False
     calls: list[str] = field(default_factory=list)
-    open_call: str = ""
+    open_call: str | None = None
     finish_reason: str | None = None
     stop_text: str | None = None
     tokens: list[Token] = field(default_factory=list)
@@ -114,6 +116,7 @@ class ChoiceText:
         loaded: the model that generates them.
         initial_state: the kind of text that it writes first.
         stops: of `stop_machine`.
+        has_tools: whether there is anything to call; if not, what looks like a call is text.
         lists_end: whether the token that ends the choice is listed with the others.
         min_tokens: the text of so many first tokens is not searched for stop words.
     """
@@ -125,22 +128,23 @@ class ChoiceText:
         stops: TextStateMachine,
         min_tokens: int = 0,
         *,
+        has_tools: bool = True,
         lists_end: bool = False,
     ) -> None:
         self._lists_end = lists_end
         self._unsearched = min_tokens
         self._hidden = frozenset(loaded.tokenizer.eos_token_ids)
         self._detokenizer = linear_time(loaded.tokenizer.detokenizer)
-        self._state = loaded.text_machine.make_state(initial_state)
+        machine = loaded.text_machine if has_tools else loaded.callless_machine
+        self._state = machine.make_state(initial_state)
         self._unfinished = 0
         # Characters of all tokens, and of those before any stop word. Between the two begin the
         # tokens that are not listed yet.
         self._decoded_length = self._safe_length = 0
         self._unlisted: deque[tuple[int, Token]] = deque()
         self._stop = stops.make_state(_TEXT)
-        self._was_tool = initial_state == "tool"
+        self._was_tool = initial_state == _TOOL
         self._tool_text = ""
-        self._made_call = False
 
     def take(self, token: Token) -> Delta:
         """The part that the next token adds. The last one has a finish reason."""
@@ -160,13 +164,7 @@ class ChoiceText:
         delta.tokens = [
             each if is_text else replace(each, is_text=False) for each in self._listed(is_whole)
         ]
-        if reason is None:
-            delta.open_call = self._tool_text
-        elif self._tool_text:
-            delta.calls.append(self._tool_text)
-        self._made_call |= bool(delta.calls)
-        if reason == "stop" and self._made_call:
-            delta.finish_reason = "tool_calls"
+        delta.open_call = self._tool_text if self._was_tool else None
         return delta
 
     def _decoded(self, token: Token) -> str:
@@ -203,13 +201,13 @@ class ChoiceText:
 
     def _segments(self, text: str, reason: str | None) -> list[tuple[str, str]]:
         self._state, segments = TextStateMachine.split(self._state, text)
-        if reason == "length":
+        if reason is not None:
             self._state, held, state = TextStateMachine.flush(self._state)
             segments.append((state, held))
         return list(segments)
 
     def _add(self, delta: Delta, state: str, part: str) -> None:
-        if state == "tool":
+        if state == _TOOL:
             self._tool_text += part
         elif state == "reasoning":
             delta.reasoning += part
@@ -218,4 +216,4 @@ class ChoiceText:
                 delta.calls.append(self._tool_text)
                 self._tool_text = ""
             delta.text += part
-        self._was_tool = state == "tool"
+        self._was_tool = state == _TOOL

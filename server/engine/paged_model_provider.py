@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -70,6 +71,7 @@ class LoadedModel:
         has_states: whether it has recurrent layers.
         quantises: whether its full pages are quantised, or may be.
         text_machine: separates reasoning and tool calls from text.
+        callless_machine: separates reasoning from text, for requests without tools.
         roles: those that its chat template takes.
         grammars: compiled for its tokenizer.
     """
@@ -86,6 +88,7 @@ class LoadedModel:
     has_states: bool
     quantises: bool
     text_machine: TextStateMachine
+    callless_machine: TextStateMachine
     roles: TemplateRoles
     grammars: ModelGrammars
 
@@ -297,6 +300,7 @@ class PagedModelProvider(ModelProvider):
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             quantises=any(factory.pool.quantises for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),
+            callless_machine=_callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),
             grammars=ModelGrammars(tokenizer, vocab_size),
         )
@@ -373,3 +377,25 @@ def _vocab_size(model: Any) -> int:
     """The number of a model's logits, from a step that is never evaluated."""
     logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
     return int(logits.shape[-1])
+
+
+def _callless_machine(tokenizer: Any) -> TextStateMachine:
+    """Separates reasoning from text, and leaves calls where they are.
+
+    Args:
+        tokenizer: mlx-lm's.
+    """
+    transitions = {
+        state: [(mark, target) for mark, target in edges if target != "tool"]
+        for state, edges in tokenizer.response_transitions.items()
+    }
+    callless = SimpleNamespace(
+        has_thinking=tokenizer.has_thinking,
+        think_start=tokenizer.think_start,
+        think_end=tokenizer.think_end,
+        has_tool_calling=False,
+        structural_markers=tokenizer.structural_markers,
+        response_transitions=transitions,
+    )
+    machine: TextStateMachine = make_text_state_machine(callless)
+    return machine

@@ -64,7 +64,6 @@ class MessageAnswers(Answers):
         # Of a stream: the number of the open block, and how the message ends.
         self._index = -1
         self._stop: Object = {}
-        self._has_calls = False
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         """See `Answers`."""
@@ -136,7 +135,6 @@ class MessageAnswers(Answers):
 
     def _changes(self, new: Choice) -> Iterator[Begun | Part | Ended]:
         for change in self._answer.take(new):
-            self._has_calls |= isinstance(change, Call)
             if self._shows_thinking or not isinstance(change, Reasoning):
                 yield change
 
@@ -157,10 +155,8 @@ class MessageAnswers(Answers):
         """Why a choice has ended."""
         if last.stop_text is not None and last.finish_reason == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_text}
-        reason = "max_tokens" if last.finish_reason == "length" else "end_turn"
-        # A call that could not be parsed is none.
-        if last.finish_reason == "tool_calls" and self._has_calls:
-            reason = "tool_use"
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        reason = reasons.get(last.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _event(self, kind: str, **more: Any) -> Object:

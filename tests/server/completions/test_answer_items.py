@@ -14,8 +14,7 @@ from paged_kv.server.completions.answer_items import (
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.choices import Choice, Usage
-from paged_kv.server.messages.answers import MessageAnswers
+from paged_kv.server.completions.choices import Choice
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -91,13 +90,6 @@ def items(*news: Choice) -> list[Part]:
 )
 def test_line_ends_between_parts_belong_to_none(news: list[Choice], expected: list[Part]) -> None:
     assert items(*news) == expected
-
-
-@pytest.mark.parametrize("calls", [[], [CALL]])
-def test_a_call_that_could_not_be_parsed_is_none(calls: list[dict[str, object]]) -> None:
-    answers = MessageAnswers("a", "m", shows_thinking=True)
-    whole = answers.whole([Choice(0, tool_calls=calls, finish_reason="tool_calls")], Usage())
-    assert whole["stop_reason"] == ("tool_use" if calls else "end_turn")
 
 
 def test_only_the_item_that_a_limit_ends_is_incomplete() -> None:

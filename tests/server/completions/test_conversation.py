@@ -21,17 +21,19 @@ from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Begun, Channel, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.api_errors import APIError, busy
-from paged_kv.server.http.schema import ChatBody, TextBody
-from tests.server.engine.test_choice_text import WORDS, loaded
+from paged_kv.server.http.schema import Body, ChatBody, TextBody
+from tests.server.engine.test_choice_text import END, WORDS, loaded
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}
 
 
-def begun(count: int) -> tuple[Conversation, Job]:
-    """A request for so many choices that has begun, of a text without another body."""
+def begun(count: int, body: Body) -> tuple[Conversation, Job]:
+    """A request for so many choices that has begun."""
     prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
-    request = ReadRequest(TextBody(prompt="a"), anything, 0)
+    request = ReadRequest(body, anything, 0)
     plan = CompletionPlan(request, [job], stop_machine([]))
     put(job, Begun(job, loaded()))
     return Conversation(service, plan), job
@@ -48,7 +50,7 @@ def test_others_run_between_the_events_that_wait_for_a_request() -> None:
 
     async def run() -> None:
         nonlocal turns
-        talk, job = begun(count)
+        talk, job = begun(count, TextBody(prompt="a"))
         for number in job.numbers:
             put(job, Token(number, 0, finish_reason="length"))
         finished = asyncio.ensure_future(talk.finish())
@@ -59,6 +61,36 @@ def test_others_run_between_the_events_that_wait_for_a_request() -> None:
 
     asyncio.run(run())
     assert turns >= count
+
+
+GOOD, BAD = ["<tool>", *WORDS[7:9], "</tool>"], ["<tool>", "d", "</tool>"]
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "text", "calls", "reason"),
+    [
+        (["a", *GOOD], {}, "a", 1, "tool_calls"),
+        (["a", *BAD, "b"], {}, "a<tool>d</tool>b", 0, "stop"),
+        ([*BAD, *GOOD], {}, "<tool>d</tool>", 1, "tool_calls"),
+        (GOOD[:2], {}, "".join(GOOD[:2]), 0, "stop"),
+        ([*GOOD, "<tool>"], {"tool_choice": "auto"}, "<tool>", 1, "tool_calls"),
+        (GOOD, {"tools": None}, "".join(GOOD), 0, "stop"),
+        (GOOD, {"tool_choice": "none"}, "".join(GOOD), 0, "stop"),
+    ],
+)
+def test_calls_that_are_none_are_text(
+    words: list[str], more: Any, text: str, calls: int, reason: str
+) -> None:
+    async def run() -> None:
+        talk, job = begun(1, ChatBody.model_validate({**CHAT, **more}))
+        for token in said(*words):
+            put(job, token)
+        put(job, Token(0, END, finish_reason="stop"))
+        await talk.finish()
+        (choice,) = talk.choices
+        assert (choice.text, len(choice.tool_calls), choice.finish_reason) == (text, calls, reason)
+
+    asyncio.run(run())
 
 
 class SkippedTime(asyncio.SelectorEventLoop):
@@ -122,11 +154,9 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
         async def send(message: Any) -> None:
             sent.append((loop.time(), message.get("body")))
 
-        body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "tools": [{}]}
         interface = Completions(ChatBody)
-        plan = CompletionPlan(
-            interface.read(json.dumps(body).encode(), None), [job], stop_machine([])
-        )
+        content = json.dumps({**CHAT, "stream": True}).encode()
+        plan = CompletionPlan(interface.read(content, None), [job], stop_machine([]))
         talk = Conversation(service, plan)
         await Answering(service, interface)._stream(talk, EventStream(send))
 

@@ -6,7 +6,8 @@ import json
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from mlx_lm.tool_parsers import gemma4, json_tools
@@ -16,8 +17,10 @@ from paged_kv.server.completions.tool_calls import (
     CallParser,
     ChoiceCalls,
     Parser,
+    Told,
 )
 from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.choice_text import Delta
 
 # A call of write(path="a.py", text=TEXT) as each parser reads it.
 CALLS = {
@@ -52,12 +55,17 @@ def parsed_by(parser: Parser, text: str) -> Any:
     return run(lambda calls: calls.parse(parser, TOOLS, text))
 
 
-def formatted(parser: Parser, *texts: str, is_streamed: bool = True) -> Any:
-    """The calls of a choice in OpenAI's form, without their random ids."""
-    found = run(lambda calls: ChoiceCalls(calls, parser, TOOLS, is_streamed).formatted(texts))
-    for call in found:
-        assert call.pop("id")
-    return found
+def choice_calls(calls: CallParser, parser: Parser, is_streamed: bool = True) -> ChoiceCalls:
+    marks = {"tool_call_start": "<", "tool_call_end": ">"}
+    return ChoiceCalls(calls, SimpleNamespace(tool_parser=parser, **marks), TOOLS, is_streamed)
+
+
+def formatted(parser: Parser, *texts: str, is_streamed: bool = True, **more: Any) -> Told:
+    """What a choice tells of these calls."""
+    delta = Delta(calls=[*texts], **more)
+    return cast(
+        "Told", run(lambda calls: choice_calls(calls, parser, is_streamed).formatted(delta))
+    )
 
 
 @pytest.fixture
@@ -89,21 +97,24 @@ def test_calls_are_parsed_as_by_mlx_lm(name: str, processes: list[Process]) -> N
     assert len(processes) == 1, "of the long text only"
 
 
-def test_calls_are_numbered_and_those_that_are_not_understood_left_out(
+def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
     caplog: pytest.LogCaptureFixture, processes: list[Process]
 ) -> None:
     good = CALLS["json_tools"]
     bad = ['{"name"', '{"name": "f"}', '["f"]', "{" * (LONG_CALL_CHARACTERS + 1)]
     texts = (good, *bad, good.replace("TEXT", LONG), good)
-    found = formatted(json_tools.parse_tool_call, *texts)
+    cut: Any = {"open_call": good[:9], "finish_reason": "length"}
+    found, text = formatted(json_tools.parse_tool_call, *texts, text="\n", **cut)
+    assert text == "".join(f"<{each}>" for each in bad) + f"\n<{good[:9]}"
     assert [call["index"] for call in found] == [0, 1, 2]
     lengths = [len(json.loads(call["function"]["arguments"])["text"]) for call in found]
     assert lengths == [4, len(LONG), 4]
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "JSONDecodeError", "KeyError", "AttributeError", "ValueError",
+        "JSONDecodeError", "KeyError", "AttributeError", "ValueError", "JSONDecodeError",
     ]  # fmt: skip
     assert "JSONDecodeError: Expecting property name" in caplog.text
-    assert "index" not in formatted(json_tools.parse_tool_call, good, is_streamed=False)[0]
+    (whole,), _ = formatted(json_tools.parse_tool_call, good, is_streamed=False)
+    assert "index" not in whole
     assert len(processes) == 2
 
 
@@ -123,7 +134,7 @@ def test_a_call_that_becomes_far_longer_is_refused(
     """gemma4 puts texts where their numbers stand between two zero bytes."""
     named = ",".join(["\x000\x00"] * numbers)
     said = f'call:a{{x:<|"|>{"x" * length}<|"|>,y:[{named}]}}'
-    assert formatted(gemma4.parse_tool_call, said) == []
+    assert formatted(gemma4.parse_tool_call, said) == ([], f"<{said}>")
     assert why in caplog.text
 
 
@@ -159,11 +170,18 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{form.split()[0]}").parse_tool_call
 
     async def streamed(calls: CallParser) -> list[Any]:
-        choice = ChoiceCalls(calls, parser, TOOLS, is_streamed=True)
-        told = [await choice.formatted([], text[:end]) for end in range(0, len(text), step)]
-        return [*told, await choice.formatted([text])]
+        choice = choice_calls(calls, parser)
+        deltas = [Delta(open_call=text[:end]) for end in range(0, len(text), step)]
+        return [await choice.formatted(each) for each in (*deltas, Delta(calls=[text]))]
 
-    told = run(streamed)
+    async def cut(calls: CallParser) -> list[Any]:
+        choice, half = choice_calls(calls, parser), text[: len(text) // 2]
+        reasons = (None, "length")
+        return [await choice.formatted(Delta(open_call=half, finish_reason=why)) for why in reasons]
+
+    assert run(cut)[1] == ([], ""), "what is told of a call is not text too"
+    told, texts = zip(*run(streamed), strict=True)
+    assert not any(texts)
     whole = parser(text, TOOLS)
     expected = whole if isinstance(whole, list) else [whole]
     pieces = [piece for each in told for piece in each]
@@ -184,17 +202,13 @@ def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_re
     written = '{"name": "write", "arguments": {"text": "a\n'
 
     async def streamed(calls: CallParser) -> list[Any]:
-        choice = ChoiceCalls(calls, parser, TOOLS, is_streamed=True)
-        told = [await choice.formatted([], written), await choice.formatted([written + '"}}'])]
+        choice = choice_calls(calls, parser)
         other = '{"arguments": {}, "name": "f"}'
-        return [*told, await choice.formatted([], other), await choice.formatted([other])]
+        deltas = [Delta(open_call=written), Delta(calls=[written + '"}}'])]
+        deltas += [Delta(open_call=other), Delta(calls=[other])]
+        return [await choice.formatted(each) for each in deltas]
 
-    (begun,), (ended,), nothing, (whole,) = run(streamed)
+    (begun,), (ended,), nothing, (whole,) = (calls for calls, _ in run(streamed))
     arguments = begun["function"]["arguments"] + ended["function"]["arguments"]
     assert json.loads(arguments) == {"text": "a\n"}
     assert (nothing, whole["index"], whole["function"]["name"]) == ([], 1, "f")
-
-
-async def running_process(processes: list[Process]) -> None:
-    while not processes:
-        await asyncio.sleep(0.01)

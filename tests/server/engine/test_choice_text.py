@@ -12,6 +12,7 @@ from paged_kv.server.engine.choice_text import (
     stop_machine,
 )
 from paged_kv.server.engine.jobs import Token
+from paged_kv.server.engine.paged_model_provider import _callless_machine
 
 WORDS = ["a", "b", "c", "<think>", "</think>", "<tool>", "</tool>"]
 WORDS += ['{"name": "f"', ', "arguments": {}}', "d"]
@@ -51,12 +52,13 @@ def loaded() -> Any:
         eos_token_ids=[END],
     )
     machine = make_text_state_machine(tokenizer)
-    return SimpleNamespace(tokenizer=tokenizer, text_machine=machine)
+    callless = _callless_machine(tokenizer)
+    return SimpleNamespace(tokenizer=tokenizer, text_machine=machine, callless_machine=callless)
 
 
-def read(words: list[str], end: str, *stop: str, state: str = "normal") -> list[Delta]:
+def read(words: list[str], end: str, *stop: str, has_tools: bool = True) -> list[Delta]:
     """The text that each word adds; the last word ends the text."""
-    text = ChoiceText(loaded(), state, stop_machine(stop))
+    text = ChoiceText(loaded(), "normal", stop_machine(stop), has_tools=has_tools)
     reasons: list[str | None] = [None] * len(words)
     reasons[-1] = end
     deltas = []
@@ -81,8 +83,12 @@ def test_tool_calls_are_told_apart_whole() -> None:
     deltas = read(words, "length")
     assert joined(deltas) == ("ad", "", 1, "length")
     assert [call for each in deltas for call in each.calls] == ['{"name": "f", "arguments": {}}']
-    # The end token is not part of the text. A call that is open at that point still counts.
-    assert joined(read([*words[:4], "a"], "stop")) == ("a", "", 1, "tool_calls")
+    # The end token is not part of the text, nor of a call that is open at that point.
+    cut = read([*words[:4], "a"], "stop")
+    assert joined(cut) == ("a", "", 0, "stop")
+    assert cut[-1].open_call == words[2] + words[3]
+    written = joined(read(["<think>", *words[1:], "</think>", *words], "length", has_tools=False))
+    assert written == ("".join(words), "".join(words[1:]), 0, "length")
 
 
 def test_text_ends_before_a_stop_word() -> None:
