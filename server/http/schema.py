@@ -31,7 +31,7 @@ from paged_kv.server.http.output_format import (
 DEFAULT_MODEL = "default_model"
 
 # How much a model thinks, as OpenAI's clients say it.
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Far beyond any logit, and small enough for float16: no sum of such numbers is infinite or NaN.
 LARGEST_LOGIT = 1e4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paged_kv.server.completions.answer_items import (
@@ -20,12 +20,20 @@ from paged_kv.server.completions.choices import Choice, Usage
 from paged_kv.server.completions.interface import Answers
 from paged_kv.server.completions.prompt_logprobs import Logprobs
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.responses.tools import OfferedTool, input_of
 from paged_kv.server.responses.translation import PLAIN
 
 Object = dict[str, Any]
 
-# Of the items of each kind: what their ids begin with.
-_PREFIXES: dict[type[Part], str] = {Reasoning: "rs", Text: "msg", Call: "fc"}
+# What the ids of items begin with, as at OpenAI.
+ID_PREFIXES = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 
 class ResponseAnswers(Answers):
@@ -34,6 +42,7 @@ class ResponseAnswers(Answers):
     Args:
         name: ends the id of the response, and is in those of its items.
         fields: of the request, which the response repeats.
+        tools: of the request, by the names of their functions.
         is_plain: whether reasoning items have their text as `encrypted_content` too.
         logprobs: describes the tokens of texts.
         keep: is called with the complete response.
@@ -43,6 +52,7 @@ class ResponseAnswers(Answers):
         self,
         name: str,
         fields: Object,
+        tools: Mapping[str, OfferedTool],
         *,
         is_plain: bool,
         logprobs: Logprobs,
@@ -55,14 +65,17 @@ class ResponseAnswers(Answers):
             "created_at": int(time.time()),
             **fields,
         }
+        self._tools = tools
         self._is_plain = is_plain
         self._keep = keep
         self._logprobs = logprobs
         self._answer = AnswerItems()
         # Those of texts that no event has named yet.
         self._tokens: list[Object] = []
-        # The output so far. Of a stream, the last item may be open.
+        # The output so far. Of a stream, the last item may be open; if it is a call, with these
+        # arguments.
         self._items: list[Object] = []
+        self._arguments = ""
         self._is_cut = False
         self._sequence = -1
 
@@ -90,7 +103,7 @@ class ResponseAnswers(Answers):
                 case Ended(kind, reason):
                     events += self._ended(kind, is_cut=reason == "length")
                 case _:
-                    events.append(self._added(change))
+                    events += self._added(change)
         return events
 
     def ended(self, usage: Usage) -> list[Object]:
@@ -127,43 +140,65 @@ class ResponseAnswers(Answers):
 
     def _begun(self, part: Part) -> list[Object]:
         """The events that begin an item; it is open now."""
-        item: Object = {"id": f"{_PREFIXES[type(part)]}_{self._name}_{len(self._items)}"}
-        item |= _empty_item(part) | {"status": "in_progress"}
+        item = self._empty_item(part)
+        item_id = f"{ID_PREFIXES[item['type']]}_{self._name}_{len(self._items)}"
+        item = {"id": item_id, **item, "status": "in_progress"}
         # Events are written at once, and items grow.
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=self._index, item={**item})
         if isinstance(part, Call):
+            self._arguments = ""
             return [added]
         item["content"] = [_empty_content(part)]
         begun = self._content_event("response.content_part.added", part=_empty_content(part))
         return [added, begun]
 
-    def _added(self, part: Part) -> Object:
-        """The event of a part; the open item has it now."""
+    def _empty_item(self, part: Part) -> Object:
+        match part:
+            case Reasoning():
+                return {"type": "reasoning", "summary": [], "content": []}
+            case Text():
+                return {"type": "message", "role": "assistant", "content": []}
+            case Call(call_id, name):
+                tool = self._tools.get(name) or OfferedTool(name, None, False, {})
+                return tool.empty_call(call_id)
+
+    def _added(self, part: Part) -> list[Object]:
+        """The events of a part; the open item has it now."""
         item = self._items[-1]
         match part:
             case Reasoning(text):
                 item["content"][0]["text"] += text
-                return self._content_event("response.reasoning_text.delta", delta=text)
+                return [self._content_event("response.reasoning_text.delta", delta=text)]
             case Text(text):
                 tokens, self._tokens = self._tokens, []
                 item["content"][0]["text"] += text
                 item["content"][0]["logprobs"] += tokens
                 more = {"delta": text, "logprobs": tokens}
-                return self._content_event("response.output_text.delta", **more)
+                return [self._content_event("response.output_text.delta", **more)]
             case Call(_, _, arguments):
-                item["arguments"] += arguments
+                self._arguments += arguments
+                if item["type"] == "custom_tool_call":
+                    return []  # the input is a text within them
+                item["arguments"] = self._arguments
                 kind = "response.function_call_arguments.delta"
-                return self._item_event(kind, delta=arguments)
+                return [self._item_event(kind, delta=arguments)]
 
     def _ended(self, opened: type[Part], *, is_cut: bool) -> list[Object]:
         """The events that end the open item."""
         item = self._items[-1]
-        is_whole = not is_cut or (opened is Call and _is_json(item["arguments"]))
+        is_whole = not is_cut or (opened is Call and _is_json(self._arguments))
         item["status"] = "completed" if is_whole else "incomplete"
         if opened is Reasoning and self._is_plain:
             item["encrypted_content"] = PLAIN + item["content"][0]["text"]
-        if opened is Call:
+        if item["type"] == "custom_tool_call":
+            item["input"] = input_of(self._arguments)
+            kind = "response.custom_tool_call_input"
+            done = [
+                self._item_event(f"{kind}.delta", delta=item["input"]),
+                self._item_event(f"{kind}.done", input=item["input"]),
+            ]
+        elif opened is Call:
             kind = "response.function_call_arguments.done"
             done = [self._item_event(kind, name=item["name"], arguments=item["arguments"])]
         else:
@@ -196,16 +231,6 @@ class ResponseAnswers(Answers):
     def _event(self, kind: str, **more: Any) -> Object:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence, **more}
-
-
-def _empty_item(part: Part) -> Object:
-    match part:
-        case Reasoning():
-            return {"type": "reasoning", "summary": [], "content": []}
-        case Text():
-            return {"type": "message", "role": "assistant", "content": []}
-        case Call(call_id, name):
-            return {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
 
 
 def _empty_content(part: Reasoning | Text) -> Object:

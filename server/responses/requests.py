@@ -39,7 +39,7 @@ SHARED = (
 # Fields that no token of an answer depends on.
 WITHOUT_MEANING = frozenset(
     {
-        *("access_programs", "max_tool_calls", "prompt_cache_options"),
+        *("access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
     }
 )
@@ -116,25 +116,43 @@ class Message(TypedDict):
 
 
 @with_config(_STRICT)
-class FunctionCall(TypedDict):
+class _Call(TypedDict):
     """A call in an earlier answer."""
 
-    type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    namespace: NotRequired[str | None]
+    caller: NotRequired[Any]
     id: NotRequired[str | None]
     status: NotRequired[str | None]
+
+
+@with_config(_STRICT)
+class FunctionCall(_Call):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    arguments: str
     parsed_arguments: NotRequired[Any]
 
 
 @with_config(_STRICT)
-class FunctionCallOutput(TypedDict):
+class CustomCall(_Call):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+@with_config(_STRICT)
+class CallOutput(TypedDict):
     """What a call gave."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Annotated[str | Annotated[list[_Shown], Field(fail_fast=True)], at_most(MOST_PARTS)]
+    name: NotRequired[str | None]
+    caller: NotRequired[Any]
     id: NotRequired[str | None]
     status: NotRequired[str | None]
 
@@ -176,7 +194,9 @@ def _kind_of(item: Any) -> Any:
 Item = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of),
@@ -184,32 +204,107 @@ Item = Annotated[
 
 
 @with_config(_STRICT)
-class ResponsesTool(TypedDict):
-    """A function that the client runs."""
+class _Tool(TypedDict):
+    """A tool that the client runs. The model sees deferred ones too: it cannot search for them."""
 
-    type: Literal["function"]
     name: Name
     description: NotRequired[str | None]
+    defer_loading: NotRequired[bool | None]
+    allowed_callers: NotRequired[list[Literal["direct"]] | None]
+
+
+@with_config(_STRICT)
+class FunctionTool(_Tool):
+    """A tool that takes an object. `output_schema` means nothing to templates."""
+
+    type: Literal["function"]
     parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
-    defer_loading: NotRequired[Literal[False] | None]
-    allowed_callers: NotRequired[list[Literal["direct"]] | None]
+    output_schema: NotRequired[Any]
+
+
+@with_config(_STRICT)
+class AnyInput(TypedDict):
+    """Any text may be the input of a custom tool."""
+
+    type: Literal["text"]
+
+
+@with_config(_STRICT)
+class GrammarInput(TypedDict):
+    """What the input of a custom tool must fit. The model is told, and nothing keeps it to that."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@with_config(_STRICT)
+class CustomTool(_Tool):
+    """A tool that takes a text."""
+
+    type: Literal["custom"]
+    format: NotRequired[Annotated[AnyInput | GrammarInput, Field(discriminator="type")] | None]
+
+
+_ClientTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+@with_config(_STRICT)
+class NamespaceTool(TypedDict):
+    """Tools with a common name before theirs."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: NotRequired[str | None]
+    tools: Annotated[list[_ClientTool], Field(fail_fast=True), at_most(MOST_TOOLS)]
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class HostedTool(TypedDict):
+    """A tool that OpenAI runs, or whose calls have a form of their own: it is left out."""
+
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+ResponsesTool = Annotated[
+    FunctionTool | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")
+]
 
 
 @with_config(_STRICT)
 class NamedTool(TypedDict):
     """The one tool that the model must call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
 class Reasoning(BaseModel):
-    """How much the model thinks. The answer has the thoughts, and not a summary."""
+    """How much the model thinks. The answer has the thoughts, and not a summary, and the template
+    gets those of all turns."""
 
     model_config = _STRICT
 
     effort: Effort | None = None
+    context: Literal["auto", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 

@@ -25,7 +25,7 @@ from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.known_fields import require_known
 from paged_kv.server.http.request_body import checked, parsed_json
 from paged_kv.server.http.schema import ChatBody
-from paged_kv.server.responses.answers import ResponseAnswers
+from paged_kv.server.responses.answers import ID_PREFIXES, ResponseAnswers
 from paged_kv.server.responses.requests import (
     ENCRYPTED,
     ONLY,
@@ -33,6 +33,7 @@ from paged_kv.server.responses.requests import (
     WITHOUT_MEANING,
     ResponsesBody,
 )
+from paged_kv.server.responses.tools import OfferedTool, offered_tools
 from paged_kv.server.responses.translation import chat_of
 
 
@@ -182,10 +183,6 @@ def _not_found(kind: str, name: str) -> APIError:
 
 Object = dict[str, Any]
 
-# What ids of items begin with, as at OpenAI.
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
-_REASONING = "rs"
-
 # As at OpenAI.
 _USUAL_LIMIT = 20
 _MOST_LISTED = 100
@@ -198,7 +195,7 @@ def named(items: Iterable[Object], name: str) -> list[Object]:
 
 def _named(item: Object, name: str) -> Object:
     kind = item.get("type") or "message"
-    item_id = item.get("id") or f"{_PREFIXES.get(kind, _REASONING)}_{name}"
+    item_id = item.get("id") or f"{ID_PREFIXES[kind]}_{name}"
     return {**item, "type": kind, "id": item_id}
 
 
@@ -274,11 +271,11 @@ class Responses(Interface):
         previous = self._previous(owner, body)
         earlier = [] if previous is None else previous.all_items()
         items = named(self._resolved(owner, body), self._kept.new_name())
-        chat = self.chat_body(chat_of(fields, body, [*earlier, *items]))
+        tools = offered_tools(body.tools or ())
+        chat = self.chat_body(chat_of(fields, body, [*earlier, *items], tools.values()))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return ReadRequest(
-            chat, partial(_answers, self._kept.new_name(), fields, body, chat, keep), len(content)
-        )
+        answers = partial(_answers, self._kept.new_name(), fields, body, chat, tools, keep)
+        return ReadRequest(chat, answers, len(content))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
@@ -381,6 +378,7 @@ def _answers(
     fields: dict[str, Any],
     body: ResponsesBody,
     chat: ChatBody,
+    tools: Mapping[str, OfferedTool],
     keep: Any,
     _: str,
     tokenizer: Any,
@@ -406,5 +404,10 @@ def _answers(
     }
     is_plain = ENCRYPTED in (body.include or ())
     return ResponseAnswers(
-        name, repeated, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep
+        name,
+        repeated,
+        tools,
+        is_plain=is_plain,
+        logprobs=Logprobs(tokenizer),
+        keep=keep,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paged_kv.server.completions.tool_images import shown_by_user
@@ -11,6 +11,7 @@ from paged_kv.server.responses.requests import (
     Format,
     ResponsesBody,
 )
+from paged_kv.server.responses.tools import OfferedTool, arguments_of, function_name
 
 # What a reasoning item's `encrypted_content` begins with here. It is not encrypted: it lets clients
 # that keep the conversation themselves send the model's thoughts back.
@@ -19,21 +20,27 @@ PLAIN = "plain:"
 Object = dict[str, Any]
 
 
-def chat_of(fields: Mapping[str, Any], body: ResponsesBody, items: Iterable[Any]) -> Object:
+def chat_of(
+    fields: Mapping[str, Any],
+    body: ResponsesBody,
+    items: Iterable[Any],
+    tools: Collection[OfferedTool],
+) -> Object:
     """The body of chat completions that asks for the same.
 
     Args:
         fields: the body as it came, for the fields that both have.
         body: the same, checked.
         items: those of the responses before and of this one, without references.
+        tools: of the body.
     """
     chat = {name: fields[name] for name in SHARED if name in fields}
     chat["messages"] = messages_of(body.instructions, items)
     chat["max_tokens"] = body.max_output_tokens
     if body.includes_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if body.tools:
-        chat["tools"] = [_tool(tool) for tool in body.tools]
+    if tools:
+        chat["tools"] = [{"type": "function", "function": tool.function} for tool in tools]
     if body.tool_choice is not None:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
     if body.reasoning is not None:
@@ -57,10 +64,10 @@ def messages_of(instructions: str | None, items: Iterable[Any]) -> list[Object]:
                 thoughts = message.get("reasoning_content", "") + _thoughts(item)
                 # The names that chat templates read.
                 message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 message = _open_answer(messages)
                 message.setdefault("tool_calls", []).append(_call(item))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 messages.append(_call_output(item))
     return shown_by_user(messages)
 
@@ -104,7 +111,7 @@ def _thoughts(item: Any) -> str:
 
 
 def _call(item: Any) -> Object:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    function = {"name": function_name(item), "arguments": arguments_of(item)}
     return {"type": "function", "id": item["call_id"], "function": function}
 
 
@@ -113,12 +120,6 @@ def _call_output(item: Any) -> Object:
     if not isinstance(output, str):
         output = [_part(each) for each in output]
     return {"role": "tool", "tool_call_id": item["call_id"], "content": output}
-
-
-def _tool(tool: Any) -> Object:
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: Any) -> Any:

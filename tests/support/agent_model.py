@@ -53,6 +53,12 @@ TEMPLATE = """\
 {%- if enable_thinking is defined and not enable_thinking %}
 {{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
+# It refuses instructions behind the first message, as Qwen's newer ones do.
+STRICT_TEMPLATE = (
+    "{%- for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must be the first') }}{% endif %}{% endfor %}"
+    + TEMPLATE
+)
 
 
 def agent_folder(parent: Path, template: str = TEMPLATE) -> str:

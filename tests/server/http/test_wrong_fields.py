@@ -99,8 +99,12 @@ GOOD: dict[str, tuple[type[BaseModel], tuple[str, ...], dict[str, Any]]] = {
                 },
                 {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "a", "output": "a"},
+                {"type": "custom_tool_call", "call_id": "b", "name": "g", "input": "a"},
             ],
-            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+            "tools": [
+                {"type": "function", "name": "f", "parameters": SCHEMA},
+                {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "g"}]},
+            ],
             "reasoning": {"effort": "low", "summary": "auto"},
             "text": {"format": {"type": "text"}},
             "include": ["reasoning.encrypted_content"],
