@@ -1,29 +1,22 @@
-"""The command `paged-kv store`: lists, verifies, cleans, copies, exports and imports stored pages.
-It needs no model."""
+"""The command `paged-kv store`: lists, verifies and cleans up stored pages. It needs no model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sqlite3
-import sys
-import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import path, store_size, tier
 from paged_kv.commands.cache_options import examples
-from paged_kv.commands.output_files import removed_unless_complete, require_writable
-from paged_kv.sizes import counted, format_size, parse_size
-from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
+from paged_kv.sizes import counted, format_size
+from paged_kv.store.folder import TAG, default_folder
 
 if TYPE_CHECKING:
     from paged_kv.store.index import Row
-    from paged_kv.store.maintenance import Transfer
     from paged_kv.store.page_store import Finding
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -41,8 +34,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
             "paged-kv store list",
             "paged-kv store verify --store /data/pages",
             "paged-kv store gc --store-bytes 20GB",
-            "paged-kv store copy redis://192.168.1.7 --store-secret FILE",
-            "paged-kv store export pages.tar",
+            "paged-kv store verify --store redis://192.168.1.7 --store-secret FILE",
         ),
     )
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
@@ -50,30 +42,20 @@ def add_store_parser(subparsers: Subparsers) -> None:
     _add(commands, "list", meaning, run_list, aliases=("ls",))
     _add(commands, "verify", "read every file; name faults and exit with status 1", run_verify)
     gc = _add(commands, "gc", "remove damaged entries, and those over a cap", run_gc)
-    _add_cap(gc, None, "evict least recently used entries until the folder takes at most this")
+    gc.add_argument(
+        "--store-bytes",
+        type=store_size,
+        default=NO_LIMIT,
+        metavar="SIZE",
+        help="evict least recently used entries until at most this is left, such as 50GB",
+    )
     clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
     clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    copy = _add(commands, "copy", "copy entries to another tier that lacks them", run_copy)
-    copy.add_argument("target", type=tier, help="the folder or server to copy to")
-    _add_cap(
-        copy,
-        DEFAULT_STORE_BYTES,
-        f"the most that a folder may take (default: {DEFAULT_STORE_BYTES})",
-    )
-    export = _add(commands, "export", "write all pages into a tar file", run_export)
-    export.add_argument("file", type=path, help="the tar file to write; it must not exist yet")
-    import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
-    import_.add_argument("file", type=path, help="a tar file that export wrote")
-    _add_cap(
-        import_,
-        DEFAULT_STORE_BYTES,
-        f"the most that the folder may take (default: {DEFAULT_STORE_BYTES})",
-    )
 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """List the entries."""
-    with _opened(arguments.store, arguments) as place:
+    with _opened(arguments) as place:
         if isinstance(arguments.store, str):
             found = dict(place.blobs.names())
             content = [{"name": name, "nbytes": nbytes} for name, nbytes in found.items()]
@@ -91,7 +73,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Read every entry; return 1 if anything is wrong."""
     from paged_kv.tiers.maintenance import verify
 
-    with _opened(arguments.store, arguments) as place:
+    with _opened(arguments) as place:
         entries, findings = verify(place)
     content = {"entries": entries, "findings": [asdict(each) for each in findings]}
     read = f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found"
@@ -103,7 +85,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     """Remove entries that cannot be used, and those over the cap."""
     from paged_kv.tiers.maintenance import gc
 
-    with _opened(arguments.store, arguments) as place:
+    with _opened(arguments) as place:
         removed = gc(place, arguments.store_bytes)
     total = _amount(arguments, [each.nbytes for each in removed], "removed")
     content = [asdict(each) for each in removed]
@@ -114,49 +96,11 @@ def run_clear(arguments: argparse.Namespace) -> int:
     """Remove all pages."""
     from paged_kv.tiers.maintenance import clear
 
-    with _opened(arguments.store, arguments) as place:
+    with _opened(arguments) as place:
         sizes = clear(place, dry_run=arguments.dry_run)
     verb = "would be removed" if arguments.dry_run else "removed"
     content = {"files": len(sizes), "nbytes": sum(sizes), "dry_run": arguments.dry_run}
     return _print(arguments, content, [_amount(arguments, sizes, verb)])
-
-
-def run_copy(arguments: argparse.Namespace) -> int:
-    """Copy all entries of one tier to another; return 1 if some were skipped."""
-    from paged_kv.tiers.maintenance import copy
-
-    with ExitStack() as stack:
-        source = stack.enter_context(_opened(arguments.store, arguments, must_exist=False))
-        target = stack.enter_context(_opened(arguments.target, arguments, must_exist=False))
-        done = copy(source, target)
-    return _print_transfer(arguments, "copied", done)
-
-
-def run_export(arguments: argparse.Namespace) -> int:
-    """Write all pages into one file; return 1 if some could not be read."""
-    from paged_kv.store.maintenance import export
-
-    _require_folder(arguments)
-    if arguments.file.exists():
-        raise FileExistsError(
-            f"{arguments.file} exists, and export overwrites nothing: remove it, or name another "
-            "file"
-        )
-    require_writable(arguments.file)
-    with _opened(arguments.store, arguments) as store, removed_unless_complete(arguments.file):
-        done = export(store, arguments.file)
-    return _print_transfer(arguments, "exported", done)
-
-
-def run_import(arguments: argparse.Namespace) -> int:
-    """Add the pages of an exported file; return 1 if some were skipped."""
-    from paged_kv.store.maintenance import import_
-
-    _require_folder(arguments)
-    _require_archive(arguments.file)
-    with _opened(arguments.store, arguments, must_exist=False) as store:
-        done = import_(store, arguments.file)
-    return _print_transfer(arguments, "imported", done)
 
 
 def _add(
@@ -187,16 +131,6 @@ def _add(
     return parser
 
 
-def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: str) -> None:
-    parser.add_argument(
-        "--store-bytes",
-        type=store_size,
-        default=NO_LIMIT if default is None else parse_size(default),
-        metavar="SIZE",
-        help=f"{meaning}, such as 50GB",
-    )
-
-
 def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
@@ -205,19 +139,18 @@ def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
 
 
 @contextmanager
-def _opened(
-    place: str | Path, arguments: argparse.Namespace, *, must_exist: bool = True
-) -> Iterator[Any]:
+def _opened(arguments: argparse.Namespace) -> Iterator[Any]:
     """The `PageStore` of a folder, or the `Server` at an address.
 
     Raises:
         ValueError: a server lacks a secret, or a package is missing.
         OSError: there is no store in the folder, or the server fails.
     """
-    from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
+    from paged_kv.store.page_store import PageStore
     from paged_kv.tiers.maintenance import opened_server
     from paged_kv.tiers.store_options import StoreOptions
 
+    place = arguments.store
     if isinstance(place, str):
         options = StoreOptions(
             secret=arguments.store_secret, unauthenticated=arguments.store_unauthenticated
@@ -225,36 +158,14 @@ def _opened(
         with opened_server(place, options) as server:
             yield server
         return
-    if must_exist and not (place / TAG).exists():
+    if not (place / TAG).exists():
         raise FileNotFoundError(
             f"there is no page store in {place}: name with --store the folder that the store was "
             "made in"
         )
     # Listing and cleaning up need no free disk space.
-    free = 0 if must_exist else MIN_FREE_BYTES
-    with PageStore(place, arguments.store_bytes, min_free_bytes=free) as store:
+    with PageStore(place, arguments.store_bytes, min_free_bytes=0) as store:
         yield store
-
-
-def _require_folder(arguments: argparse.Namespace) -> None:
-    if isinstance(arguments.store, str):
-        raise ValueError("only folders are exported and imported: copy takes servers")
-
-
-def _require_archive(file: Path) -> None:
-    """Check a file to import before making a store for it.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a tar file.
-    """
-    try:
-        tarfile.open(file).close()
-    except tarfile.TarError:
-        raise ValueError(
-            f"{file} is not an export of a page store: name a file that `paged-kv store export` "
-            "wrote"
-        ) from None
 
 
 def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -278,16 +189,6 @@ def _amount(arguments: argparse.Namespace, sizes: Sequence[int], verb: str = "")
 
 def _finding(finding: Finding) -> str:
     return f"{finding.name}: {finding.problem} ({format_size(finding.nbytes)})"
-
-
-def _print_transfer(arguments: argparse.Namespace, verb: str, done: Transfer) -> int:
-    """Print what was transferred and skipped; returns 1 if something was skipped."""
-    amount = f"{counted(done.entries, 'entry')} {verb}, {format_size(done.nbytes)}"
-    _print(arguments, asdict(done), [amount])
-    if not arguments.json:
-        for reason, count in Counter(done.skipped.values()).items():
-            print(f"{count} skipped: {reason}", file=sys.stderr)
-    return 1 if done.skipped else 0
 
 
 def _print(arguments: argparse.Namespace, content: Any, lines: Sequence[str]) -> int:

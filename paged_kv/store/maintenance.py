@@ -1,46 +1,19 @@
-"""Verifies, cleans, clears, exports and imports a store; needs no model.
-
-An export is a tar file of the page files. An import verifies each file as a read does, and keeps to
-the cap as a write does. It cannot verify the numbers in pages: import only files from somebody you
-trust.
-"""
+"""Verifies, cleans and clears a store; needs no model."""
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
 
-from paged_kv.store.entry_file import SUFFIX, Entry, decode, file_name
+from paged_kv.store.entry_file import SUFFIX, decode, file_name
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.folder import is_page_file
 from paged_kv.store.limits import victims
-from paged_kv.store.page_store import File, Finding, Outcome, PageStore, file_of
+from paged_kv.store.page_store import Finding, PageStore
 
 T = TypeVar("T")
-
-Found = tuple[str, Entry, memoryview]
-"""An entry's name in its tier, its content, and the bytes of its file."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """The result of an export or import.
-
-    Attributes:
-        entries: how many were written, without those that existed already.
-        nbytes: of their files.
-        skipped: names that were not written, and why.
-    """
-
-    entries: int
-    nbytes: int
-    skipped: dict[str, str]
 
 
 def verify(store: PageStore) -> list[Finding]:
@@ -77,79 +50,6 @@ def clear(store: PageStore, *, dry_run: bool = False) -> list[int]:
     if not dry_run:
         store.discard(list(files))
     return list(files.values())
-
-
-def sound_entries(store: PageStore, skipped: dict[str, str]) -> Iterator[Found]:
-    """The entries, the most recently used first; notes the others, and why, in `skipped`."""
-    for row in store.rows():
-        name = file_name(row.key)
-        try:
-            data = memoryview(store.folder.read(name))
-            yield name, decode(data, row.key), data
-        except (OSError, InvalidEntry) as error:
-            skipped[name] = str(error)
-
-
-def export(store: PageStore, path: Path) -> Transfer:
-    """Write all sound entries into a new tar file.
-
-    Raises:
-        FileExistsError: the file exists.
-    """
-    done, nbytes = 0, 0
-    skipped: dict[str, str] = {}
-    with tarfile.open(path, "x") as archive:
-        for name, _, data in shown("export", sound_entries(store, skipped), len(store.rows())):
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            archive.addfile(about, io.BytesIO(data))
-            done, nbytes = done + 1, nbytes + len(data)
-    return Transfer(done, nbytes, skipped)
-
-
-def import_(store: PageStore, path: Path) -> Transfer:
-    """Add the entries of an export to a store as its most recently used, in the export's order of
-    use. An export lists the most recently used entries first; they stay if the cap does not hold
-    all.
-
-    Raises:
-        OSError: the file cannot be read, or the folder cannot be written.
-        ValueError: the file is not a tar file.
-    """
-    done, nbytes = 0, 0
-    skipped: dict[str, str] = {}
-    kept: list[str] = []
-    try:
-        with tarfile.open(path) as archive:
-            for known, data in shown("import", _imported(archive, skipped)):
-                row, _ = known
-                kept.append(row.key)
-                (outcome,) = store.put_files([(known, data)], kept)
-                if outcome is Outcome.NO_ROOM:
-                    skipped[file_name(row.key)] = f"{outcome.value}: {store.lack}"
-                elif outcome is Outcome.STORED:
-                    done, nbytes = done + 1, nbytes + row.nbytes
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is not an export of a page store: {error}") from None
-    # Restore the export's order: each entry was the most recently used when it was added.
-    store.touch(kept)
-    return Transfer(done, nbytes, skipped)
-
-
-def _imported(archive: tarfile.TarFile, skipped: dict[str, str]) -> Iterator[File]:
-    """The sound entries of an archive."""
-    for member in archive:
-        content = archive.extractfile(member) if member.isreg() else None
-        if content is None or not is_page_file(member.name):
-            skipped[member.name] = "not a page file"
-            continue
-        data = content.read()
-        try:
-            entry = decode(data, member.name.removesuffix(SUFFIX))
-        except InvalidEntry as error:
-            skipped[member.name] = str(error)
-            continue
-        yield file_of(entry.place, [data])
 
 
 def shown(work: str, entries: Iterable[T], total: int | None = None) -> Iterator[T]:

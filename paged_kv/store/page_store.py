@@ -61,9 +61,6 @@ FAULTS = (OSError, sqlite3.Error, MemoryError, InvalidEntry)
 Known = tuple[Row, Sequence[int]]
 """An entry's row of the index, and the tokens of its block."""
 
-File = tuple[Known, Sequence[Buffer]]
-"""An entry's row and tokens, and the bytes of its file."""
-
 
 class Outcome(Enum):
     """The result of storing an entry."""
@@ -201,15 +198,11 @@ class PageStore:
     def put(self, entries: Iterable[Entry], keep: Collection[str] = ()) -> list[Outcome]:
         """Store entries; returns an outcome for each. If there is no room, this evicts the least
         recently used entries, but none of `keep`. Entries stored before survive any failure."""
-        return self.put_files((file_of(each.place, encode(each)) for each in entries), keep)
-
-    def put_files(self, files: Iterable[File], keep: Collection[str] = ()) -> list[Outcome]:
-        """`put` for entries that are already encoded as files."""
         outcomes, added = [], []
         with self.exclusive() as contents:
             before = self.written = read_written(self.folder)
             try:
-                for known, data in files:
+                for known, data in map(_file_of, entries):
                     outcomes.append(self._put(contents, known[0], data, keep))
                     if outcomes[-1] is Outcome.STORED:
                         added.append(known)
@@ -371,9 +364,9 @@ class PageStore:
             self.folder.remove(name)
 
 
-def file_of(place: EntryPlace, data: Sequence[Buffer]) -> File:
+def _file_of(entry: Entry) -> tuple[Known, Sequence[Buffer]]:
     """An entry's row and tokens, with the bytes of its file."""
-    link = place.link
+    place, link, data = entry.place, entry.place.link, encode(entry)
     nbytes = size_on_disk(sum(map(len, data)))
     about = link.parent, place.part, link.tokens, dict(link.identity)
     return _known(place.key, nbytes, *about), data

@@ -1,4 +1,4 @@
-"""Looks after entries in folders and on servers: verify, gc, clear and copy."""
+"""Looks after entries in folders and on servers: verify, gc and clear."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paged_kv.store import maintenance as folders
-from paged_kv.store.entry_file import Entry, decode
+from paged_kv.store.entry_file import decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.maintenance import Found, Transfer
-from paged_kv.store.page_store import Finding, Outcome, PageStore, file_of
+from paged_kv.store.page_store import Finding, PageStore
 from paged_kv.tiers.address import parse_address
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
 from paged_kv.tiers.opening import open_blobs, read_seal
@@ -27,8 +26,8 @@ class Server:
     blobs: Blobs
     seal: Seal
 
-    def entry(self, name: str, nbytes: int) -> tuple[Entry, memoryview]:
-        """An entry, and the bytes of its file.
+    def verify(self, name: str, nbytes: int) -> None:
+        """Read an entry.
 
         Raises:
             InvalidEntry: it is damaged, or was not written with the secret.
@@ -36,11 +35,9 @@ class Server:
         if not HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES:
             raise WrongSize(f"it has {nbytes:,} bytes")
         (data,) = self.blobs.get([(name, nbytes)])
-        payload = self.seal.opened(name, data)
-        entry = decode(payload, None)
+        entry = decode(self.seal.opened(name, data), None)
         if self.seal.name(entry.place.key) != name:
             raise OtherEntry("it has the name of another entry")
-        return entry, payload
 
 
 Place = PageStore | Server
@@ -71,7 +68,7 @@ def verify(place: Place) -> tuple[int, list[Finding]]:
     names, findings = list(place.blobs.names()), []
     for name, nbytes in folders.shown("verify", names):
         try:
-            place.entry(name, nbytes)
+            place.verify(name, nbytes)
         except InvalidEntry as error:
             findings.append(Finding(name, f"{error.kind}: {error}", nbytes, True))
     return len(names), findings
@@ -103,40 +100,3 @@ def clear(place: Place, *, dry_run: bool = False) -> list[int]:
     if not dry_run:
         place.blobs.remove(list(found))
     return list(found.values())
-
-
-def copy(source: Place, target: Place) -> Transfer:
-    """Copy all sound entries that the target lacks. Servers take full blocks only."""
-    done, nbytes = 0, 0
-    skipped: dict[str, str] = {}
-    entries = (
-        folders.sound_entries(source, skipped)
-        if isinstance(source, PageStore)
-        else _of_server(source, skipped)
-    )
-    for name, entry, data in folders.shown("copy", entries):
-        if isinstance(target, PageStore):
-            (outcome,) = target.put_files([file_of(entry.place, [data])])
-        else:
-            outcome = _put(target, entry, data)
-        if outcome is Outcome.STORED:
-            done, nbytes = done + 1, nbytes + len(data)
-        elif outcome is Outcome.NO_ROOM and isinstance(target, PageStore):
-            skipped[name] = f"{outcome.value}: {target.lack}"
-    return Transfer(done, nbytes, skipped)
-
-
-def _put(target: Server, entry: Entry, data: memoryview) -> Outcome:
-    name = target.seal.name(entry.place.key)
-    if not entry.place.link.is_full or target.blobs.sizes([name]) != [0]:
-        return Outcome.KNOWN
-    target.blobs.put(name, target.seal.sealed(name, [data]))
-    return Outcome.STORED
-
-
-def _of_server(server: Server, skipped: dict[str, str]) -> Iterator[Found]:
-    for name, nbytes in server.blobs.names():
-        try:
-            yield name, *server.entry(name, nbytes)
-        except InvalidEntry as error:
-            skipped[name] = str(error)

@@ -187,6 +187,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert find_spec(module)
         case ["python", "my_program.py"]:
             pass
+        case ["tar" | "rsync", *arguments]:
+            assert "~/.cache/paged-kv/pages" in [each.rstrip("/") for each in arguments]
         case ["head", "-c", number, "/dev/urandom", *_]:
             assert int(number) >= LEAST_SECRET_BYTES
         case ["lm_eval", "--model", model, "--tasks", _, "--model_args", arguments]:

@@ -1,6 +1,7 @@
 """The page store: entries are found again, the cap holds, and processes may come and go."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
         with pytest.raises(NewerVersion):
             store.get(EntryPlace(chain[0], PAGES))
     assert (folder / file_name(key)).exists()
+
+
+def test_pages_that_other_tools_have_copied_are_found(tmp_path: Path) -> None:
+    (link,) = links(prompt(0))
+    with open_store(tmp_path / "store") as store, open_store(tmp_path / "other") as other:
+        put(store, [link])
+        shutil.copy(next((tmp_path / "store").glob("*.safetensors")), tmp_path / "other")
+        put(other, links(prompt(1)))
+        assert EntryPlace(link, PAGES).key in other.stored_keys()
 
 
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
