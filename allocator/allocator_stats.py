@@ -1,4 +1,8 @@
-"""Defines the memory statistics: frozen snapshots, made from running counts.
+"""Memory statistics: frozen snapshots, each number of which is defined in one place.
+
+A number is a field that `number` declares: with its meaning, its label in tables, its name in
+Prometheus and its unit. Whatever shows statistics is made from these declarations. A number with
+`of` is computed from others when a snapshot is made; the others are counted.
 
 Every byte of a slab is in exactly one of these, for each page format:
 
@@ -18,8 +22,112 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+# Any of the classes of snapshots.
+Stats = Any
+
+
+class Unit(StrEnum):
+    """The unit of a number.
+
+    Every held byte is in one of the numbers in HELD_BYTES, which have a table of their own; all
+    other numbers come after it. SHARE is from 0 to 1.
+    """
+
+    HELD_BYTES = "held bytes"
+    BYTES = "bytes"
+    COUNT = "count"
+    SHARE = "share"
+    FACTOR = "factor"
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is known of one number of a snapshot, or of the numbers of its parts.
+
+    Attributes:
+        name: of the field, and in JSON.
+        meaning: one line of help.
+        label: its label in tables. None if the table of blocks has it, by group of layers.
+        metric: its name in Prometheus, after "paged_kv:". None if other metrics give it.
+        unit: what it counts.
+        by: what its parts are, such as "reason", if it is a dictionary of counts.
+        is_counter: whether it only goes up.
+        of: computes it from the others; None if it is counted.
+    """
+
+    name: str
+    meaning: str
+    label: str | None
+    metric: str | None
+    unit: Unit
+    by: str | None
+    is_counter: bool
+    of: Callable[[Stats], Any] | None
+
+    def parts(self, stats: Stats) -> dict[tuple[str, ...], float]:
+        """The numbers by part; the only one has no part's name."""
+        value = getattr(stats, self.name)
+        return {(part,): n for part, n in value.items()} if self.by else {(): value}
+
+
+def number(
+    meaning: str,
+    label: str | None = None,
+    metric: str | None = None,
+    unit: Unit = Unit.COUNT,
+    *,
+    by: str | None = None,
+    is_counter: bool = False,
+    of: Callable[[Stats], Any] | None = None,
+) -> Any:
+    """A field of a snapshot: see `Column`. One that is counted is 0, or empty, by default."""
+    column = Column("", meaning, label, metric, unit, by, is_counter, of)
+    if of is not None:
+        return field(init=False, repr=False, compare=False, metadata={"column": column})
+    default: dict[str, Any] = {"default_factory": dict} if by else {"default": 0}
+    return field(**default, metadata={"column": column})
+
+
+def counter(
+    meaning: str, label: str, metric: str, unit: Unit = Unit.COUNT, *, by: str | None = None
+) -> Any:
+    """A number that only goes up."""
+    return number(meaning, label, metric, unit, by=by, is_counter=True)
+
+
+def in_formats(of: Callable[[FormatStats], int], meaning: str, *shown: Any) -> Any:
+    """A number that is the sum over all page formats. `shown`: label, metric and unit."""
+    return number(meaning, *shown, of=lambda stats: sum(map(of, stats.formats)))
+
+
+def by_format(of: Callable[[FormatStats], int], meaning: str) -> Any:
+    """A number for each page format."""
+
+    def sums(stats: Stats) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for each in stats.formats:
+            total[each.page_format] += of(each)
+        return dict(total)
+
+    return number(meaning, by="format", of=sums)
+
+
+@cache
+def columns_of(kind: Any) -> tuple[Column, ...]:
+    """The numbers of a class of snapshots, in the order in which tables have them."""
+    of_field = {each.name: each.metadata.get("column") for each in fields(kind)}
+    return tuple([replace(column, name=name) for name, column in of_field.items() if column])
+
+
+def counted(stats: BlockTotals) -> dict[str, Any]:
+    """The fields of a snapshot from which it is made; `number` computes the others from these."""
+    return {each.name: getattr(stats, each.name) for each in fields(stats) if each.init}
 
 
 class FormatStats(NamedTuple):
@@ -53,146 +161,114 @@ class FormatStats(NamedTuple):
     compactable: int
 
     @property
-    def bytes_last_block(self) -> int:
-        """Bytes of `last_block_slots`."""
-        return self.last_block_slots * self.block_bytes // self.page_size
-
-    @property
-    def bytes_out_of_window(self) -> int:
-        """Bytes of `out_of_window_slots`."""
-        return self.out_of_window_slots * self.block_bytes // self.page_size
-
-
-class BlockTotals:
-    """Sums over the blocks of several formats, possibly of several groups of layers."""
-
-    formats: tuple[FormatStats, ...]
-
-    @property
-    def blocks_used(self) -> int:
-        """Blocks that a sequence holds."""
-        return sum(each.used for each in self.formats)
-
-    @property
-    def blocks_cached(self) -> int:
-        """Blocks that no sequence holds, kept for later prompts; evicted when memory is short."""
-        return sum(each.cached for each in self.formats)
-
-    @property
-    def blocks_free(self) -> int:
+    def free(self) -> int:
         """Blocks of mapped slabs that are neither used nor cached."""
-        return sum(each.spare + each.fragmented for each in self.formats)
+        return self.spare + self.fragmented
 
-    @property
-    def blocks_by_format(self) -> dict[str, int]:
-        """Used blocks of each page format."""
-        return self._by_format([each.used for each in self.formats])
-
-    @property
-    def cached_by_format(self) -> dict[str, int]:
-        """Cached blocks of each page format."""
-        return self._by_format([each.cached for each in self.formats])
-
-    @property
-    def free_by_format(self) -> dict[str, int]:
-        """Free blocks of each page format."""
-        return self._by_format([each.spare + each.fragmented for each in self.formats])
-
-    @property
-    def slabs(self) -> int:
-        """Mapped slabs; a slab spans every layer of its group."""
-        return sum(each.slabs for each in self.formats)
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the slots of live tokens; shared blocks count once."""
-        return self.bytes_active - self.bytes_last_block - self.bytes_out_of_window
-
-    @property
-    def bytes_last_block(self) -> int:
-        """Bytes of the unwritten slots after a sequence's last token."""
-        return sum(each.bytes_last_block for each in self.formats)
-
-    @property
-    def bytes_out_of_window(self) -> int:
-        """Bytes of the slots of rings that the window has passed."""
-        return sum(each.bytes_out_of_window for each in self.formats)
-
-    @property
-    def bytes_active(self) -> int:
-        """Bytes of the pages of used blocks."""
-        return sum(each.used * each.block_bytes for each in self.formats)
-
-    @property
-    def bytes_retained(self) -> int:
-        """Bytes of the pages of cached blocks."""
-        return sum(each.cached * each.block_bytes for each in self.formats)
-
-    @property
-    def bytes_spare(self) -> int:
-        """Bytes of empty slabs."""
-        return sum(each.spare * each.block_bytes for each in self.formats)
-
-    @property
-    def bytes_fragmented(self) -> int:
-        """Bytes of free pages in partly used slabs."""
-        return sum(each.fragmented * each.block_bytes for each in self.formats)
-
-    @property
-    def bytes_compactable(self) -> int:
-        """Bytes of the slabs that `compact()` would unmap."""
-        return sum(each.compactable * each.block_bytes for each in self.formats)
-
-    @property
-    def bytes_mapped(self) -> int:
-        """Bytes of all slabs."""
-        return self.bytes_active + self.bytes_retained + self.bytes_spare + self.bytes_fragmented
-
-    @property
-    def internal_fragmentation(self) -> float:
-        """The share of active bytes that hold no live token: 1 - allocated / active."""
-        return 1 - _ratio(self.bytes_allocated, self.bytes_active)
-
-    @property
-    def external_fragmentation(self) -> float:
-        """The share of mapped bytes that are neither used nor cached."""
-        return 1 - _ratio(self.bytes_active + self.bytes_retained, self.bytes_mapped)
-
-    def _by_format(self, counts: list[int]) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for each, count in zip(self.formats, counts, strict=True):
-            total[each.page_format] += count
-        return dict(total)
+    def bytes_of(self, slots: int) -> int:
+        """Bytes of so many slots."""
+        return slots * self.block_bytes // self.page_size
 
 
-@dataclass(frozen=True)
-class AllocatorStats(BlockTotals):
-    """A snapshot of one allocator.
+@dataclass(frozen=True, kw_only=True)
+class BlockTotals:
+    """Sums over the blocks of several formats, possibly of several groups of layers.
 
     Attributes:
         formats: the blocks of each page format.
-        blocks_shared: blocks that more than one sequence holds.
-        table_entries: entries of all block tables.
-        tables: block tables, one per sequence.
-        tables_dropped: dropped tables among them, whose blocks the next call frees.
-        cow_copies: blocks copied on a write to a shared block.
-        allocation_failures: allocations that failed for lack of blocks.
-        bytes_metadata: estimated bytes of the bookkeeping in Python's memory.
     """
 
-    formats: tuple[FormatStats, ...]
-    blocks_shared: int = 0
-    table_entries: int = 0
-    tables: int = 0
-    tables_dropped: int = 0
-    cow_copies: int = 0
-    allocation_failures: int = 0
-    bytes_metadata: int = 0
+    formats: tuple[FormatStats, ...] = ()
+    # fmt: off
+    bytes_allocated: int = in_formats(
+        lambda each: each.used * each.block_bytes
+        - each.bytes_of(each.last_block_slots) - each.bytes_of(each.out_of_window_slots),
+        "slots of live tokens",
+        "allocated", "kv_allocated_bytes", Unit.HELD_BYTES)
+    bytes_last_block: int = in_formats(
+        lambda each: each.bytes_of(each.last_block_slots),
+        "free slots after the last token of a sequence",
+        "+ last block", "kv_last_block_bytes", Unit.HELD_BYTES)
+    bytes_out_of_window: int = in_formats(
+        lambda each: each.bytes_of(each.out_of_window_slots),
+        "slots that a window has left",
+        "+ out of window", "kv_out_of_window_bytes", Unit.HELD_BYTES)
+    bytes_active: int = in_formats(
+        lambda each: each.used * each.block_bytes, "pages that sequences hold",
+        "= used", "kv_active_bytes", Unit.HELD_BYTES)
+    bytes_retained: int = in_formats(
+        lambda each: each.cached * each.block_bytes,
+        "pages that only the prefix cache holds, evicted for others",
+        "+ cached", "kv_retained_bytes", Unit.HELD_BYTES)
+    bytes_fragmented: int = in_formats(
+        lambda each: each.fragmented * each.block_bytes,
+        "free pages of slabs that hold something",
+        "+ fragmented", "kv_fragmented_bytes", Unit.HELD_BYTES)
+    bytes_spare: int = in_formats(
+        lambda each: each.spare * each.block_bytes, "slabs that hold nothing",
+        "+ spare", "kv_spare_bytes", Unit.HELD_BYTES)
+    bytes_mapped: int = number(
+        "all slabs", "= mapped", "kv_mapped_bytes", Unit.HELD_BYTES,
+        of=lambda stats: stats.bytes_active + stats.bytes_retained
+        + stats.bytes_fragmented + stats.bytes_spare)
+    internal_fragmentation: float = number(
+        "share of active bytes that hold no live token, 0 to 1",
+        "internal fragmentation", unit=Unit.SHARE,
+        of=lambda stats: 1 - _ratio(stats.bytes_allocated, stats.bytes_active))
+    external_fragmentation: float = number(
+        "share of mapped bytes that are neither used nor cached, 0 to 1",
+        "external fragmentation", unit=Unit.SHARE,
+        of=lambda stats: 1 - _ratio(stats.bytes_active + stats.bytes_retained, stats.bytes_mapped))
+    bytes_compactable: int = in_formats(
+        lambda each: each.compactable * each.block_bytes, "bytes that compact() would give back",
+        "compact() would free", "kv_compactable_bytes", Unit.BYTES)
+    slabs: int = in_formats(
+        lambda each: each.slabs, "slabs mapped, each in every layer of its group", "slabs")
+    blocks_used: int = in_formats(
+        lambda each: each.used, "blocks that a sequence holds", "blocks used")
+    blocks_cached: int = in_formats(
+        lambda each: each.cached,
+        "blocks that only the prefix cache holds, evicted when memory is short", "cached")
+    blocks_free: int = in_formats(
+        lambda each: each.free, "blocks of mapped slabs that nobody holds", "free")
+    blocks_by_format: Mapping[str, int] = by_format(
+        lambda each: each.used, "used blocks by page format")
+    cached_by_format: Mapping[str, int] = by_format(
+        lambda each: each.cached, "cached blocks by page format")
+    free_by_format: Mapping[str, int] = by_format(
+        lambda each: each.free, "free blocks by page format")
+    # fmt: on
 
-    @property
-    def sharing_factor(self) -> float:
-        """Table entries per used block; 1.0 if nothing is shared."""
-        return _ratio(self.table_entries, self.blocks_used)
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for column in columns_of(kind):
+            if column.of is not None:
+                object.__setattr__(self, column.name, column.of(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorStats(BlockTotals):
+    """A snapshot of one allocator: of the blocks, and of the tables that hold them."""
+
+    # fmt: off
+    blocks_shared: int = number("blocks that several sequences hold", "shared")
+    tables: int = number(
+        "block tables, one a sequence and group", "block tables", "kv_block_tables")
+    tables_dropped: int = number(
+        "block tables that were dropped: the next call frees their blocks", "dropped tables")
+    table_entries: int = number("entries of all block tables", "table entries")
+    sharing_factor: float = number(
+        "table entries for each used block; 1 if nothing is shared",
+        "sharing factor", "kv_sharing_factor", Unit.FACTOR,
+        of=lambda stats: _ratio(stats.table_entries, stats.blocks_used))
+    cow_copies: int = counter(
+        "blocks copied because a shared one was written", "copied on write", "cow_copies")
+    allocation_failures: int = counter(
+        "times the pool was exhausted", "exhausted", "allocation_failures")
+    bytes_metadata: int = number(
+        "about how many bytes the bookkeeping takes in Python's memory, outside slabs",
+        "metadata", "kv_metadata_bytes", Unit.BYTES)
+    # fmt: on
 
 
 def metadata_bytes(ref_counts: dict[int, int], free: int, tables: int, entries: int) -> int:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> str:
+    """A table whose first columns are texts, so many, and whose others are numbers."""
     heads = list(head)
-    rule = ["---", *["---:"] * (len(heads) - 1)]
+    rule = [*["---"] * texts, *["---:"] * (len(heads) - texts)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 

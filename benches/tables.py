@@ -1,10 +1,11 @@
 """Makes the tables and numbers of README.md and docs/ from the files of benches/results:
 python -m benches.tables
 
-Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a bench, "why" or
-"headlines". Within a sentence, `<!-- number: NAME -->` is one of `benches.prose_numbers`. The
-newest mlx and mlx-lm of a bench are shown, one table for each machine. --check writes nothing, and
-exits with 1 if a document is out of date.
+Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a bench, "why",
+"headlines", or "statistics", which comes from the code. Within a sentence,
+`<!-- number: NAME -->` is one of `benches.prose_numbers`. The newest mlx and mlx-lm of a bench are
+shown, one table for each machine. --check writes nothing, and exits with 1 if a document is out of
+date.
 """
 
 import argparse
@@ -26,6 +27,8 @@ TABLES = (
     | memory_tables.TABLES
     | structured_tables.TABLES
 )
+# Those that need no results.
+OF_CODE = {"statistics": memory_tables.statistics}
 ROOT = RESULTS.parents[1]
 _MARKED = re.compile(
     r"(?P<opening><!-- (?P<kind>table|number): (?P<name>.*?) -->\n?)"
@@ -70,16 +73,19 @@ def number(name: str, results: Path = RESULTS) -> str:
 
 
 def section(name: str, results: Path = RESULTS) -> str:
-    """A bench's tables, each followed by a line that says what it was measured on.
+    """A bench's tables, each followed by a line that says what it was measured on; or a table that
+    comes from the code.
 
     Raises:
         ValueError: there is no table of that name.
         FileNotFoundError: the bench has no results.
     """
+    if name in OF_CODE:
+        return f"\n{OF_CODE[name]()}\n\n"
     if name in DIGESTS:
         return _digest(name, results)
     if name not in TABLES:
-        known = ", ".join(sorted({*TABLES, *DIGESTS}))
+        known = ", ".join(sorted({*TABLES, *DIGESTS, *OF_CODE}))
         raise ValueError(f"there is no table {name!r}: use one of {known}")
     tables = [
         f"{TABLES[name](result['figures'])}\n\n{_place(result)}\n"

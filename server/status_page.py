@@ -20,8 +20,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from paged_kv.extras import extra_module
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.pool.columns import COLUMNS
 from paged_kv.pool.page_pool import open_pools
+from paged_kv.pool.stats import COLUMNS
 from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.jobs import Job, Stage
 

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paged_kv.allocator.allocator_stats import Column
 from paged_kv.monitor.process_view import PoolView, ProcessView
-from paged_kv.pool.columns import COLUMNS, Column, Kind
+from paged_kv.pool.stats import COLUMNS
 
 
 def metrics_text(view: ProcessView, *others: Collector) -> bytes:
@@ -34,7 +35,7 @@ class _Collector(Collector):
         yield self._blocks(["pool", "model"])
 
     def _metric(self, column: Column, name: str) -> Metric:
-        family = GaugeMetricFamily if column.kind is Kind.GAUGE else CounterMetricFamily
+        family = CounterMetricFamily if column.is_counter else GaugeMetricFamily
         labels = ["pool", "model", *([column.by] if column.by else [])]
         metric = family(name, column.meaning, labels=labels)
         for pool in self._pools:

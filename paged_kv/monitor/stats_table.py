@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paged_kv.allocator.allocator_stats import Column, Unit
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
-from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
-from paged_kv.pool.stats import PoolStats
+from paged_kv.pool.stats import COLUMNS, PoolStats, byte_rows
 from paged_kv.ranks import RankMemory
 from paged_kv.sizes import counted, format_size
 

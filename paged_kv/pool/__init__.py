@@ -7,8 +7,7 @@
     reservation  blocks for the writes of a step, all or none
     reclaimer    reclaims memory when the budget gets short
     rehearsal    tries in copies of the allocators whether a sequence would fit
-    stats        counts of what it did, snapshots of its memory
-    columns      defines each number of a snapshot once, for all that show it
+    stats        counts of what it did, snapshots of its memory: each number is defined once
     locked       one call at a time among pools that share a budget
 
 A pool does not know sequences.

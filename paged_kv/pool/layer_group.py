@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import chain, takewhile
 
+from paged_kv.allocator.allocator_stats import counted
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
@@ -316,9 +317,9 @@ class LayerGroup:
         return {name: count}
 
     def stats(self) -> GroupStats:
-        """A snapshot, which keeps the blocks of collected sequences. O(slabs)."""
+        """A snapshot, which keeps the blocks of collected sequences. See `BlockAllocator.stats`."""
         return GroupStats(
-            **vars(self.allocator.snapshot()),
+            **counted(self.allocator.snapshot()),
             layers=len(self.layers),
             window=self.window.size if self.window else None,
             gather_fallbacks=self.gather_fallbacks,

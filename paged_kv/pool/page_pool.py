@@ -409,20 +409,21 @@ class PagePool:
     @locked
     def snapshot(self) -> PoolStats:
         """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
-        return PoolStats(
-            page_format=self.page_format.name,
-            backend=self.backend.name,
-            bytes_budget=self.budget.max_bytes,
-            groups=tuple([group.stats() for group in self.groups if group.is_open]),
-            pages_pinned=self.index.num_pinned,
-            traces_stopped=int(self.counts.events.has_stopped),
-            kernel_fallbacks=self.backend.fallbacks,
-            bytes_steps=self._bytes_of_steps(),
-            bytes_states=sum(each.nbytes for each in list(self.snapshots)),
-            bytes_scratch=self.backend.kept_bytes
-            + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
-            **({} if self.offloading is None else self.offloading.stats()),
+        numbers = {
             **self.counts.frozen(),
+            **({} if self.offloading is None else self.offloading.stats()),
+            "kernel_fallbacks": self.backend.fallbacks,
+            "pages_pinned": self.index.num_pinned,
+            "traces_stopped": int(self.counts.events.has_stopped),
+            "bytes_budget": self.budget.max_bytes,
+            "bytes_steps": self._bytes_of_steps(),
+            "bytes_states": sum(each.nbytes for each in list(self.snapshots)),
+            "bytes_scratch": self.backend.kept_bytes
+            + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
+        }
+        groups = tuple([group.stats() for group in self.groups if group.is_open])
+        return PoolStats(
+            page_format=self.page_format.name, backend=self.backend.name, groups=groups, **numbers
         )
 
     def _bytes_of_steps(self) -> int:

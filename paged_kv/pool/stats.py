@@ -1,118 +1,171 @@
-"""Statistics of a pool: counts of what it did, and snapshots of what it holds."""
+"""Statistics of a pool: counts of what it did, and snapshots of what it holds.
+
+Each number is one field here or in `paged_kv.allocator.allocator_stats`, which says how.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
-from paged_kv.allocator.allocator_stats import AllocatorStats, BlockTotals, FormatStats
+from paged_kv.allocator.allocator_stats import (
+    AllocatorStats,
+    FormatStats,
+    Unit,
+    columns_of,
+    counted,
+    counter,
+    number,
+)
 from paged_kv.allocator.events import Events
-from paged_kv.pool.columns import COLUMNS, byte_rows
 from paged_kv.sizes import format_size
 
 
-@dataclass(frozen=True)
-class GroupStats(AllocatorStats):
+@dataclass(frozen=True, kw_only=True)
+class LayerTotals(AllocatorStats):
+    """What a pool has as the sum of its groups of layers."""
+
+    # fmt: off
+    gather_fallbacks: int = counter(
+        "times keys and values were gathered for attention that does not read pages",
+        "gathers", "gather_fallbacks")
+    plain_layers: int = number(
+        "layers that no kernel of the backend takes, so that MLX's own operations serve them",
+        "layers without kernels")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStats(LayerTotals):
     """A snapshot of the layers that share one block table.
 
     Attributes:
         layers: number of layers.
         window: tokens that they see; None for all.
-        gather_fallbacks: times keys and values were gathered for attention that does not
-            read pages.
-        plain_layers: layers that no kernel of the pool's backend takes, so that MLX's own
-            operations serve them.
     """
 
     layers: int = 0
     window: int | None = None
-    gather_fallbacks: int = 0
-    plain_layers: int = 0
 
 
-@dataclass(frozen=True)
-class PoolStats(BlockTotals):
+@dataclass(frozen=True, kw_only=True)
+class PoolStats(LayerTotals):
     """A snapshot of a pool. Every byte of `bytes_mapped` is explained in
-    `paged_kv.allocator.allocator_stats`; all sums over groups are properties. `bytes_held` is what
-    MLX holds for the pool (`mx.get_active_memory`), as long as MLX hands out no larger memory that
-    it has kept (`mx.set_cache_limit`), and kernels' arguments aside, some KB on a GPU.
+    `paged_kv.allocator.allocator_stats`. `bytes_held` is what MLX holds for the pool
+    (`mx.get_active_memory`), as long as MLX hands out no larger memory that it has kept
+    (`mx.set_cache_limit`), and kernels' arguments aside, some KB on a GPU.
+
+    Blocks are evicted for these reasons: "out_of_window", memory was needed, and blocks that a
+    window has passed go first; "room", memory was needed; "exhausted", memory was needed and
+    nothing else was left to try; "limit", there were more prompts or bytes than the caller allows;
+    "clear" was called; "forgotten", a prompt was forgotten, or a session ended.
 
     Attributes:
         page_format: the page format of full pages.
         backend: the kernels that write and read pages.
-        bytes_budget: the most bytes that may be mapped.
         groups: the layers without a window, and those of each window, once they were written.
-        evictions: blocks' worth of cached tokens that were evicted, by reason: "out_of_window",
-            memory was needed, and blocks that a window has passed go first; "room", memory was
-            needed; "exhausted", memory was needed and nothing else was left to try; "limit", there
-            were more prompts or bytes than the caller allows; "clear" was called; "forgotten", a
-            prompt was forgotten, or a session ended.
-        requantisations: blocks requantised because memory was short, by their new format.
-        prefix_queries: tokens of all prompts that were looked up.
-        prefix_hits: those of them that were cached.
-        kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
-            not, besides those of `plain_layers`.
-        preemptions: times a sequence of a batch lost its pages, to return later.
-        tokens_recomputed: tokens of preempted sequences that were computed again.
-        tokens_reread: tokens of preempted sequences that were read again from a store.
-        tokens_read: tokens of all prompts that were read from a store.
-        store_hits: tokens of all prompts that were read from each tier of the store.
-        store_bytes_read: bytes of pages read from each tier.
-        store_bytes_today: bytes written to each tier since midnight, UTC.
-        store_bytes_in_all: bytes written to each tier so far. For a folder both counts are those of
-            all processes that share it.
-        drafts: steps of sequences in which tokens were drafted for them.
-        draft_tokens: drafted tokens.
-        accepted_tokens: drafted tokens that the model accepted.
-        tokens_chosen: tokens that steps read which may not read all of a sequence's.
-        tokens_left_out: tokens that they did not read.
-        pages_fetched: pages of a layer that were read from the folder of offloaded pages.
-        pages_late: pages of a layer that a step wanted, and left out because they had not come.
-        bytes_offloaded: contents of pages that are in that folder.
-        bytes_steps: keys and values of steps that no page holds yet.
-        bytes_states: states of recurrent layers that the prefix cache keeps.
-        bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
-        pages_pinned: pages' worth of cached tokens that are pinned.
-        traces_stopped: traces that ended early, because their file could not be written.
     """
 
     page_format: str
     backend: str
-    bytes_budget: int
     groups: tuple[GroupStats, ...] = ()
-    evictions: Mapping[str, int] = field(default_factory=dict)
-    requantisations: Mapping[str, int] = field(default_factory=dict)
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    kernel_fallbacks: int = 0
-    preemptions: int = 0
-    tokens_recomputed: int = 0
-    tokens_reread: int = 0
-    tokens_read: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    tokens_chosen: int = 0
-    tokens_left_out: int = 0
-    pages_fetched: int = 0
-    pages_late: int = 0
-    bytes_offloaded: int = 0
-    bytes_steps: int = 0
-    bytes_states: int = 0
-    bytes_scratch: int = 0
-    pages_pinned: int = 0
-    traces_stopped: int = 0
-    store_hits: Mapping[str, int] = field(default_factory=dict)
-    store_bytes_read: Mapping[str, int] = field(default_factory=dict)
-    store_bytes_today: Mapping[str, int] = field(default_factory=dict)
-    store_bytes_in_all: Mapping[str, int] = field(default_factory=dict)
-    formats: tuple[FormatStats, ...] = field(init=False)
+    # fmt: off
+    bytes_beside: int = number(
+        "steps that no page holds yet, states of recurrent layers, alignment",
+        "+ beside slabs", "kv_beside_bytes", Unit.HELD_BYTES,
+        of=lambda stats: stats.bytes_steps + stats.bytes_states + stats.bytes_scratch)
+    bytes_held: int = number(
+        "what MLX holds for the pool", "= held", "kv_held_bytes", Unit.HELD_BYTES,
+        of=lambda stats: stats.bytes_mapped + stats.bytes_beside)
+    bytes_steps: int = number(
+        "keys and values of steps that no page holds yet",
+        "unwritten steps", "kv_step_bytes", Unit.BYTES)
+    bytes_states: int = number(
+        "states of recurrent layers that the prefix cache keeps",
+        "states", "kv_state_bytes", Unit.BYTES)
+    bytes_scratch: int = number(
+        "what alignment adds to slabs, and arrays that kernels keep",
+        "scratch", "kv_scratch_bytes", Unit.BYTES)
+    bytes_budget: int = number(
+        "the most bytes that may be mapped", "budget", "kv_budget_bytes", Unit.BYTES)
+    usage: float = number(
+        "share of the budget that used pages take, 0 to 1",
+        "usage", "kv_cache_usage_perc", Unit.SHARE,
+        of=lambda stats: stats.bytes_active / (stats.bytes_budget or 1))
+    pages_pinned: int = number(
+        "pages' worth of cached tokens that are pinned", "pinned", "kv_pinned_pages")
+    prefix_queries: int = counter(
+        "tokens of prompts that were looked up", "tokens looked up", "prefix_cache_queries")
+    prefix_hits: int = counter(
+        "tokens of prompts that were found", "tokens found", "prefix_cache_hits")
+    prefix_hit_rate: float = number(
+        "share of looked up tokens that were found, 0 to 1", "hit rate", unit=Unit.SHARE,
+        of=lambda stats: stats.prefix_hits / (stats.prefix_queries or 1))
+    preemptions: int = counter(
+        "times a sequence of a batch lost its pages, to return later",
+        "preempted", "num_preemptions")
+    tokens_recomputed: int = counter(
+        "tokens of preempted sequences that were computed again",
+        "tokens computed again", "tokens_recomputed")
+    tokens_reread: int = counter(
+        "tokens of preempted sequences that were read again from a store",
+        "tokens read again", "tokens_reread")
+    tokens_read: int = counter(
+        "tokens of prompts that were read from a store", "tokens read", "tokens_read")
+    store_hits: Mapping[str, int] = counter(
+        "tokens of prompts that were read, by tier of the store",
+        "tokens from tiers", "store_hit_tokens", by="tier")
+    store_bytes_read: Mapping[str, int] = counter(
+        "bytes of pages read, by tier of the store",
+        "read", "store_read_bytes", Unit.BYTES, by="tier")
+    store_bytes_today: Mapping[str, int] = number(
+        "bytes written since midnight UTC, by tier of the store; to a folder by all processes",
+        "written today", "store_written_bytes_today", Unit.BYTES, by="tier")
+    store_bytes_in_all: Mapping[str, int] = counter(
+        "bytes written so far, by tier of the store; to a folder by all processes",
+        "written in all", "store_written_bytes", Unit.BYTES, by="tier")
+    drafts: int = counter(
+        "steps of sequences in which tokens were drafted", "drafts", "spec_decode_num_drafts")
+    draft_tokens: int = counter(
+        "drafted tokens", "tokens drafted", "spec_decode_num_draft_tokens")
+    accepted_tokens: int = counter(
+        "drafted tokens that the model accepted",
+        "drafts accepted", "spec_decode_num_accepted_tokens")
+    tokens_chosen: int = counter(
+        "tokens that steps read which may not read all of a sequence's",
+        "tokens chosen", "tokens_chosen")
+    tokens_left_out: int = counter(
+        "tokens that these steps did not read", "left out", "tokens_left_out")
+    pages_fetched: int = counter(
+        "pages of a layer that were read from the folder of offloaded pages",
+        "pages fetched", "offload_pages_fetched")
+    pages_late: int = counter(
+        "pages of a layer that a step left out because they had not come",
+        "pages late", "offload_pages_late")
+    bytes_offloaded: int = number(
+        "contents of pages in the folder of offloaded pages",
+        "offloaded", "offload_bytes", Unit.BYTES)
+    evictions: Mapping[str, int] = counter(
+        "blocks' worth of cached tokens that were evicted, by reason",
+        "evicted", "evictions", by="reason")
+    requantisations: Mapping[str, int] = counter(
+        "blocks made smaller because memory was short, by new format",
+        "requantised", "requantisations", by="format")
+    kernel_fallbacks: int = counter(
+        "calls that no kernel could take, besides those of layers without kernels",
+        "calls without a kernel", "kernel_fallbacks")
+    traces_stopped: int = number(
+        "traces whose file could not be written any more", "traces stopped", "traces_stopped")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        of_all_groups = tuple([each for group in self.groups for each in group.formats])
-        object.__setattr__(self, "formats", of_all_groups)
+        for name, nothing in counted(LayerTotals()).items():
+            parts = [getattr(group, name) for group in self.groups]
+            object.__setattr__(self, name, sum(parts, nothing))
+        super().__post_init__()
 
     def __str__(self) -> str:
         """The table of held bytes, for `print`."""
@@ -123,118 +176,20 @@ class PoolStats(BlockTotals):
         ]
         return "\n".join([head, *rows])
 
-    @property
-    def blocks_shared(self) -> int:
-        """Blocks that more than one sequence holds."""
-        return sum(group.blocks_shared for group in self.groups)
-
-    @property
-    def table_entries(self) -> int:
-        """Entries of all block tables."""
-        return sum(group.table_entries for group in self.groups)
-
-    @property
-    def tables(self) -> int:
-        """Block tables: one for each sequence and group."""
-        return sum(group.tables for group in self.groups)
-
-    @property
-    def tables_dropped(self) -> int:
-        """Block tables that were dropped; the next call frees their blocks."""
-        return sum(group.tables_dropped for group in self.groups)
-
-    @property
-    def sharing_factor(self) -> float:
-        """Table entries for each used block; 1.0 if nothing is shared."""
-        return self.table_entries / self.blocks_used if self.blocks_used else 1.0
-
-    @property
-    def bytes_metadata(self) -> int:
-        """An estimate of the bookkeeping's memory in Python."""
-        return sum(group.bytes_metadata for group in self.groups)
-
-    @property
-    def cow_copies(self) -> int:
-        """Blocks copied because a shared one was written."""
-        return sum(group.cow_copies for group in self.groups)
-
-    @property
-    def allocation_failures(self) -> int:
-        """Times the pool was exhausted."""
-        return sum(group.allocation_failures for group in self.groups)
-
-    @property
-    def gather_fallbacks(self) -> int:
-        """Times keys and values were gathered for attention that does not read pages."""
-        return sum(group.gather_fallbacks for group in self.groups)
-
-    @property
-    def plain_layers(self) -> int:
-        """Layers that MLX's own operations serve because no kernel takes them."""
-        return sum(group.plain_layers for group in self.groups)
-
-    @property
-    def bytes_beside(self) -> int:
-        """Bytes that are held beside slabs."""
-        return self.bytes_steps + self.bytes_states + self.bytes_scratch
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes that MLX holds for the pool."""
-        return self.bytes_mapped + self.bytes_beside
-
-    @property
-    def usage(self) -> float:
-        """The share of the budget that pages of used blocks take."""
-        return self.bytes_active / self.bytes_budget
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """The share of looked up tokens that were cached; 0.0 if none were looked up."""
-        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
-
     def __add__(self, other: PoolStats) -> PoolStats:
         """The sum of two pools under one budget."""
-        return replace(
-            self,
-            groups=self.groups + other.groups,
-            evictions=sum_counts([self.evictions, other.evictions]),
-            requantisations=sum_counts([self.requantisations, other.requantisations]),
-            pages_pinned=self.pages_pinned + other.pages_pinned,
-            traces_stopped=self.traces_stopped + other.traces_stopped,
-            prefix_queries=self.prefix_queries + other.prefix_queries,
-            prefix_hits=self.prefix_hits + other.prefix_hits,
-            preemptions=self.preemptions + other.preemptions,
-            tokens_recomputed=self.tokens_recomputed + other.tokens_recomputed,
-            tokens_reread=self.tokens_reread + other.tokens_reread,
-            tokens_read=self.tokens_read + other.tokens_read,
-            store_hits=sum_counts([self.store_hits, other.store_hits]),
-            store_bytes_read=sum_counts([self.store_bytes_read, other.store_bytes_read]),
-            store_bytes_today=sum_counts([self.store_bytes_today, other.store_bytes_today]),
-            store_bytes_in_all=sum_counts([self.store_bytes_in_all, other.store_bytes_in_all]),
-            drafts=self.drafts + other.drafts,
-            draft_tokens=self.draft_tokens + other.draft_tokens,
-            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
-            tokens_chosen=self.tokens_chosen + other.tokens_chosen,
-            tokens_left_out=self.tokens_left_out + other.tokens_left_out,
-            pages_fetched=self.pages_fetched + other.pages_fetched,
-            pages_late=self.pages_late + other.pages_late,
-            bytes_offloaded=self.bytes_offloaded + other.bytes_offloaded,
-            kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
-            bytes_steps=self.bytes_steps + other.bytes_steps,
-            bytes_states=self.bytes_states + other.bytes_states,
-            bytes_scratch=self.bytes_scratch + other.bytes_scratch,
-        )
+        mine, others = counted(self), counted(other)
+        sums = {name: _sum(mine[name], others[name]) for name in mine.keys() - _OF_BOTH}
+        return PoolStats(**(mine | sums))
 
     def as_dict(self) -> dict[str, Any]:
         """A dictionary for JSON, with the sums of all groups."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        names = [each.name for each in fields(self) if each.name != "formats"]
         groups = [
-            {**asdict(group), "formats": [each._asdict() for each in group.formats]}
+            {**counted(group), "formats": [each._asdict() for each in group.formats]}
             for group in self.groups
         ]
-        columns = {column.name: column.of(self) for column in COLUMNS}
-        return {**own, **columns, "groups": groups}
+        return {**{name: getattr(self, name) for name in names}, "groups": groups}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> PoolStats:
@@ -243,16 +198,36 @@ class PoolStats(BlockTotals):
         Raises:
             ValueError: it is none; the message says what is missing or too much.
         """
-        own = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        known = {each.name for each in fields(cls) if each.init}
         try:
             groups = [
                 {**group, "formats": tuple([FormatStats(**each) for each in group["formats"]])}
                 for group in content.get("groups", [])
             ]
-            own["groups"] = tuple([GroupStats(**group) for group in groups])
-            return cls(**own)
+            own = {name: value for name, value in content.items() if name in known}
+            return cls(**{**own, "groups": tuple([GroupStats(**group) for group in groups])})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not a snapshot of this version: {error}") from None
+
+
+COLUMNS = columns_of(PoolStats)
+# What two pools under one budget have in common.
+_OF_BOTH = {"page_format", "backend", "bytes_budget"}
+
+
+def byte_rows(stats: PoolStats) -> list[tuple[str, str, str, str]]:
+    """Every held byte: label, size, share of all held bytes, and meaning."""
+    return [
+        (
+            str(each.label),
+            format_size(nbytes),
+            f"{nbytes / (stats.bytes_held or 1):.1%}",
+            each.meaning,
+        )
+        for each in COLUMNS
+        if each.unit is Unit.HELD_BYTES
+        for nbytes in [int(getattr(stats, each.name))]
+    ]
 
 
 def no_stats() -> PoolStats:
@@ -283,30 +258,25 @@ def sum_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-@dataclass
-class PoolCounts:
-    """See `PoolStats`, which has the same names.
+def _sum(one: Any, other: Any) -> Any:
+    return sum_counts([one, other]) if isinstance(one, Mapping) else one + other
+
+
+class PoolCounts(SimpleNamespace):
+    """What a pool has done so far: every number of `PoolStats` that only goes up and that no group
+    of layers counts, by its name.
 
     Attributes:
         events: notified of look-ups, which the allocators do not know.
         of_store: returns the counts of a store, by name and tier.
     """
 
-    events: Events
-    of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict
-    evictions: Counter[str] = field(default_factory=Counter)
-    requantisations: Counter[str] = field(default_factory=Counter)
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    tokens_recomputed: int = 0
-    tokens_read: int = 0
-    tokens_reread: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    tokens_chosen: int = 0
-    tokens_left_out: int = 0
+    def __init__(self, events: Events) -> None:
+        of_groups = {each.name for each in fields(LayerTotals)}
+        self._columns = [each for each in COLUMNS if each.is_counter and each.name not in of_groups]
+        super().__init__(**{each.name: Counter() if each.by else 0 for each in self._columns})
+        self.events = events
+        self.of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""
@@ -322,11 +292,6 @@ class PoolCounts:
 
     def frozen(self) -> dict[str, Any]:
         """A copy of the counts, by name."""
-        aside = ("events", "of_store")
-        counts = {name: value for name, value in vars(self).items() if name not in aside}
-        return {
-            **counts,
-            **self.of_store(),
-            "evictions": dict(self.evictions),
-            "requantisations": dict(self.requantisations),
-        }
+        counts = {each.name: getattr(self, each.name) for each in self._columns}
+        copies = {name: dict(n) if isinstance(n, Counter) else n for name, n in counts.items()}
+        return {**copies, **self.of_store()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from paged_kv.allocator.allocator_stats import counted
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map
 from paged_kv.allocator.block_table import BlockTable
@@ -50,7 +51,7 @@ class SimulatedPool:
         self.out_of_window.drain()
         groups = [
             GroupStats(
-                **vars(each.allocator.stats()), window=each.ring.window if each.ring else None
+                **counted(each.allocator.stats()), window=each.ring.window if each.ring else None
             )
             for each in self.groups
         ]

@@ -8,7 +8,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from paged_kv.pool.columns import COLUMNS, Unit
+from paged_kv.allocator.allocator_stats import Unit
+from paged_kv.pool.stats import COLUMNS
 from tests.support.folders import MODEL_FOLDERS, ROOT
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 
