@@ -2,9 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 
+from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.rewriting import compacting
+from paged_kv.allocator.ring import Ring, UsedSlots
 from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import block_range, slab_of
 
@@ -52,6 +56,55 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         self.events.forked(table, fork)
         return fork
 
+    def stats(self) -> AllocatorStats:
+        """A snapshot. O(slabs + tables), and O(entries) for rings."""
+        self.drain()
+        return self.snapshot()
+
+    def snapshot(self) -> AllocatorStats:
+        """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
+        refs, left = self.refs, self.budget.left
+        last_block, out_of_window = self._idle_slots()
+        formats = []
+        for each in self.formats:
+            rewrite = compacting(each, left)
+            compactable = rewrite.freed if rewrite else 0
+            left += compactable * each.block_bytes
+            idle = last_block[each.name], out_of_window[each.name]
+            formats.append(each.stats(self.page_size, *idle, compactable))
+        free = sum(len(each.free) for each in self.formats)
+        entries = refs.total - len(refs.kept)
+        return AllocatorStats(
+            formats=tuple(formats),
+            blocks_shared=refs.shared,
+            table_entries=entries,
+            tables=len(self.tables),
+            tables_dropped=len(self._dropped),
+            cow_copies=self.cow_copies,
+            allocation_failures=self.allocation_failures,
+            bytes_metadata=metadata_bytes(refs.counts, free, len(self.tables), entries),
+        )
+
+    def _idle_slots(self) -> tuple[Counter[str], Counter[str]]:
+        """The slots of used blocks that hold no live token, by format: those after the last token,
+        and those out of the window. A slot of a shared block is idle if none of its tables uses
+        it."""
+        used: dict[int, list[UsedSlots]] = {}
+        for table in self.tables:
+            for block, slots in table.partly_used().items():
+                used.setdefault(block, []).append(slots)
+        last_block: Counter[str] = Counter()
+        out_of_window: Counter[str] = Counter()
+        for block, views in used.items():
+            if len(views) < self.refs.holders(block):
+                continue  # another table uses all of its slots
+            written = reduce(or_, [slots.written for slots in views])
+            live = reduce(or_, [slots.live for slots in views])
+            name = self.format_of(block).name
+            last_block[name] += self.page_size - written.bit_count()
+            out_of_window[name] += (written & ~live).bit_count()
+        return last_block, out_of_window
+
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
@@ -73,9 +126,6 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         cached = Counter(self.format_of(each).name for each in refs.kept if refs.is_cached(each))
         counted = Counter({each.name: each.num_cached for each in formats})
         assert cached == counted, "cached blocks are miscounted"
-        self.idle_slots.check(
-            [(table.blocks, table.partly_used()) for table in self.tables], formats
-        )
         bytes_mapped = sum(each.capacity * each.block_bytes for each in formats)
         assert bytes_mapped <= self.budget.mapped <= self.budget.max_bytes
 
@@ -91,4 +141,3 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
-                table.note_slots()

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from paged_kv.allocator.idle_slots import UsedSlots
-from paged_kv.allocator.ring import Ring, bits
+from paged_kv.allocator.ring import Ring, UsedSlots, bits
 from paged_kv.allocator.slab_allocator import SlabAllocator
 
 
@@ -27,7 +26,6 @@ class BlockTable:
         ring: how a sliding window reuses entries; None if entries are not reused.
         last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
         tokens: number of tokens, including those reserved but not yet written.
-        partly: the used slots of each partly used block.
         owner: the sequence's name, the same in all groups.
         is_scratch: whether no sequence has it: see `BlockAllocator.new_scratch`.
     """
@@ -47,7 +45,6 @@ class BlockTable:
         self.ring = ring
         self.last_reserved = allocator.tokens_reserved
         self.tokens = 0
-        self.partly: dict[int, UsedSlots] = {}
         self.owner = ""
         self.is_scratch = False
         self._reserved_end = 0
@@ -58,14 +55,7 @@ class BlockTable:
         block, and releases the references of the returned, former blocks."""
         before = self.blocks
         self.blocks, self.tokens = blocks, tokens
-        self.note_slots()
         return before
-
-    def note_slots(self) -> None:
-        """Let the allocator know the slots that the table uses now, before the blocks that it gave
-        up are released."""
-        before, self.partly = self.partly, self.partly_used()
-        self.allocator.idle_slots.note(self, before, self.partly)
 
     def partly_used(self) -> dict[int, UsedSlots]:
         """The used slots of each partly used block. O(1), or O(entries) with a ring."""
@@ -75,9 +65,7 @@ class BlockTable:
             used = bits(0, size - unwritten)
             return {self.blocks[-1]: UsedSlots(used, used)} if unwritten else {}
         full = bits(0, size)
-        slots = [
-            UsedSlots(*self.ring.slots(at, self.tokens, size)) for at in range(len(self.blocks))
-        ]
+        slots = [self.ring.slots(at, self.tokens, size) for at in range(len(self.blocks))]
         return {b: each for b, each in zip(self.blocks, slots, strict=True) if each.live != full}
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
@@ -161,7 +149,6 @@ class BlockTable:
             return False
         elif end > self.tokens:
             self.tokens = end
-            allocator.idle_slots.note_later(self, self.note_slots)
         allocator.tokens_reserved += end - start
         self.last_reserved = allocator.tokens_reserved
         self._reserved_end = end

@@ -44,7 +44,6 @@ class FormatSlabs:
         num_cached: the cached ones among them, which no table holds.
         spare: blocks of empty slabs.
         idle_steps: steps that ended with an empty slab since a block was last allocated.
-        last_block_slots, out_of_window_slots: see `IdleSlots`.
     """
 
     def __init__(self, name: str, block_bytes: int) -> None:
@@ -60,8 +59,6 @@ class FormatSlabs:
         self.num_cached = 0
         self.spare = 0
         self.idle_steps = 0
-        self.last_block_slots = 0
-        self.out_of_window_slots = 0
 
     @property
     def capacity(self) -> int:
@@ -155,7 +152,9 @@ class FormatSlabs:
         """Used and cached blocks of some slabs."""
         return sum(self.used[slab] for slab in slabs)
 
-    def stats(self, page_size: int, compactable: int) -> FormatStats:
+    def stats(
+        self, page_size: int, last_block_slots: int, out_of_window_slots: int, compactable: int
+    ) -> FormatStats:
         """A snapshot. O(1)."""
         return FormatStats(
             page_format=self.name,
@@ -166,8 +165,8 @@ class FormatSlabs:
             cached=self.num_cached,
             spare=self.spare,
             fragmented=len(self.free) - self.spare,
-            last_block_slots=self.last_block_slots,
-            out_of_window_slots=self.out_of_window_slots,
+            last_block_slots=last_block_slots,
+            out_of_window_slots=out_of_window_slots,
             compactable=compactable,
         )
 

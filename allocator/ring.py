@@ -1,6 +1,19 @@
 """Computes where a sliding window's tokens live: table entries are reused as a ring."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class UsedSlots(NamedTuple):
+    """A table's slots in one block, as bit sets: bit i is slot i.
+
+    Attributes:
+        written: slots that hold a token.
+        live: those of them that attention sees.
+    """
+
+    written: int
+    live: int
 
 
 @dataclass(frozen=True)
@@ -36,22 +49,21 @@ class Ring:
         blocks = [*range(min(self.head, last + 1)), *range(oldest, last + 1)]
         return sorted(blocks, key=self.entry)
 
-    def slots(self, entry: int, tokens: int, page_size: int) -> tuple[int, int]:
-        """The slots of an entry's page when the table has `tokens` tokens, as two bit sets:
-        written slots, and slots that attention sees. Bit i is slot i."""
+    def slots(self, entry: int, tokens: int, page_size: int) -> UsedSlots:
+        """The slots of an entry's page when the table has `tokens` tokens."""
         pages = -(-tokens // page_size)
         if entry >= pages:
-            return 0, 0
+            return UsedSlots(0, 0)
         laps = (pages - 1 - entry) // self.entries if entry >= self.head else 0
         start = (entry + laps * self.entries) * page_size
         end = min(start + page_size, tokens)
         seen = self._seen(start, end, tokens)
         if not laps:
-            return bits(0, end - start), seen
+            return UsedSlots(bits(0, end - start), seen)
         # After the newest token, the slots still hold the tokens of the lap before.
         lap = self.entries * page_size
         older = self._seen(end - lap, start - lap + page_size, tokens)
-        return bits(0, page_size), seen | older << (end - start)
+        return UsedSlots(bits(0, page_size), seen | older << (end - start))
 
     def _seen(self, start: int, end: int, tokens: int) -> int:
         """The positions of [start, end) that the next token sees, as bits; bit 0 is `start`."""

@@ -17,12 +17,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
-from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, by_format
-from paged_kv.allocator.idle_slots import IdleSlots
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.rewriting import (
     Rewrite,
@@ -62,7 +60,6 @@ class SlabAllocator(Generic[Table]):
 
     Attributes:
         refs: the reference counts.
-        idle_slots: the slots of used blocks that hold no live token.
         tables: the tables that were made and not dropped.
         tokens_reserved: tokens that all tables ever reserved blocks for.
     """
@@ -95,7 +92,6 @@ class SlabAllocator(Generic[Table]):
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
         self.refs = RefCounts(self._count_cached, self._not_used)
-        self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[Table] = deque()
         self._may_be_untidy = False
         events.sized(self, {page_format: block_bytes})
@@ -221,9 +217,7 @@ class SlabAllocator(Generic[Table]):
         Raises:
             BlockStateError: a block is not in use; nothing was changed.
         """
-        blocks = list(blocks)
-        self.refs.retain(blocks)
-        self.idle_slots.recount(blocks)
+        self.refs.retain(list(blocks))
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a reference from each block; blocks without any become free. O(n log n).
@@ -232,10 +226,7 @@ class SlabAllocator(Generic[Table]):
             BlockStateError: a block is named more often than it has references, or is not in
                 use; nothing was changed.
         """
-        blocks = list(blocks)
-        freed = self.refs.release(blocks)
-        self.idle_slots.recount(blocks)
-        if freed:
+        if freed := self.refs.release(list(blocks)):
             self._free(sorted(freed))
 
     def keep(self, block: int, on_move: OnMove) -> None:
@@ -342,35 +333,6 @@ class SlabAllocator(Generic[Table]):
         for name, size in block_bytes.items():
             self._formats[name].block_bytes = size
         self.events.sized(self, block_bytes)
-
-    def stats(self) -> AllocatorStats:
-        """A snapshot. O(slabs)."""
-        self.drain()
-        return self.snapshot()
-
-    def snapshot(self) -> AllocatorStats:
-        """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
-        self.idle_slots.refresh()
-        refs, left = self.refs, self.budget.left
-        formats = []
-        for each in self.formats:
-            rewrite = compacting(each, left)
-            compactable = rewrite.freed if rewrite else 0
-            left += compactable * each.block_bytes
-            formats.append(each.stats(self.page_size, compactable))
-        entries = refs.total - len(refs.kept)
-        return AllocatorStats(
-            formats=tuple(formats),
-            blocks_shared=refs.shared,
-            table_entries=entries,
-            tables=len(self.tables),
-            tables_dropped=len(self._dropped),
-            cow_copies=self.cow_copies,
-            allocation_failures=self.allocation_failures,
-            bytes_metadata=metadata_bytes(
-                refs.counts, sum(len(each.free) for each in self.formats), len(self.tables), entries
-            ),
-        )
 
     def _grow(
         self, needs: Mapping[str, int], ahead_bytes: int | None = None, *, may_rewrite: bool = False

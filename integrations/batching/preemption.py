@@ -346,7 +346,7 @@ class Preemption:
         reserve(self._pool, [StepRow.next(each, cache.layer, count) for each, count in counted])
 
     def _fits(self, nbytes: int, begun: list[tuple[int, Growth]]) -> bool:
-        in_use = self._pool.stats().bytes_active
+        in_use = self._pool.bytes_active
         running = [self._promised(*each) for each in (*growths(self._generator), *begun)]
         return has_room(nbytes, running, pool_size(self._pool), in_use)
 

@@ -400,9 +400,25 @@ class PagePool:
             if group.is_open:
                 group.allocator.check()
 
+    @property
+    @locked
+    def bytes_active(self) -> int:
+        """Bytes of the pages of used blocks, as in `stats()`. O(formats)."""
+        self.reclaimer.drain()
+        formats = self.reclaimer.formats()
+        return sum((each.num_used - each.num_cached) * each.block_bytes for each in formats)
+
+    @property
+    @locked
+    def bytes_retained(self) -> int:
+        """Bytes of the pages of cached blocks, as in `stats()`. O(formats)."""
+        self.reclaimer.drain()
+        return sum(each.num_cached * each.block_bytes for each in self.reclaimer.formats())
+
     @locked
     def stats(self) -> PoolStats:
-        """A snapshot of the pool's memory and counts. O(slabs)."""
+        """A snapshot of the pool's memory and counts. O(slabs + block tables), and O(blocks) where
+        layers have a window: the slots of the tables' last blocks and rings are counted."""
         self.reclaimer.drain()
         return self.snapshot()
 

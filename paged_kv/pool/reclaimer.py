@@ -152,7 +152,7 @@ class Reclaimer:
 
     def reclaimable(self) -> int:
         """See `Reclaims`."""
-        free = sum(len(each.free) * each.block_bytes for each in self._formats())
+        free = sum(len(each.free) * each.block_bytes for each in self.formats())
         cached = [
             group.allocator.format_of(block).block_bytes
             for group in self._groups
@@ -231,7 +231,7 @@ class Reclaimer:
         return self._bytes_used() < before
 
     def _bytes_used(self) -> int:
-        return sum(each.num_used * each.block_bytes for each in self._formats())
+        return sum(each.num_used * each.block_bytes for each in self.formats())
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
         self._counts.evictions["exhausted"] += self._index.forget(is_enough)
@@ -323,7 +323,7 @@ class Reclaimer:
         that its block size is unknown."""
         if not all(group.is_open for group in self._groups):
             return None
-        formats = self._formats()
+        formats = self.formats()
         in_use = sum(each.num_used * each.block_bytes for each in formats)
         others = self._budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
         requested = sum(
@@ -343,10 +343,10 @@ class Reclaimer:
 
     def _slack(self, budget: ByteBudget) -> int:
         """`slack` under another budget."""
-        largest = [each.largest_slab(budget) * each.block_bytes for each in self._formats()]
+        largest = [each.largest_slab(budget) * each.block_bytes for each in self.formats()]
         return sum(largest) - min(largest, default=0)
 
-    def _formats(self) -> list[FormatSlabs]:
+    def formats(self) -> list[FormatSlabs]:
         """The slabs of every format of every open group."""
         groups = [group for group in self._groups if group.is_open]
         return [each for group in groups for each in group.allocator.formats]

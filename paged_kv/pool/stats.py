@@ -38,6 +38,9 @@ class LayerTotals(AllocatorStats):
     # fmt: on
 
 
+_NO_LAYERS = counted(LayerTotals())
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupStats(LayerTotals):
     """A snapshot of the layers that share one block table.
@@ -162,7 +165,7 @@ class PoolStats(LayerTotals):
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name, nothing in counted(LayerTotals()).items():
+        for name, nothing in _NO_LAYERS.items():
             parts = [getattr(group, name) for group in self.groups]
             object.__setattr__(self, name, sum(parts, nothing))
         super().__post_init__()

@@ -133,8 +133,8 @@ class PrefixCache:
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes of the pages that only this cache holds, and of snapshots. O(slabs)."""
-        return self.pool.stats().bytes_retained + self.snapshots.nbytes
+        """Bytes of the pages that only this cache holds, and of snapshots. O(formats)."""
+        return self.pool.bytes_retained + self.snapshots.nbytes
 
     @locked
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
@@ -423,9 +423,8 @@ class PrefixCache:
         return [group for group in self.pool.groups if group.is_open and group.window is not None]
 
     def _bytes_held(self) -> int:
-        """Bytes of all blocks that are not free, and of snapshots. O(slabs)."""
-        stats = self.pool.stats()
-        return stats.bytes_active + stats.bytes_retained + self.snapshots.nbytes
+        """Bytes of all blocks that are not free, and of snapshots. O(formats)."""
+        return self.pool.bytes_active + self.nbytes
 
 
 def _has_snapshot(node: Node) -> bool:
