@@ -193,3 +193,34 @@ def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPa
     assert drafts[0] == drafts[1]
     for python, repeated in zip(logits[:25], logits[25:], strict=True):
         assert mx.allclose(python, repeated, **CLOSE)
+
+
+def test_rows_leave_other_numbers_of_tokens_unread() -> None:
+    """In a batch whose rows came at other times, after trims of each row."""
+    model, factory, head = factory_and_head()
+    caches = []
+    for row, taken in enumerate((1, 5, 9)):
+        cache = factory.make_cache()
+        model(mx.array([PROMPT[row : row + 50]]), cache=cache)
+        for at in range(50, 50 + taken):
+            model(mx.array([PROMPT[row + at : row + at + 1]]), cache=cache)
+        caches.append(cache)
+    batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+    model(mx.array([PROMPT[row + 60 : row + 64] for row in range(3)]), cache=batch)
+    for layer in batch:
+        layer.trim_per_sequence([3, 0, 2])
+    lengths = [(1, 1), (5, 4), (9, 2)]
+    texts = [
+        [*PROMPT[row : row + 50 + taken], *PROMPT[row + 60 : row + 60 + kept]]
+        for row, (taken, kept) in enumerate(lengths)
+    ]
+    expected = [at_once(model, factory, text).sequences[0] for text in texts]
+    own = batch[-1].sequences
+    for order in ([0, 1, 2], [2, 0]):
+        drafts = [
+            head.draft([rows[row] for row in order], [7 + row for row in order], 4).tolist()
+            for rows in (own, expected)
+        ]
+        assert drafts[0] == drafts[1]
+    for row, text in enumerate(texts):
+        assert is_read(batch[-1].extract(row), model, factory, text)

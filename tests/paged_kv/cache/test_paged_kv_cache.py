@@ -139,3 +139,14 @@ def test_layers_that_are_copied_become_one_fork(copied: Any, pool: PagePool) -> 
     write(forks, 20, seed=1)
     assert [cache.offset for cache in (*caches, *forks)] == [80, 80, 90, 90]
     assert contents(caches[1]) == before
+
+
+def test_a_layer_does_not_get_a_fork_from_before_the_last_write(pool: PagePool) -> None:
+    first, second = new_caches(pool)
+    for cache in (first, second):
+        cache.update_and_fetch(*random_step(10))
+    early = copy.deepcopy(first)
+    for cache in (first, second):
+        cache.update_and_fetch(*random_step(1, seed=3))
+    late = copy.deepcopy(second)
+    assert (early.offset, late.offset) == (10, 11)

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from paged_kv.server.engine.batched_rows import BatchedRows
+from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
+    assert_idle_pools_hold_nothing,
+    in_float32,
     paged_server,
     wait_until,
 )
@@ -70,3 +73,23 @@ def test_no_prompt_waits_for_a_much_longer_one(running: PagedRunningServer) -> N
         wait_until(lambda: len(mailbox._commands) == 1)
         second = clients.submit(completion, running, prompts()[0])
     assert (first.result()[1], second.result()[1]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_shared_pages_count_once_for_all_that_begin() -> None:
+    """Alone each takes 3 of the 7 blocks to begin, and behind a running one 1."""
+    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"])]
+    block = 256 * 6 * 2 * 2 * 64 * 4
+    with in_float32(), paged_server(*options, "--max-kv-bytes", str(7 * block)) as running:
+        create = running.client().completions.create
+        streams = [
+            create(model=NAME, prompt=prompt, max_tokens=100, stream=True, logit_bias=GO_ON)
+            for prompt in prompts()
+        ]
+        for stream in streams:
+            next(stream)
+        jobs = list(running.service.thread.jobs.values())
+        assert [job.stage for job in jobs] == ["running"] * CLIENTS
+        for stream in streams:
+            stream.close()
+        assert_idle_pools_hold_nothing(running)
