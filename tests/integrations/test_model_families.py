@@ -27,8 +27,8 @@ from tests.support.zoo import FAMILIES, small_model
 TOLERANCE = 1e-4
 # These compute attention themselves, or on keys and values that they transform first.
 GATHERING = {"deepseek_v3", "minimax_m3_vl"}
-# With windows, with latents, recurrent, and none of these.
-PLAIN = ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"]
+# With windows, also with sinks, with latents, recurrent, and none of these.
+PLAIN = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next"]
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]
 
 
