@@ -254,3 +254,18 @@ def test_prompts_tell_where_they_part_from_others() -> None:
     assert hybrid.prefixes.parting("", [*prompt[:500], -1]) == 0
     without = PrefixCache(PagePool(1, max_bytes=1 << 22), has_states=False)
     assert without.parting("", prompt) == 0
+
+
+def test_a_state_takes_the_place_of_a_longer_one_that_was_evicted() -> None:
+    prompts = Prompts(3)
+    prompts.keep((1,) * 4)
+    prompts.keep((1,) * 8)
+    (longer,) = [each for each in prompts.snapshots._live() if len(each.states) == 8]
+    longer.states = None
+    prompts.snapshots._order.discard(weakref.ref(longer))
+    prompts.keep((2, 2))
+    prompts.keep((3, 3))
+    assert prompts.found((1,) * 8) == (1,) * 4
+    # It is the last of its conversation now.
+    prompts.keep((4, 4))
+    assert set(prompts.uses) == {(1,) * 4, (3, 3), (4, 4)}
