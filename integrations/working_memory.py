@@ -31,10 +31,11 @@ from mlx.utils import tree_flatten
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-# Tokens of the longer step measured: as many as take no longer than this. Half of the fewest is a
-# chunk of Mamba 2: of shorter steps, longer ones take more than a multiple.
-FEWEST_TOKENS, MOST_TOKENS = 512, 2048
-MOST_SECONDS = 0.2
+# Tokens of the longer step measured: as many as two steps take in no more than this. The fewest
+# are few, because a CPU without BLAS takes seconds for a thousand. With recurrent layers half of
+# the fewest is a chunk of Mamba 2: of shorter steps, longer ones take more than a multiple.
+FEWEST_TOKENS, FEWEST_WITH_STATES, MOST_TOKENS = 256, 512, 2048
+MOST_SECONDS = 0.4
 TIMES = 2
 # More contexts must take so much more of a step, or the difference is noise, which long ones would
 # blow up.
@@ -67,22 +68,17 @@ class WorkingMemory:
 def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMemory:
     """Measure prompt steps of a model, on prompt caches that `make_cache` returns."""
 
-    def measured(step: int, context: int) -> int:
-        return _measured(call, make_cache(), step, context)
+    def measured(step: int) -> tuple[int, int]:
+        return _measured(call, make_cache(), step)
 
     with _first_layers(model, make_cache()) as call:
-        # This loads weights, compiles kernels and maps slabs.
-        measured(FEWEST_TOKENS, 2 * FEWEST_TOKENS)
-        tokens = _fewest_tokens(make_cache())
-        # Once more where it seems to take long: it may be the first of its size, or other programs.
-        while tokens < MOST_TOKENS and any(
-            _seconds(measured, tokens) < MOST_SECONDS for _ in range(TIMES)
-        ):
-            tokens *= 2
+        measured(FEWEST_TOKENS)  # This loads weights, compiles kernels and maps slabs.
+        tokens, of_whole = _longer_step(measured, _fewest_tokens(make_cache()))
         half = tokens // 2
-        sizes = [(half, half), (half, tokens), (tokens, tokens), (tokens, 2 * tokens)]
         # How far MLX runs ahead of a CPU differs from time to time.
-        return _fitted(sizes, [max(measured(*size) for _ in range(TIMES)) for size in sizes])
+        of_half = [measured(half) for _ in range(TIMES)]
+    sizes = [(half, half), (half, tokens), (tokens, tokens), (tokens, 2 * tokens)]
+    return _fitted(sizes, [*np.max(of_half, axis=0), *np.max(of_whole, axis=0)])
 
 
 def _fewest_tokens(cache: Sequence[Any]) -> int:
@@ -90,33 +86,50 @@ def _fewest_tokens(cache: Sequence[Any]) -> int:
     both that are measured do, unless the window is longer than steps are."""
     windows = [window for each in cache if (window := _window(each))]
     to_fill = 2 * min(windows, default=0)
-    return max(FEWEST_TOKENS, to_fill if to_fill <= MOST_TOKENS else 0)
+    is_paged = all(isinstance(each, PagedKVCache) for each in cache)
+    fewest = FEWEST_TOKENS if is_paged else FEWEST_WITH_STATES
+    return max(fewest, to_fill if to_fill <= MOST_TOKENS else 0)
 
 
-def _seconds(measured: Callable[[int, int], int], tokens: int) -> float:
-    began = perf_counter()
-    measured(tokens, tokens)
-    return perf_counter() - began
+def _longer_step(
+    measured: Callable[[int], tuple[int, int]], tokens: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """The tokens of the longer step, at least these, and what was measured with it.
+
+    A step is measured once more where it seems to take long: it may be the first of its size, or
+    other programs.
+    """
+    while True:
+        found = []
+        for _ in range(TIMES):
+            began = perf_counter()
+            found.append(measured(tokens))
+            if tokens < MOST_TOKENS and perf_counter() - began < MOST_SECONDS:
+                break
+        else:
+            return tokens, found
+        tokens *= 2
 
 
-def _measured(model: Any, cache: list[Any], step: int, context: int) -> int:
-    """The most bytes that MLX held during the last `step` tokens of a context beyond what it holds
+def _measured(model: Any, cache: list[Any], step: int) -> tuple[int, int]:
+    """What `_peak` measures of the first `step` tokens of a context, and of as many behind them."""
+    return _peak(model, cache, step), _peak(model, cache, step)
+
+
+def _peak(model: Any, cache: list[Any], step: int) -> int:
+    """The most bytes that MLX held during the next `step` tokens but one, beyond what it holds
     after one token more: until then states are parts of the step's arrays, which keep all of them.
     That token is the last of the context, so that it begins no page.
     """
-    step, context = step - 1, context - 1
-    while context > step:
-        _take(model, cache, min(step, context - step))
-        context -= step
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
-    _take(model, cache, step)
+    _take(model, cache, step - 1)
     mx.synchronize()
     peak = mx.get_peak_memory()
     _take(model, cache, 1)
     mx.synchronize()
-    return max(0, peak - mx.get_active_memory()) + _unwritten(cache, step)
+    return max(0, peak - mx.get_active_memory()) + _unwritten(cache, step - 1)
 
 
 def _unwritten(cache: Sequence[Any], step: int) -> int:
