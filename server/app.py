@@ -60,17 +60,18 @@ def _api_routes(service: Service) -> list[Route]:
     reader = responses.ResponseReader(service.keys, kept)
     chat = Answering(service, Completions(ChatBody))
 
-    def models(request: Request) -> Response:
+    async def models(request: Request) -> Response:
         service.keys.require(request)
-        listed = service.names.listed(service.thread.provider.loaded)
+        # Clients take an answer for readiness, so it comes when a message would be answered.
+        loaded = await service.loaded()
+        listed = await run_in_threadpool(service.names.listed, loaded)
         ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
         return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
 
-    def model(request: Request) -> Response:
+    async def model(request: Request) -> Response:
         service.keys.require(request)
-        return JSONResponse(
-            service.names.described(request.path_params["name"], service.thread.provider.loaded)
-        )
+        name, loaded = request.path_params["name"], await service.loaded()
+        return JSONResponse(await run_in_threadpool(service.names.described, name, loaded))
 
     return [
         Route("/v1/completions", Answering(service, Completions(TextBody)), methods=["POST"]),

@@ -95,15 +95,22 @@ def test_a_signal_ends_a_server_in_order_once_it_listens(
         assert "Traceback" not in error
 
 
+def models(port: int) -> http.client.HTTPResponse:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    client.request("GET", "/v1/models")
+    return client.getresponse()
+
+
 @pytest.mark.parametrize("number", plain_only([signal.SIGINT], SIGNALS))
 def test_a_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> None:
     with server_process(first=SLOW_LOAD) as (process, port), ThreadPoolExecutor() as threads:
-        answer = threads.submit(post, port)
-        read_until(process, "a request waits")
+        answers = [threads.submit(each, port) for each in (post, models)]
+        for _ in answers:
+            read_until(process, "a request waits")
         process.send_signal(number)
-        refused = answer.result()
-        assert refused.status == 503
-        assert b"shutting down" in refused.read()
+        for refused in [each.result() for each in answers]:
+            assert refused.status == 503
+            assert b"shutting down" in refused.read()
         status, error = ended(process)
         assert status == 0, error
         assert "before the model has loaded" in error
