@@ -147,7 +147,10 @@ class LayerGroup:
                 self._require_holds(page_format, layer, pages)
             self._add_layer(layer, pages)
         elif pages.geometry != geometry:
-            raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
+            raise ValueError(
+                f"layer {layer} expects {pages.geometry}, got {geometry}: pages stay as the model "
+                "first wrote them, so after model.set_dtype make a new PagedCacheFactory(model)"
+            )
         return pages
 
     def drain(self) -> None:

@@ -137,3 +137,12 @@ def test_a_budget_that_holds_no_page_is_refused_before_anything_is_written(model
             with pytest.raises(PoolExhausted, match=f"max_bytes to at least {least:,}"):
                 getattr(factory, use)(*arguments)
     PagedCacheFactory(model, max_bytes=least).make_cache()
+
+
+def test_a_model_whose_numbers_change_needs_another_factory() -> None:
+    own = small_model("llama")
+    factory = PagedCacheFactory(own, max_bytes=1 << 26)
+    greedy(own, PROMPT, factory.make_cache(), 1)
+    own.set_dtype(mx.float16)
+    with pytest.raises(ValueError, match="PagedCacheFactory"):
+        greedy(own, PROMPT, factory.make_cache(), 1)
