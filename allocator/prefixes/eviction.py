@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from math import isnan, log2
+from math import inf, isnan, log2
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
@@ -159,9 +159,10 @@ class EvictionOrder(Generic[Entry]):
         return self._known[entry][1]
 
     def put(self, entry: Entry, use: Use) -> None:
-        """Add an entry, or rank it again. No two entries have the same latest use."""
+        """Add an entry, or rank it again. No two entries have the same latest use. One that saves
+        nothing goes before all others, whatever the policy."""
         self.discard(entry)
-        key = self._rank(use), use.last
+        key = self._rank(use) if use.saving else -inf, use.last
         self._known[entry] = key, use
         self._ranked[key] = entry
 

@@ -65,6 +65,9 @@ class PrefixIndex:
         self.on_evict: Callable[[Node], None] | None = None
         # Called with a node and the one that takes its place, which holds more tokens.
         self.on_replace: Callable[[Node, Node], None] | None = None
+        # Whether a prompt can resume within a node; one that is left without any behind it and
+        # cannot goes first.
+        self.can_resume: Callable[[Node], bool] = lambda node: True
         self._roots: dict[Hashable, Node] = {}
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
@@ -304,7 +307,8 @@ class PrefixIndex:
         if not parent.children and parent.parent is None:
             del self._roots[parent.namespace]
         elif not parent.children:
-            self._leaves.put(parent, parent.use)
+            saving = float(self.can_resume(parent))
+            self._leaves.put(parent, parent.use._replace(saving=saving))
         self._owners.move(leaf, None if parent.parent is None else parent)
         leaf.release_windows()
         for allocator, block in leaf.blocks.items():

@@ -76,6 +76,14 @@ class Node:
     pins: int = 0
     namespace: Hashable = None
 
+    def path(self) -> list[Node]:
+        """The nodes from a root's child to this one."""
+        path, node = [self], self.parent
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
     def slots_of(self, allocator: BlockAllocator) -> list[WindowSlots]:
         """The tokens that a group with a window still holds."""
         known = self.windows.get(allocator, {}).values()

@@ -32,7 +32,7 @@ class Use(NamedTuple):
             the state before; of pages 0.
         nbytes: bytes of a recurrent state; of pages 0.
         saving: tokens a byte, relative to the mean of the states; 1 of pages, which all save as
-            much.
+            much, but 0 of those that no prompt can resume from.
         is_superseded: whether it is a recurrent state behind which the same conversation has
             another one, and no prompt has parted between them.
     """

@@ -10,12 +10,13 @@ ended with. Recurrent layers have one state, and resume only where a snapshot of
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakMethod
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
@@ -125,6 +126,8 @@ class PrefixCache:
         self.has_states = has_states
         self.rates = Rates()
         self._lower: LowerTier | None = None
+        if has_states or pool.windows:
+            pool.index.can_resume = _weakly(self._can_resume_within)
 
     def __len__(self) -> int:
         """Cached prompts that are not a prefix of another."""
@@ -364,9 +367,19 @@ class PrefixCache:
                 return start
             match = Match(match.nodes[: -(-min(known) // PAGE_SIZE)], min(known))
 
-    def _start(self, match: Match) -> _Start:
-        """The longest part of a match that all layers can reuse."""
+    def _can_resume_within(self, node: Node) -> bool:
+        """Whether prompts can resume behind some of a node's tokens. O(nodes before it)."""
+        path = node.path()
+        slots = (node.slots_of(group.allocator) for group in self._window_groups())
+        ends = {len(node.tokens), *(each.last for each in chain.from_iterable(slots))}
+        begin = node.use.position - len(node.tokens)
+        return any(self._start(Match(tuple(path), begin + end), begin).num_tokens for end in ends)
+
+    def _start(self, match: Match, least: int = 0) -> _Start:
+        """The longest part of a match that all layers can reuse, if it is longer than `least`."""
         for num_tokens, snapshot in self._candidates(match):
+            if num_tokens <= least:
+                break
             rings = {
                 group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
                 for group in self._window_groups()
@@ -429,3 +442,15 @@ class PrefixCache:
 
 def _has_snapshot(node: Node) -> bool:
     return bool(live_snapshots(node))
+
+
+def _weakly(can_resume: Callable[[Node], bool]) -> Callable[[Node], bool]:
+    """The method of a prefix cache, without holding the cache. It holds its pool, so a pool that
+    held it too would keep its memory until Python looks for cycles."""
+    method = WeakMethod(can_resume)
+
+    def ask(node: Node) -> bool:
+        known = method()
+        return known is None or known(node)
+
+    return ask

@@ -3,6 +3,7 @@ out-of-window blocks, and never with a wrong one."""
 
 import copy
 import random
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -307,3 +308,35 @@ def test_rings_on_the_way_of_a_conversation_go_before_its_last_and_those_at_junc
     told.pool.out_of_window.evict(lambda: False)
     assert found([*text[:3900], 8]) == 1792
     assert found([*text[:2000], 7, 7, 8]) == 2002
+
+
+def test_pages_that_no_prompt_can_resume_from_go_before_those_of_others() -> None:
+    told = Told(200, {1: Window(300, 256)})
+    idle, other = TALES[0][:2900], TALES[1][:2000]
+    for end in (1000, 2000, 2900):  # Uses that the other conversation does not have.
+        prefix = told.fetch(idle[:end])
+        told.write(prefix.sequence, idle[prefix.num_tokens : end])
+        told.prefixes.insert("", idle[:end], prefix.sequence, None)
+    prefix = told.fetch(other)
+    told.write(prefix.sequence, other)
+    told.prefixes.insert("", other, prefix.sequence, None)
+    del prefix
+    told.pool.stats()  # Releases the blocks of dropped sequences.
+    told.pool.out_of_window.evict(lambda: False)
+
+    def found(prompt: list[int]) -> int:
+        return told.prefixes.peek("", [*prompt, 0]).num_tokens
+
+    index = told.pool.index
+    index.evict(lambda: found(idle) == 0 or found(other) == 0)
+    assert (found(idle), found(other)) == (0, 2000)
+    left = index.known("", idle).num_tokens // 256
+    assert index.evict(lambda: not index.known("", idle).num_tokens) == left > 4
+    assert found(other) == 2000
+
+
+def test_a_pool_goes_with_the_last_prefix_cache_that_holds_it() -> None:
+    told = Told(4, {1: Window(300, 256)})
+    pool = weakref.ref(told.pool)
+    del told
+    assert pool() is None
