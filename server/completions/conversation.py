@@ -167,6 +167,8 @@ class Conversation:
         assert job.prompt is not None, "a job has begun"
         lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
         tools = _callable_tools(self._body)
+        if isinstance(self._body, ChatBody):
+            self._service.system_texts.note(self._body.messages, job)
         for number in job.numbers:
             self._texts[number] = ChoiceText(
                 loaded,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.output_constraint import GrammarCompiler
+from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.generation_thread import GenerationThread
@@ -37,6 +38,7 @@ class Service:
     grammars: GrammarCompiler
     gate: Gate
     place: str = ""
+    system_texts: SystemTexts = field(default_factory=SystemTexts)
 
     @property
     def is_healthy(self) -> bool:

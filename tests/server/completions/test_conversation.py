@@ -15,6 +15,7 @@ from paged_kv.server.completions.completion_plan import CompletionPlan
 from paged_kv.server.completions.conversation import Conversation
 from paged_kv.server.completions.event_stream import EventStream
 from paged_kv.server.completions.interface import ReadRequest
+from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine
@@ -32,7 +33,11 @@ def begun(count: int, body: Body) -> tuple[Conversation, Job]:
     prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
-    service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
+    service: Any = SimpleNamespace(
+        metrics=ServerMetrics(),
+        call_parser=CallParser(WorkerThreads()),
+        system_texts=SystemTexts(),
+    )
     request = ReadRequest(body, anything, 0)
     plan = CompletionPlan(request, [job], stop_machine([]))
     put(job, Begun(job, loaded()))
@@ -148,6 +153,7 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
             grammars=SimpleNamespace(prepare=partial(later, 0)),
             workers=SimpleNamespace(read=at_once, write=at_once),
             call_parser=SimpleNamespace(parse=partial(later, 9)),
+            system_texts=SystemTexts(),
             require_healthy=lambda: None,
         )
 
