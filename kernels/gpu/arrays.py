@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -54,8 +53,10 @@ def parameters(**given: int | float) -> mx.array:
     return mx.array(array)
 
 
-class Scores(NamedTuple):
-    """An `Attention` in the numbers that kernels take, which layers of one kind share.
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """An `Attention` in the numbers that kernels take. Equal ones are one object, which makes
+    look-ups quick.
 
     Attributes:
         scale: of logits in base 2.
@@ -82,10 +83,13 @@ class Scores(NamedTuple):
         return [] if self.sinks is None else ["SINKS"]
 
 
+_scores = lru_cache(maxsize=1024)(Scores)
+
+
 @lru_cache(maxsize=1024)
 def scores_of(attention: Attention) -> Scores:
     """Cached: a layer keeps its `Attention`."""
-    return Scores(
+    return _scores(
         attention.scale * LOG2_E,
         (attention.softcap or 0.0) * LOG2_E,
         attention.window or 0,
@@ -117,6 +121,11 @@ class PageKind:
     slab_stride: int
     flags: tuple[str, ...]
     bases: tuple[int, ...]
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes of heads, as constants of kernels."""
+        return {"K_DIM": self.geometry.k_dim, "V_DIM": self.geometry.v_dim}
 
 
 @cache

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
+from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.choice import Choice
-from paged_kv.kernels.gpu.decode import Decode
 from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
-from paged_kv.kernels.gpu.latent import Latent
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
 from paged_kv.kernels.pages.attention import Attention
@@ -56,9 +54,7 @@ class GpuBackend:
         self.fallbacks = 0
         kernels = GpuKernels(dialect, maker)
         self._choice = Choice(kernels, self.order)
-        self._decode = Decode(kernels, self.order)
-        self._prefill = Prefill(kernels, self.order)
-        self._latent = Latent(kernels, self.order)
+        self._attention = PagedAttention(kernels, self.order)
         self._slots = SlotKernels(kernels, self.order)
         self._plain = PlainBackend()
 
@@ -181,18 +177,17 @@ class GpuBackend:
             read = self._gathered_rows(pages, metadata, unwritten)
             return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
         dtype, own = queries.dtype, pages.geometry.k_dtype
-        queries = queries if dtype == own else queries.astype(own)
+        asked = [queries if dtype == own else queries.astype(own)]
         if position_queries is not None:
-            positions = position_queries.astype(own)
-            output = self._latent(pages, slabs, tables, queries, positions, attention)
-        elif is_decode:
-            runs = None
-            if attention.read_tokens is not None:  # Not a call in each layer that reads all.
-                runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
-            output = self._decode(pages, slabs, tables, queries, attention, None, runs)
-        else:
-            unwritten = self._in_dtype(pages, unwritten)
-            output = self._prefill(pages, slabs, tables, queries, attention, unwritten)
+            asked.append(position_queries.astype(own))
+        runs = None
+        # Not a call in each layer that reads all.
+        if is_decode and position_queries is None and attention.read_tokens is not None:
+            runs = self._chosen_runs(pages, slabs, tables, asked[0], metadata, attention)
+        unwritten = self._in_dtype(pages, unwritten)
+        output = self._attention(
+            pages, slabs, tables, asked, attention, unwritten=unwritten, runs=runs
+        )
         return output if dtype == own else output.astype(dtype)
 
     def write_and_attend(
@@ -219,7 +214,7 @@ class GpuBackend:
         runs = None
         if attention.read_tokens is not None:
             runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
-        output = self._decode(pages, slabs, tables, queries, attention, step, runs)
+        output = self._attention(pages, slabs, tables, [queries], attention, step, runs=runs)
         if geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(1))
         return output if dtype == own else output.astype(dtype)

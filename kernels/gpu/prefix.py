@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import PageKind, Scores
+from paged_kv.kernels.gpu.arrays import PageKind
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.tuning import (
     LATENT_ROWS,
@@ -46,35 +46,29 @@ class MatrixReader(NamedTuple):
     dim: int
 
 
-def reader_of_steps(dialect: str, kind: PageKind, threads: int) -> MatrixReader:
+def reader_of_steps(dialect: str, kind: PageKind, flags: list[str], threads: int) -> MatrixReader:
     """For keys and values, and the steps of each sequence."""
     dim, sharers = kind.geometry.v_dim, column_sharers(dialect, kind.geometry.v_dim)
-    flags = [*kind.flags, "WIDE"] if sharers > 1 else [*kind.flags]
+    flags = [*kind.flags, *flags, *(["WIDE"] if sharers > 1 else [])]
     rows = matrix_rows(dialect, threads, sharers)
-    constants = _constants(kind, threads, sharers)
+    constants = {"THREADS": threads, "SHARERS": sharers}
     return MatrixReader("prefill", constants, flags, rows, rows, threads, dim)
 
 
-def reader_of_values(dialect: str, kind: PageKind) -> MatrixReader:
+def reader_of_values(dialect: str, kind: PageKind, flags: list[str]) -> MatrixReader:
     """For keys and values, and groups of sequences."""
     threads = group_threads(dialect, kind.geometry.k_dim, kind.geometry.v_dim)
-    reader = reader_of_steps(dialect, kind, threads)
-    return reader._replace(flags=[*reader.flags, "IN_GROUPS", "PARTIAL"])
+    return reader_of_steps(dialect, kind, [*flags, "IN_GROUPS", "PARTIAL"], threads)
 
 
-def reader_of_latents(dialect: str, kind: PageKind) -> MatrixReader:
+def reader_of_latents(dialect: str, kind: PageKind, flags: list[str]) -> MatrixReader:
     """For latents and their position keys, and groups of sequences."""
     dim, threads = kind.geometry.k_dim, WIDE_THREADS[dialect]
     sharers = column_sharers(dialect, dim)
-    flags = [*kind.flags, "IN_GROUPS", "OF_LATENTS"]
+    flags = [*kind.flags, *flags, "IN_GROUPS", "OF_LATENTS"]
     rows, alone = matrix_rows(dialect, threads, sharers), LATENT_ROWS * LATENT_SIMDGROUPS
-    constants = _constants(kind, threads, sharers)
+    constants = {"THREADS": threads, "SHARERS": sharers}
     return MatrixReader("latent", constants, flags, rows, alone, threads, dim)
-
-
-def _constants(kind: PageKind, threads: int, sharers: int) -> dict[str, int]:
-    dims = {"K_DIM": kind.geometry.k_dim, "V_DIM": kind.geometry.v_dim}
-    return {**dims, "THREADS": threads, "SHARERS": sharers}
 
 
 def groups_of(
@@ -91,17 +85,16 @@ def prefix_launch(
     reader: MatrixReader,
     groups: Groups,
     kind: PageKind,
-    heads: int,
-    steps: int,
-    scores: Scores,
+    queries: tuple[int, ...],
 ) -> Launch:
-    """Attention of groups to the pages that they share. Its results are float32 [places * q_heads *
-    S, dim], weighted values in the plain basis, and float32 [places * q_heads * S, 2]."""
-    geometry, (count, places) = kind.geometry, groups
-    flags = [*reader.flags, *scores.softcap_flag]
+    """Attention of groups to the pages that they share, of queries [B, q_heads, S, k_dim]. Its
+    results are float32 [places * q_heads * S, dim], weighted values in the plain basis, and float32
+    [places * q_heads * S, 2]."""
+    geometry, (count, places), (_, heads, steps, _) = kind.geometry, groups, queries
     rows = SEQUENCES * heads // geometry.k_heads * steps
+    constants = kind.dims | reader.constants
     return launch_of(
-        kernels.kernel(reader.operation, geometry.k_dtype, reader.constants, flags),
+        kernels.kernel(reader.operation, geometry.k_dtype, constants, reader.flags),
         (-(-rows // reader.rows), geometry.k_heads, count),
         reader.threads,
         partial_outputs(places * heads * steps, reader.dim),

@@ -85,7 +85,7 @@ class SlotKernels:
     ) -> tuple[Launch, mx.array]:
         """The launch for `batch` rows of the tables with `tokens` tokens, or summaries, each."""
         geometry = kind.geometry
-        dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
+        dims = kind.dims
         # A page that is written holds floats, whatever the others hold.
         flags = [] if operation in ("write", "summarise") else [*kind.flags]
         if operation == "copy" and geometry.has_summaries:
