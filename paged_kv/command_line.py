@@ -20,7 +20,7 @@ from paged_kv.commands.cache_options import examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser
-from paged_kv.extras import MissingBackend, backend_named, extra_module
+from paged_kv.extras import MissingBackend, backend_named, extra_module, extras_named
 
 _SHELLS = ("bash", "zsh", "tcsh")
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     command = "paged-kv"
     try:
-        with backend_named():
+        with backend_named(), extras_named():
             arguments = _arguments(argv)
             command = f"paged-kv {arguments.command}"
             logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")

@@ -48,6 +48,27 @@ def command_from(origin: dict[str, Any], extra: str) -> str:
     return f"pip install 'paged-kv[{extra}]{f' @ {url}' if url else ''}'"
 
 
+# The extras of packages that commands import wherever they need them.
+_EXTRAS = {"pydantic": "server", "rich": "tables", "starlette": "server", "uvicorn": "server"}
+
+
+@contextmanager
+def extras_named() -> Iterator[None]:
+    """Replace the error of a command that lacks a package by one that says what to install.
+
+    Raises:
+        ValueError: a package is not installed that an extra brings.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        command = install_command(_EXTRAS[package])
+        raise ValueError(f"this needs the package {package}: {command}") from None
+
+
 class MissingBackend(ImportError):
     """mlx has no backend on this machine; the message says which extra installs one."""
 

@@ -6,9 +6,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from paged_kv.commands.arguments import name, page_format, positive
 from paged_kv.commands.cache_options import (
     add_dtype_option,
@@ -158,6 +155,9 @@ def _as_json(planner: Planner, plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _print(planner: Planner, plan: MemoryPlan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     from paged_kv.integrations.plan.memory_plan import told
 
     wish = plan.wish

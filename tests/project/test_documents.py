@@ -176,9 +176,9 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["./test", *_]:
             assert (ROOT / "test").exists()
         case ["pip", "install", what] | ["pip", "install", "-e", what]:
-            asked = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+            asked = re.fullmatch(r"\.(?:\[([\w,]+)\])?", what)
             assert asked, what
-            assert asked[1] is None or asked[1] in EXTRAS
+            assert asked[1] is None or set(asked[1].split(",")) <= EXTRAS.keys()
         case ["mkdocs", "serve"]:
             assert (ROOT / "mkdocs.yml").exists()
         case ["git", "clone", "ADDRESS", folder, "&&", "cd", entered]:

@@ -1,5 +1,5 @@
-"""On Linux the package mlx has no backend of its own: without an extra, commands that compute fail
-with one sentence, and all others work."""
+"""Commands that lack an extra fail with one sentence that names it, and all others work. On Linux
+the package mlx has no backend without one."""
 
 import subprocess
 import sys
@@ -16,20 +16,24 @@ EXTRAS = (
     f"install one with {install_command('cpu')}, or with [cuda] or [cuda13] in the place of [cpu] "
     "for an NVIDIA GPU"
 )
-# Runs commands in one process, and prints the status, the output and the error of each.
+# Runs commands in one process that lacks some modules, and prints the status, the output and the
+# error of each.
 SCRIPT = f"""
 import io, sys
 from contextlib import redirect_stderr, redirect_stdout
 
+missing, *lines = sys.argv[1:]
+
 class NoBackend:
     def find_spec(self, name, path=None, target=None):
-        if name == "mlx.core":
+        if name == missing == "mlx.core":
             raise ImportError({SAID!r}, name="core")
 
 sys.meta_path.insert(0, NoBackend())
+sys.modules.update(dict.fromkeys(set(missing.split()) - {{"mlx.core"}}))
 from paged_kv.command_line import main
 
-for line in sys.argv[1:]:
+for line in lines:
     out, error = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(error):
         try:
@@ -45,6 +49,22 @@ except ImportError as error:
 """
 
 
+def outcomes(missing: str, work: list[str], fail: list[str]) -> list[str]:
+    """What a process prints of commands that fail and of what comes behind them, where others
+    work."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, missing, *work, *fail],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [line[0] for line in lines[: len(work)]] == ["0"] * len(work), lines
+    assert all(line.startswith("1 paged-kv") for line in lines[len(work) :][: len(fail)])
+    return lines[len(work) :]
+
+
 @pytest.mark.slow
 def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
@@ -58,17 +78,16 @@ def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) ->
         f"stats {trace}",
     ]
     fail = ["generate --prompt a", "generate --prompt a --page-format q8", "doctor", "server"]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *work, *fail],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert [line[0] for line in lines[: len(work)]] == ["0"] * len(work)
-    for line in lines[len(work) : -1]:
-        assert line.startswith("1 paged-kv")
-        assert f"mlx has no backend ({SAID}): {EXTRAS}" in line
-    assert len(lines) == len(work) + len(fail) + 1
-    assert lines[-1].startswith(f"MissingBackend mlx has no backend ({SAID}): {EXTRAS}")
+    *failed, door = outcomes("mlx.core", work, fail)
+    assert len(failed) == len(fail)
+    assert all(f"mlx has no backend ({SAID}): {EXTRAS}" in line for line in failed)
+    assert door.startswith(f"MissingBackend mlx has no backend ({SAID}): {EXTRAS}")
+
+
+@pytest.mark.slow
+def test_caches_need_nothing_of_the_server_and_its_commands_name_their_extras() -> None:
+    work = ["--help", "plan --help", "generate --prompt a --max-tokens 1"]
+    fail = ["server --model stdlib-llama", "plan"]
+    server, plan = outcomes("pydantic rich starlette uvicorn", work, fail)
+    assert install_command("server") in server
+    assert install_command("tables") in plan
