@@ -123,13 +123,14 @@ def opencode(ask: Ask, is_strict: bool) -> None:
     function = {"name": "bash", "description": "Runs.", "parameters": schema("command")}
     messages[0] = {"role": "system", "content": "You are opencode."}
     shown = [("system", "You are opencode."), title[1]]
-    for written in [call("bash", command="ls"), call("bash", command="cat a"), "Mended."]:
+    look = "I look.\n" + call("bash", command="ls")
+    for written in [look, call("bash", command="pwd"), "Mended."]:
         body = {
             "messages": messages, "tools": [{"type": "function", "function": function}],
             "tool_choice": "auto", "max_tokens": 32_000, "reasoning_effort": "medium",
         }  # fmt: skip
         message = ask("chat", body, written, shown, ["bash"])
-        shown += [("assistant", written), RESULT]
+        shown += [("assistant", written.replace(".\n<", ".\n\n<")), RESULT]
         name = message.get("tool_calls", [{}])[0].get("id")
         messages += [message, {"role": "tool", "tool_call_id": name, "content": "Done."}]
 

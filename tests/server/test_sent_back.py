@@ -16,7 +16,15 @@ from anthropic.types.beta import BetaMessage
 from openai.types.chat import ChatCompletion, ParsedChatCompletion
 from openai.types.responses import ParsedResponse, Response
 
-from paged_kv.server.http.content_encoding import _ZSTD
+from paged_kv.server.completions.answer_bodies import Completions
+from paged_kv.server.completions.message_parts import copied, require_parts
+from paged_kv.server.completions.output_constraint import constraint_of
+from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
+from paged_kv.server.http.schema import ChatBody
+from paged_kv.server.messages.messages import Messages
+from paged_kv.server.messages.requests import MessagesBody
+from paged_kv.server.options import server_parser
+from paged_kv.server.responses.responses import KeptResponses, Responses
 from tests.support.agent_model import Script, agent_folder
 from tests.support.running_server import PATIENCE_S, PagedRunningServer, paged_server
 
@@ -25,10 +33,16 @@ TURNS = 4
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string", "default": None}}}
 NAMED = {"name": "read", "description": "Reads."}
 FUNCTION = {"type": "function", **NAMED, "parameters": SCHEMA}
+NAMESPACE = {"type": "namespace", "name": "b", "description": "", "tools": [FUNCTION]}
 TOOLS: dict[str, Any] = {
-    CHAT: {"type": "function", "function": {**NAMED, "parameters": SCHEMA}},
-    MESSAGES: {**NAMED, "input_schema": SCHEMA},
-    RESPONSES: FUNCTION,
+    CHAT: [{"type": "function", "function": {**NAMED, "parameters": SCHEMA}}],
+    MESSAGES: [{**NAMED, "input_schema": SCHEMA}],
+    RESPONSES: [FUNCTION, {"type": "custom", "name": "a"}, NAMESPACE],
+}
+WITHOUT_MEANING: dict[str, Any] = {
+    CHAT: {"user": "a", "metadata": {"a": "b"}, "verbosity": "low", "service_tier": "auto"},
+    MESSAGES: {"metadata": {"user_id": "a"}, "thread": {"type": "create"}, "speed": "standard"},
+    RESPONSES: {"user": "a", "client_metadata": {"a": "b"}, "reasoning": {"context": "auto"}},
 }
 LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 ANSWERS = (
@@ -39,6 +53,7 @@ ANSWERS = (
 )
 # Of packages of any version.
 NULLS = ("caller", "namespace", "async", "toolset_name", "parsed", "of_no_version")
+BROKEN = ['{"path": "a', "", "[1]", "null", "none"]
 OWN = ("parameters", "input_schema", "arguments")
 ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
     "identity": bytes,
@@ -105,7 +120,58 @@ def broken(items: Any, draw: Random) -> None:
     for item in items:
         calls = [call["function"] for call in item.get("tool_calls") or ()]
         for call in [*calls, *([item] if item.get("type") == "function_call" else [])]:
-            call["arguments"] = draw.choice(['{"path": "a', "", "[1]", "null", "none"])
+            call["arguments"] = draw.choice(BROKEN)
+
+
+def asked(path: str, items: list[Any], draw: Random) -> dict[str, Any]:
+    body = {
+        "input" if path == RESPONSES else "messages": items,
+        "tools": TOOLS[path],
+        "stream": draw.choice([True, False, False, None]),
+        LIMITS[path]: draw.choice([4, 12, 100]),
+    }
+    return {**with_nulls(body, draw), **(WITHOUT_MEANING[path] if draw.random() < 0.5 else {})}
+
+
+def turn(path: str, draw: Random) -> list[Any]:
+    """What an answer that was cut, or that another server gave, left of a turn."""
+    text, cut = draw.choice(["a", ""]), draw.choice(BROKEN)
+    call: dict[str, Any]
+    role = draw.choice(["user", "system", "user" if path == MESSAGES else "developer"])
+    part = {"type": "input_text" if path == RESPONSES else "text", "text": text}
+    said: list[Any] = [{"role": role, "content": draw.choice([text, [part]])}]
+    if path == CHAT:
+        call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": cut}}
+        said.append({"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]})
+    elif path == MESSAGES:
+        thought = {"type": "thinking", "thinking": text, "signature": text}
+        blocks: list[Any] = [thought, {"type": "redacted_thinking", "data": "a"}, part]
+        call = {"type": "tool_use", "id": "c", "name": "read", "input": draw.choice([{}, cut])}
+        said.append({"role": "assistant", "content": [*draw.sample(blocks, 2), call]})
+    else:
+        said.append({"type": "reasoning", "summary": [], "content": None, "encrypted_content": "a"})
+        call = {"call_id": "c", "name": "a", "namespace": draw.choice([None, "b"]), "id": None}
+        said.append({"type": "function_call", **call, "arguments": cut})
+        said.append({"type": "custom_tool_call", **call, "input": cut})
+        said.append({"type": "custom_tool_call_output", "call_id": "c", "output": text})
+    return [*said, result_of(path, "c")]
+
+
+def test_no_request_that_official_packages_can_send_is_refused() -> None:
+    draw, options = Random(69), server_parser().parse_args([])
+    interfaces = {
+        CHAT: Completions(ChatBody),
+        MESSAGES: Messages(MessagesBody, options),
+        RESPONSES: Responses(KeptResponses(options)),
+    }
+    for _ in range(300):
+        path, encoding = draw.choice([*TOOLS]), draw.choice([*ENCODINGS])
+        items = [item for _ in range(draw.randrange(1, 4)) for item in turn(path, draw)]
+        content = json.dumps(asked(path, items, draw)).encode()
+        decoded = BodyDecoder(encoding).decode(ENCODINGS[encoding](content), 1 << 20)
+        body: Any = interfaces[path].read(decoded, None).body
+        constraint_of(body)
+        require_parts(copied(body.messages), why_no_images="", urls_allowed=False)
 
 
 def post(running: PagedRunningServer, path: str, body: Any, encoding: str) -> tuple[int, bytes]:
@@ -130,19 +196,12 @@ def test_no_answer_that_is_sent_back_gets_400(
         if number % TURNS == 0:
             items, path = [], draw.choice(list(TOOLS))
         items.append({"role": "user", "content": draw.choice(["Look.", "Well?"])})
-        is_stream = draw.random() < 0.3
-        asked = {
-            "input" if path == RESPONSES else "messages": items,
-            "tools": [TOOLS[path]],
-            "stream": draw.choice([False, None]) if not is_stream else True,
-            LIMITS[path]: draw.choice([4, 12, 100]),
-        }
         script.says(draw.choice(ANSWERS))
-        encoding = draw.choice(list(ENCODINGS))
-        status, answer = post(running, path, with_nulls(asked, draw), encoding)
+        body = asked(path, items, draw)
+        status, answer = post(running, path, body, draw.choice(list(ENCODINGS)))
         assert status == 200, (path, items, answer)
         assert b'"error":{' not in answer
-        if is_stream:
+        if body["stream"]:
             continue
         said, calls = sent_back(path, json.loads(answer), draw)
         if draw.random() < 0.5:

@@ -79,26 +79,3 @@ def test_95_percent_of_an_agents_prompt_tokens_come_from_the_cache(
                 {"role": "user", "content": [result]},
             ]
     assert read / (read + written) >= 0.95
-
-
-def test_chat_completions_keep_line_ends_and_find_what_was_before_them(
-    running: PagedRunningServer, script: Script
-) -> None:
-    """As mlx_lm.server answers, though templates write these line ends again."""
-    tool: Any = {"type": "function", "function": {"name": "read"}}
-    messages: list[Any] = [{"role": "user", "content": "What is in a.py?"}]
-    ask: dict[str, Any] = {"model": "default_model", "tools": [tool], "max_tokens": 60}
-    with running.client() as client:
-        script.says('Look.\n<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>')
-        first = client.chat.completions.create(messages=messages, **ask)
-        message = first.choices[0].message
-        assert message.content == "Look.\n"
-        messages += [
-            {"role": "assistant", "content": message.content, "tool_calls": message.tool_calls},
-            {"role": "tool", "tool_call_id": "a", "content": "nothing"},
-        ]
-        script.says("Nothing.")
-        second: Any = client.chat.completions.create(messages=messages, **ask).usage
-    assert first.usage is not None
-    cached = second.prompt_tokens_details.cached_tokens
-    assert first.usage.prompt_tokens < cached < first.usage.total_tokens
