@@ -160,8 +160,9 @@ class ResponseAnswers(Answers):
             case Text():
                 return {"type": "message", "role": "assistant", "content": []}
             case Call(call_id, name):
-                tool = self._tools.get(name) or OfferedTool(name, None, False, {})
-                return tool.empty_call(call_id)
+                # Models also call functions that there are not: the client tells them.
+                unknown = OfferedTool(name, None, False, {})
+                return self._tools.get(name, unknown).empty_call(call_id)
 
     def _added(self, part: Part) -> list[Object]:
         """The events of a part; the open item has it now."""

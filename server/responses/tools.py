@@ -48,7 +48,7 @@ class OfferedTool:
 
 
 def offered_tools(tools: Iterable[Any]) -> dict[str, OfferedTool]:
-    """The tools of a checked body by the names of their functions, without those that OpenAI runs.
+    """The tools of a checked body by the names of their functions, without those of other types.
 
     Raises:
         APIError: 400, two tools would be functions of one name.
@@ -126,5 +126,7 @@ def _text_parameters(form: Object) -> Object:
 @cache
 def _note_left_out(kind: str) -> None:
     log.warning(
-        "tools of type %s are OpenAI's own to run: requests are answered without them", kind
+        "requests have tools of type %s, which are left out: models are offered functions, custom "
+        "tools and those of namespaces",
+        kind,
     )

@@ -113,6 +113,7 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
         "JSONDecodeError", "KeyError", "AttributeError", "ValueError", "JSONDecodeError",
     ]  # fmt: skip
     assert "JSONDecodeError: Expecting property name" in caplog.text
+    assert formatted(cast("Parser", None), text="a") == ([], "a"), "of a model without a parser"
     (whole,), _ = formatted(json_tools.parse_tool_call, good, is_streamed=False)
     assert "index" not in whole
     assert len(processes) == 2
