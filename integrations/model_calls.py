@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
+from paged_kv.cache import dependencies
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
@@ -81,6 +82,7 @@ class _Caches:
         self.known = known
         self.others = others
         self._began = 0
+        self._was_in_model = False
 
     @classmethod
     def of(cls, given: Any) -> _Caches | None:
@@ -98,8 +100,11 @@ class _Caches:
 
     def __enter__(self) -> None:
         self._began = next(step_numbers)
+        self._was_in_model = dependencies.this_thread.in_model
+        dependencies.this_thread.in_model = True
 
     def __exit__(self, kind: object, *_: object) -> None:
+        dependencies.this_thread.in_model = self._was_in_model
         if kind is not None:
             self.undo()
 

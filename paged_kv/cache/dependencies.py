@@ -3,10 +3,14 @@
 Models assign `cache.keys = mx.depends(cache.keys, x)` so that whoever computes the cache also
 computes x: a message to another rank, or keys that no output of this step needs. Pages are no part
 of the graph. So the cache keeps a number that depends on x, and nobody gathers the keys for it.
+
+Some models assign other arrays, only to bound the graph. What other code assigns would be new
+contents, which pages do not get so: it is refused.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +19,15 @@ import mlx.core as mx
 from paged_kv.recognition.latent_arrays import ReadArray
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.read import PagedRead
+
+
+class _Thread(threading.local):
+    """`in_model`: whether this thread is within a call of a model."""
+
+    in_model = False
+
+
+this_thread = _Thread()
 
 
 class DependentArray(ReadArray):
@@ -38,6 +51,17 @@ def depending(
     earlier = array.dependencies if isinstance(array, DependentArray) else ()
     result.read, result.dependencies = array.read, (*earlier, *added)
     return result
+
+
+def require_dependency(assigned: mx.array) -> None:
+    """Raise a ValueError if an assigned array would be new contents."""
+    is_known = isinstance(assigned, DependentArray) and not assigned.is_changed
+    if not (is_known or this_thread.in_model):
+        raise ValueError(
+            "keys and values of a paged cache are in its pages, and assigned arrays do not go "
+            "there: write them with update_and_fetch(keys, values), to a cache of make_cache() if "
+            "they replace others, and remove tokens with trim(n)"
+        )
 
 
 def dependency_on(assigned: mx.array) -> mx.array:

@@ -8,7 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.cache.dependencies import dependency_on, depending, joined_of
+from paged_kv.cache.dependencies import (
+    dependency_on,
+    depending,
+    joined_of,
+    require_dependency,
+)
+from paged_kv.cache.other_caches import taken_in
 from paged_kv.cache.row_numbers import integers, trim_counts
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
@@ -130,12 +136,13 @@ class PagedKVCache:
     @property
     def keys(self) -> mx.array:
         """All keys so far. What an assigned array depends on is computed no later than the next
-        write: models assign `mx.depends(cache.keys, x)` to keep x in the graph."""
+        write: models assign `mx.depends(cache.keys, x)` to keep x in the graph. New
+        contents are refused with a ValueError."""
         return self._dependent(self.keys_and_values()[0])
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self._dependency = joined_of([self._dependency, dependency_on(keys)])
+        self._depend_on_assigned(keys)
 
     @property
     def values(self) -> mx.array:
@@ -144,7 +151,7 @@ class PagedKVCache:
 
     @values.setter
     def values(self, values: mx.array) -> None:
-        self._dependency = joined_of([self._dependency, dependency_on(values)])
+        self._depend_on_assigned(values)
 
     def depend_on(self, caches: Iterable[PagedKVCache]) -> None:
         """Let the next write depend on whatever those of other caches depend on."""
@@ -260,35 +267,49 @@ class PagedKVCache:
         kept = [self.sequences[index] for index in integers(batch_indices)]
         self.batch = Batch.of(self.pool, self._distinct(kept))
 
-    def extend(self, other: PagedKVCache) -> None:
-        """Append the other cache's sequences to the batch.
+    def extend(self, other: Any) -> None:
+        """Append the other cache's sequences to the batch. Of one without pages, such as mlx-lm's
+        `KVCache` and `BatchKVCache`, the keys and values are written to pages.
 
         Raises:
-            ValueError: they are not in the same layer of the same pool.
+            ValueError: they are not in the same layer of the same pool; or they have no pages, and
+                do not fit the layer or hold only their latest tokens.
+            PoolExhausted: the pool's budget does not hold what has no pages.
         """
-        self._require_same_pages(other)
-        self.batch = Batch.of(self.pool, self._distinct([*self.sequences, *other.sequences]))
-        self.depend_on([other])
+        if isinstance(other, PagedKVCache):
+            self._require_same_pages(other)
+            self.depend_on([other])
+            others = list(other.sequences)
+        else:
+            others = taken_in(other, self.batch, self.layer)
+        self.batch = Batch.of(self.pool, self._distinct([*self.sequences, *others]))
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one sequence, as a cache of its own."""
         return self._with([self.sequences[idx].fork(self.layer)], [self])
 
     @classmethod
-    def merge(cls, caches: list[PagedKVCache]) -> PagedKVCache:
-        """A batch of forks of all caches' sequences; the caches themselves stay as they are.
+    def merge(cls, caches: list[Any]) -> PagedKVCache:
+        """A batch of forks of all caches' sequences; the caches themselves stay as they are. Some
+        may have no pages, as for `extend`.
 
         Raises:
-            ValueError: they are not in the same layer of the same pool, or there are none.
+            ValueError: there is none with pages; otherwise as for `extend`.
+            PoolExhausted: as for `extend`.
         """
-        if not caches:
-            raise ValueError("merge needs at least one cache, got an empty list")
-        first = caches[0]
-        for other in caches[1:]:
+        paged = [each for each in caches if isinstance(each, PagedKVCache)]
+        if not paged:
+            raise ValueError(f"merge needs at least one cache with pages, got {described(caches)}")
+        first = paged[0]
+        for other in paged:
             first._require_same_pages(other)
-        sequences = [sequence for cache in caches for sequence in cache.sequences]
-        forks = [sequence.fork(first.layer) for sequence in sequences]
-        return first._with(forks, caches)
+        sequences: list[Sequence] = []
+        for cache in caches:
+            if isinstance(cache, PagedKVCache):
+                sequences += [sequence.fork(first.layer) for sequence in cache.sequences]
+            else:
+                sequences += taken_in(cache, first.batch, first.layer)
+        return first._with(sequences, paged)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
         """Requantise the pages of these sequences, in all layers, to 4 or 8 bits, and the first of
@@ -380,6 +401,12 @@ class PagedKVCache:
         cache.depend_on(sources)
         return cache
 
+    def _depend_on_assigned(self, array: mx.array) -> None:
+        # Without a factory nobody knows when a model runs.
+        if self.pool.versions is not None:
+            require_dependency(array)
+        self._dependency = joined_of([self._dependency, dependency_on(array)])
+
     def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:
         return array if self._dependency is None else depending(array, [self._dependency])
 
@@ -403,8 +430,6 @@ class PagedKVCache:
         return rows
 
     def _require_same_pages(self, other: PagedKVCache) -> None:
-        if not isinstance(other, PagedKVCache):
-            raise ValueError(f"a PagedKVCache cannot be batched with a {type(other).__name__}")
         if (self.pool, self.layer) != (other.pool, other.layer):
             raise ValueError(
                 f"caches can be batched within one layer of one pool, got layer {self.layer} of "

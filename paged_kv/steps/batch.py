@@ -38,6 +38,7 @@ class Batch:
         self.sequences = sequences
         self.step: Step | None = None
         self._wider: weakref.ref[Batch] | None = None
+        self._newcomers: list[tuple[list[weakref.ref[Sequence]], set[int]]] = []
 
     @classmethod
     def of(cls, pool: PagePool, sequences: Iterable[Sequence]) -> Batch:
@@ -62,6 +63,19 @@ class Batch:
             wider = Batch.of(self.pool, [first, *others])
             self._wider = weakref.ref(wider)
         return wider
+
+    def newcomers(self, layer: int, count: int) -> list[Sequence]:
+        """New sequences for tokens that are to come beside these. The first layer that asks makes
+        them, and the other layers get the same ones, as with `Sequence.fork`."""
+        with self.pool.lock:
+            for refs, layers in self._newcomers:
+                known = [each for ref in refs if (each := ref()) is not None]
+                if layer not in layers and len(known) == len(refs) == count:
+                    layers.add(layer)
+                    return known
+            new = [Sequence(self.pool) for _ in range(count)]
+            self._newcomers.append(([weakref.ref(each) for each in new], {layer}))
+            return new
 
     def begin(self, layer: int, count: int) -> Step:
         """The step of each sequence's next `count` tokens, padding included, in one layer: the one

@@ -146,3 +146,11 @@ def test_a_model_whose_numbers_change_needs_another_factory() -> None:
     own.set_dtype(mx.float16)
     with pytest.raises(ValueError, match="PagedCacheFactory"):
         greedy(own, PROMPT, factory.make_cache(), 1)
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_contents_cannot_be_assigned(model: Any, name: str) -> None:
+    cache = PagedCacheFactory(model, max_bytes=1 << 26).make_cache()
+    greedy(model, PROMPT, cache, 1)
+    with pytest.raises(ValueError, match="update_and_fetch"):
+        setattr(cache[0], name, getattr(cache[0], name) * 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
 
@@ -71,6 +71,44 @@ def stock_like(tokens: int, seed: int = 0) -> KVCache:
     cache = KVCache()
     cache.update_and_fetch(*random_step(tokens, seed))
     return cache
+
+
+@pytest.mark.parametrize("by", ["merge", "extend"])
+def test_tokens_of_stock_caches_go_into_pages(pool: PagePool, by: str) -> None:
+    sizes = (3, 300, 0, 40)
+    stock = [BatchKVCache.merge([stock_like(size, size) for size in sizes]) for _ in range(LAYERS)]
+    plain = [[stock_like(size, size), KVCache(), stock_like(40, 40)] for size in (300, 300)]
+    batch = sequence_of(pool, 3, 3)
+    before = pool.stats().gather_fallbacks
+    if by == "merge":
+        batch = [cache.merge([cache, *rest]) for cache, rest in zip(batch, plain, strict=True)]
+    else:
+        for cache, rest in zip(batch, plain, strict=True):
+            cache.extend(BatchKVCache.merge(rest))
+    assert batch[0].sequences == batch[1].sequences
+    assert pool.stats().gather_fallbacks == before
+    step = random_step(1, 1, batch=4)
+    for cache, theirs in zip(batch, stock, strict=True):
+        keys, values = theirs.update_and_fetch(*step)
+        cache.update_and_fetch(*step)
+        for index, size in enumerate(sizes):
+            expected = [part[index, :, 300 - size :].tolist() for part in (keys, values)]
+            assert row(cache, index) == expected
+
+
+def wrapped() -> RotatingKVCache:
+    cache = RotatingKVCache(max_size=8)
+    for seed in range(9):
+        cache.update_and_fetch(*random_step(1, seed))
+    return cache
+
+
+@pytest.mark.parametrize("other", [wrapped(), [], BatchKVCache([0, 2])])
+def test_what_does_not_hold_all_tokens_in_arrays_is_refused(pool: PagePool, other: Any) -> None:
+    batch = sequence_of(pool, 3)
+    with pytest.raises(ValueError, match="make_cache"):
+        batch[0].extend(other)
+    assert lengths(batch) == [[3]] * LAYERS
 
 
 def test_a_row_that_is_kept_twice_is_forked(pool: PagePool) -> None:
