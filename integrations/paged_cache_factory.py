@@ -381,9 +381,12 @@ class PagedCacheFactory:
         namespace = self._namespace(self.pool.page_format.name, salt)
         self.prefixes.hold(namespace, tokens, until, most)
 
-    def install(self) -> bool:
+    def install(self, *, keep_prompts: bool = False) -> bool:
         """Let mlx-lm make paged caches for this model wherever it is given none; false if this was
         installed already.
+
+        With `keep_prompts`, prompts of `generate`, `batch_generate` and `BatchGenerator` that are
+        given no cache are inserted, without a salt, and start from what is cached.
 
         Other models are not affected. `with factory:` installs it, and restores the earlier state
         at the end.
@@ -393,7 +396,9 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        return install_factory(self._model.module, self, self._model.hooks)
+        return install_factory(
+            self._model.module, self, self._model.hooks, keep_prompts=keep_prompts
+        )
 
     def uninstall(self) -> None:
         """Undo `install()`; existing caches keep working."""

@@ -10,16 +10,18 @@ replacement computes it once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import generate_step as _stock_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
+from paged_kv.integrations.batching.kept_prompts import KeptPrompts
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.shared_prefill import (
     SharedPrefill,
@@ -33,14 +35,22 @@ stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cac
 
 _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
 _stock_insert_segments = BatchGenerator.insert_segments
+# With these options of `generate_step` a cache is the caller's, or its pages depend on more than
+# the prompt's tokens.
+_OF_OTHER_PAGES = ("prompt_cache", "max_kv_size", "kv_bits", "input_embeddings")
 
 
 class _Installed(NamedTuple):
-    """An installed factory. The reference to the model keeps its id from being reused."""
+    """An installed factory. The reference to the model keeps its id from being reused.
+
+    Attributes:
+        keeps_prompts: whether finished prompts go to its prefix cache.
+    """
 
     model: Module
     factory: PagedFactory
     hooks: Hooks
+    keeps_prompts: bool
 
 
 # By the models' ids: models are dictionaries and cannot be keys.
@@ -55,18 +65,23 @@ def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any
     return stock_make_prompt_cache(model, max_kv_size)
 
 
-def install_factory(model: Module, factory: PagedFactory, hooks: Hooks) -> bool:
-    """Let the model's library make its prompt caches with a factory; false if it already does.
+def install_factory(
+    model: Module, factory: PagedFactory, hooks: Hooks, *, keep_prompts: bool
+) -> bool:
+    """Let the model's library make its prompt caches with a factory; false if it already does. Once
+    it is to keep prompts, it does until the factory is uninstalled.
 
     Raises:
         ValueError: another factory is installed for this model.
     """
     before = len(_installed)
-    installed = _installed.setdefault(id(model), _Installed(model, factory, hooks))
+    installed = _installed.get(id(model)) or _Installed(model, factory, hooks, keep_prompts)
     if installed.factory is not factory:
         raise ValueError(
             "another factory is installed for this model: uninstall() it before this one"
         )
+    keeps = installed.keeps_prompts or keep_prompts
+    _installed[id(model)] = installed._replace(keeps_prompts=keeps)
     hooks.install()
     return len(_installed) > before
 
@@ -127,8 +142,12 @@ def insert_segments(
     uids = _stock_insert_segments(
         generator, segments, max_tokens, caches, all_tokens, *others, **named
     )
-    if preemption is not None and not all(start.is_complete for start in starts):
-        preemption.share_later([uids[at] for at in new])
+    inserted = [uids[at] for at in new]
+    keeps = keeps_prompts(generator.model)
+    if keeps:
+        KeptPrompts.of(generator, factory).add(inserted)
+    if preemption is not None and (keeps or not all(start.is_complete for start in starts)):
+        preemption.share_later(inserted)
     return uids
 
 
@@ -144,7 +163,40 @@ def installed_factory(model: Module) -> PagedFactory | None:
     return None if installed is None else installed.factory
 
 
+def keeps_prompts(model: Module) -> bool:
+    """Whether a factory is installed for this model that keeps finished prompts."""
+    installed = _installed.get(id(model))
+    return installed is not None and installed.keeps_prompts
+
+
+def generate_step(
+    prompt: mx.array, model: Module, *others: Any, **options: Any
+) -> Iterator[tuple[Any, mx.array]]:
+    """mlx-lm's function of this name. Where prompts are kept, one without a cache starts from its
+    longest cached prefix, and is kept once it is computed."""
+    factory = installed_factory(model)
+    has_other_pages = any(options.get(each) is not None for each in _OF_OTHER_PAGES)
+    # Logits processors are given the tokens that are computed.
+    needs_all = has_other_pages or options.get("logits_processors") or len(prompt) < 2
+    if factory is None or needs_all or not keeps_prompts(model):
+        return _stock_generate_step(prompt, model, *others, **options)
+    return _kept(factory, prompt, model, *others, **options)
+
+
+def _kept(
+    factory: PagedFactory, prompt: mx.array, model: Module, *others: Any, **options: Any
+) -> Iterator[tuple[Any, mx.array]]:
+    tokens: Any = prompt.tolist()
+    cache, cached = factory.fetch_cache(tokens)
+    options["prompt_cache"] = cache
+    steps = _stock_generate_step(prompt[cached:], model, *others, **options)
+    for number, step in enumerate(steps):
+        if not number and len(tokens) > 2:
+            factory.insert_cache(tokens[:-1], cache)
+        yield step
+
+
 MLX_LM_HOOKS = Hooks(
-    {stock_make_prompt_cache: make_prompt_cache},
+    {stock_make_prompt_cache: make_prompt_cache, _stock_generate_step: generate_step},
     [(LRUPromptCache, fetch_nearest_cache), (BatchGenerator, insert_segments)],
 )
