@@ -18,10 +18,11 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray, RowRead
+from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
+from paged_kv.steps.read import UncountedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
 from paged_kv.steps.unwritten import GroupInputs
@@ -198,7 +199,7 @@ class LayerRows(CacheList):
         if not count:
             return None
         with cache.pool.lock:
-            read = RowRead(cache.batch.page_read(cache.layer))
+            read = UncountedRead(cache.batch.page_read(cache.layer))
         array = RowArray.of(read, rows, count)
         array.note = partial(self._noted.__setitem__, rows.name)
         return array

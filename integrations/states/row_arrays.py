@@ -18,17 +18,7 @@ import mlx.core as mx
 
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.recognition.latent_arrays import FollowedArray
-from paged_kv.steps.read import GatheredRead
-
-
-class RowRead(GatheredRead):
-    """A read of rows. That they are gathered is no fallback: a model that appends rows computes
-    with them itself."""
-
-    __slots__ = ()
-
-    def note_gather(self) -> None:
-        pass
+from paged_kv.steps.read import UncountedRead
 
 
 class GrowingArray(FollowedArray):
@@ -54,11 +44,11 @@ class RowArray(GrowingArray):
         layout: how tokens share a row.
     """
 
-    read: RowRead
+    read: UncountedRead
     layout: AppendedRows
 
     @classmethod
-    def of(cls, read: RowRead, layout: AppendedRows, count: int) -> RowArray:
+    def of(cls, read: UncountedRead, layout: AppendedRows, count: int) -> RowArray:
         keys, values = [each[:, :, : count * layout.rate] for each in read.gathered]
         array = cls(layout.rows(keys, values))
         array.read, array.layout = read, layout
@@ -81,7 +71,7 @@ class RowArray(GrowingArray):
 class RowMatrix(FollowedArray):
     """The same rows as a matrix [count, dim]."""
 
-    read: RowRead
+    read: UncountedRead
     layout: AppendedRows
 
     def __getitem__(self, index: Any) -> mx.array:

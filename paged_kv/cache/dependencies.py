@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.recognition.latent_arrays import ReadArray
-from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.arrays import PagedKeys, PagedValues, contents_refused
 from paged_kv.steps.read import PagedRead
 
 
@@ -57,11 +57,7 @@ def require_dependency(assigned: mx.array) -> None:
     """Raise a ValueError if an assigned array would be new contents."""
     is_known = isinstance(assigned, DependentArray) and not assigned.is_changed
     if not (is_known or this_thread.in_model):
-        raise ValueError(
-            "keys and values of a paged cache are in its pages, and assigned arrays do not go "
-            "there: write them with update_and_fetch(keys, values), to a cache of make_cache() if "
-            "they replace others, and remove tokens with trim(n)"
-        )
+        raise contents_refused()
 
 
 def dependency_on(assigned: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ from paged_kv.cache.dependencies import (
     depending,
     joined_of,
     require_dependency,
+    this_thread,
 )
 from paged_kv.cache.other_caches import taken_in
 from paged_kv.cache.row_numbers import integers, trim_counts
@@ -25,6 +26,7 @@ from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.batch import Batch
 from paged_kv.steps.masks import step_mask
+from paged_kv.steps.read import GatheredRead, UncountedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_row import offset_of
 
@@ -138,7 +140,7 @@ class PagedKVCache:
         """All keys so far. What an assigned array depends on is computed no later than the next
         write: models assign `mx.depends(cache.keys, x)` to keep x in the graph. New
         contents are refused with a ValueError."""
-        return self._dependent(self.keys_and_values()[0])
+        return self._dependent(self._looked_at()[0])
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
@@ -147,7 +149,7 @@ class PagedKVCache:
     @property
     def values(self) -> mx.array:
         """All values so far; assign as to `keys`."""
-        return self._dependent(self.keys_and_values()[1])
+        return self._dependent(self._looked_at()[1])
 
     @values.setter
     def values(self, values: mx.array) -> None:
@@ -400,6 +402,10 @@ class PagedKVCache:
         cache = type(self)(self.pool, self.layer, sequences)
         cache.depend_on(sources)
         return cache
+
+    def _looked_at(self) -> tuple[PagedKeys, PagedValues]:
+        """As `keys_and_values`, which count as gathered for attention only within a model."""
+        return self.batch.read(self.layer, GatheredRead if this_thread.in_model else UncountedRead)
 
     def _depend_on_assigned(self, array: mx.array) -> None:
         # Without a factory nobody knows when a model runs.

@@ -14,7 +14,16 @@ import mlx.core as mx
 
 from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
-from paged_kv.steps.read import GatheredRead, PagedRead
+from paged_kv.steps.read import GatheredRead, PagedRead, UncountedRead
+
+
+def contents_refused() -> ValueError:
+    """The error of new contents for a cache that are assigned, and not written."""
+    return ValueError(
+        "keys and values of a paged cache are in its pages, and assigned numbers do not go there: "
+        "write them with update_and_fetch(keys, values), to a cache of make_cache() if they "
+        "replace others, and remove tokens with trim(n)"
+    )
 
 
 class _PagedArray(ReadArray):
@@ -27,6 +36,11 @@ class _PagedArray(ReadArray):
 
     read: PagedRead
     tiles = 1
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(self.read, UncountedRead):
+            raise contents_refused()
+        super().__setitem__(index, value)
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
         """Of a dtype that holds the same numbers, an array that still stands for its read."""
@@ -101,9 +115,11 @@ class PagedValues(_PagedArray):
         return PositionKeys.of(swapped, self.read)
 
 
-def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
+def gathered_arrays(
+    read: PagedRead, kind: type[GatheredRead] = GatheredRead
+) -> tuple[PagedKeys, PagedValues]:
     """Keys and values that stand for the pages of a read, and are gathered when computed."""
-    gathered = GatheredRead(read)
+    gathered = kind(read)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered
     # These live as long as the read, and so as any array that was made of the keys or values.

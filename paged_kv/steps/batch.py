@@ -19,7 +19,7 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import full_blocks, make_room
-from paged_kv.steps.read import PagedRead
+from paged_kv.steps.read import GatheredRead, PagedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step, unwritten_step
 from paged_kv.steps.step_row import StepRow, layers_of_step
@@ -117,14 +117,16 @@ class Batch:
             return self.read(layer)
         return self.begin(layer, keys.shape[2]).write(layer, keys, values)
 
-    def read(self, layer: int) -> tuple[PagedKeys, PagedValues]:
-        """All keys and values of the sequences in one layer.
+    def read(
+        self, layer: int, kind: type[GatheredRead] = GatheredRead
+    ) -> tuple[PagedKeys, PagedValues]:
+        """All keys and values of the sequences in one layer; an `UncountedRead` is no fallback.
 
         Raises:
             ValueError: the layer has not been written yet.
         """
         with self.pool.lock:
-            return gathered_arrays(self.page_read(layer))
+            return gathered_arrays(self.page_read(layer), kind)
 
     def page_read(self, layer: int) -> PagedRead:
         """As `read`, as pages."""

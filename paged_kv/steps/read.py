@@ -342,3 +342,13 @@ class GatheredRead(PagedRead):
 
     def leave_unread(self) -> None:
         self._is_attended = True
+
+
+class UncountedRead(GatheredRead):
+    """A read that no attention needs, of code that looks at keys and values itself. That they are
+    gathered is no fallback."""
+
+    __slots__ = ()
+
+    def note_gather(self) -> None:
+        pass

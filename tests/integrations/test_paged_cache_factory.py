@@ -154,3 +154,5 @@ def test_contents_cannot_be_assigned(model: Any, name: str) -> None:
     greedy(model, PROMPT, cache, 1)
     with pytest.raises(ValueError, match="update_and_fetch"):
         setattr(cache[0], name, getattr(cache[0], name) * 2)
+    with pytest.raises(ValueError, match="update_and_fetch"):
+        getattr(cache[0], name)[..., :2, :] = 0

@@ -77,3 +77,9 @@ def test_a_dependency_costs_no_gather(cache: PagedKVCache) -> None:
         mx.eval(cache.state)
     # Those that the writes above return are counted when they are dropped.
     assert cache.pool.stats().gather_fallbacks == before + 3
+
+
+def test_a_look_from_outside_a_model_is_no_gather_for_attention(cache: PagedKVCache) -> None:
+    before = cache.pool.stats().gather_fallbacks
+    assert cache.keys.shape == cache.values.shape == (1, HEADS, 5, DIM)
+    assert cache.pool.stats().gather_fallbacks == before
