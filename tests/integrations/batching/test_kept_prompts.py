@@ -11,7 +11,7 @@ from paged_kv import PagedCacheFactory
 from tests.support.generation import greedy, runs_of
 from tests.support.zoo import small_model
 
-PROMPTS = [[(seed * i * i + 3 * i + seed) % 97 for i in range(300)] for seed in range(5)]
+PROMPTS = [[(seed * i * i + 3 * i + seed) % 97 for i in range(300)] for seed in range(6)]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
@@ -36,11 +36,16 @@ def test_later_prompts_start_from_what_earlier_ones_computed(name: str) -> None:
     while not generator.next()[1]:
         pass
     assert asked(PROMPTS[1], running=running)[1] == 0
+    # Rows that wait share what they begin with.
+    waiting = [generator.insert([[*PROMPTS[5], last, last]])[0] for last in (1, 2)]
+    with generator.stats() as stats:
+        runs_of(generator, waiting)
+    assert stats.prompt_tokens == 2
     # Of another cache's tokens nothing is known.
     cache = factory.make_cache()
     greedy(model, PROMPTS[2], cache, 1)
-    runs = runs_of(generator, generator.insert([[5]], caches=[cache]))
-    assert factory.fetch_cache([5, *runs[0].tokens, 6])[1] == 0
+    runs = runs_of(generator, generator.insert([[50]], caches=[cache]))
+    assert factory.fetch_cache([50, *runs[0].tokens, 6])[1] == 0
     stock: Any = importlib.import_module("mlx_lm.generate")
     tokens = [[each for each, _ in stock.generate_step(mx.array(PROMPTS[3]), model, max_tokens=2)]]
     assert factory.fetch_cache(PROMPTS[3])[1] == 299
