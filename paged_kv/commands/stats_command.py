@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ _INTERVAL_S, _PLOT_S = 0.5, 10.0
 _DESCRIPTION = """\
 Where did my memory go? Shows the pages of a running process, of a snapshot that `--json` wrote, or
 of the end of a trace that PAGED_KV_TRACE recorded. It can show every process of yours that uses
-this library; such a process opens no port, and does nothing for it until it is asked.
+this library; such a process opens no port, and writes nothing for it until it is asked.
 """
 
 
@@ -96,7 +97,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
         plot.draw(_history(arguments), arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)
     elif arguments.watch:
-        return _watch(arguments)
+        _watch(arguments)
     else:
         _print(_view(arguments), arguments)
     return 0
@@ -134,22 +135,15 @@ _NOBODY = (
 )
 
 
-def _watch(arguments: argparse.Namespace) -> int:
+def _watch(arguments: argparse.Namespace) -> NoReturn:
     from rich.console import Console
 
     from paged_kv.monitor.stats_table import watch
 
     pid = _view(arguments).pid
-
-    def look() -> ProcessView:
-        try:
-            return running_process(pid)
-        except ProcessLookupError:
-            raise ProcessLookupError(f"process {pid} has ended") from None
-
     with raised():  # the terminal gets back what it showed before
-        watch(look, Console(highlight=False), arguments.interval or _INTERVAL_S)
-    return 0
+        watch(_looks(pid, arguments.interval or _INTERVAL_S), Console(highlight=False))
+    raise ProcessLookupError(f"process {pid} has ended")
 
 
 def _view(arguments: argparse.Namespace) -> ProcessView:
@@ -194,24 +188,27 @@ def _history(arguments: argparse.Namespace) -> History:
     from paged_kv.monitor.process_view import History
 
     if arguments.file is None:
-        pid = _view(arguments).pid
-        looks = _looks(pid, arguments.seconds or _PLOT_S, arguments.interval or _INTERVAL_S)
-        return History.of_views(looks)
+        interval_s = arguments.interval or _INTERVAL_S
+        samples = int((arguments.seconds or _PLOT_S) / interval_s) + 1
+        looks = islice(_looks(_view(arguments).pid, interval_s), samples)
+        return History.of_views(
+            tqdm(looks, "plot", samples, leave=False, unit=" samples", disable=None)
+        )
     if _is_trace(arguments.file):
         return _replayed(arguments.file).history(str(arguments.file))
     return History.of_views(iter([_saved_view(arguments.file)]))
 
 
-def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
-    """Views of a process, until it ends or the time is over."""
-    samples = range(int(duration_s / interval_s) + 1)
-    for number in tqdm(samples, desc="plot", unit=" samples", leave=False, disable=None):
-        if number:
-            time.sleep(interval_s)
+def _looks(pid: int, interval_s: float) -> Iterator[ProcessView]:
+    """Views of a process until it ends."""
+    due = time.monotonic()
+    while True:
         try:
             yield running_process(pid)
         except ProcessLookupError:
             return
+        due = max(due + interval_s, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
 
 
 def _replayed(path: Path) -> Replay:

@@ -2,7 +2,7 @@
 
 process_view        all pools of a process at one moment: data, and its JSON
 pool_views          makes views of pools
-publisher           sends it to other processes of the user that ask
+publisher           writes it to a file when other processes of the user ask
 processes           asks the processes of the user
 stats_table         the tables and maps of `paged-kv stats`
 stats_plot          plots them

@@ -1,8 +1,8 @@
 """Asks the processes of this user what their pools hold.
 
-Each process listens on a Unix socket, PID.sock, in a folder that only its owner can enter, and
-sends the JSON of `process_view` to whoever connects. The system refuses connections to a socket
-that a dead process left.
+In a folder that only its owner can enter, each process keeps a file PID.json. Whoever asks touches
+the file "question"; each process then writes the JSON of `process_view` to its own: `publisher`. A
+file that is older than the question is no answer, and that of a process that has ended is removed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import re
-import socket
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ logger = logging.getLogger("paged_kv")
 
 # A process answers once its pools are unlocked, for each of which it waits a second.
 PATIENCE_S = 5.0
+_LOOK_S = 0.02
 
 # Of a folder that backups leave out: https://bford.info/cachedir/
 CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
@@ -35,11 +36,15 @@ def running_processes() -> list[ProcessView]:
         TimeoutError: there are some, and none answers.
         OSError: the folder cannot be read, or is not the user's alone.
     """
+    folder = runtime_folder()
+    if not folder.exists():
+        return []
     views: list[ProcessView] = []
     silent: list[TimeoutError] = []
-    for path in _sockets():
+    question, until = _ask(folder), time.monotonic() + PATIENCE_S
+    for pid in sorted({pid for _, pid in _files(folder)}):
         try:
-            views.append(_view(path))
+            views.append(_answer(folder, pid, question, until))
         except TimeoutError as error:
             silent.append(error)
         except (ProcessLookupError, ValueError):
@@ -55,7 +60,7 @@ def running_process(pid: int) -> ProcessView:
     """A view of one process.
 
     Raises:
-        ProcessLookupError: there is no such process, or it has no socket.
+        ProcessLookupError: there is no such process, or it shows nothing.
         PermissionError: it is another user's.
         TimeoutError: it does not answer.
         ValueError: it has another version of this package.
@@ -63,67 +68,74 @@ def running_process(pid: int) -> ProcessView:
     """
     folder = runtime_folder()
     if folder.exists():
-        require_private(folder)
+        question = _ask(folder)
         with suppress(ProcessLookupError):
-            return _view(folder / f"{pid}.sock")
+            return _answer(folder, pid, question, time.monotonic() + PATIENCE_S)
     _require_own(pid)
     raise ProcessLookupError(
-        f"process {pid} runs, and has no socket in {folder}: it has no pool of pages yet, was "
-        "started with PAGED_KV_PUBLISH=0 or another XDG_RUNTIME_DIR, or cannot make one there, as "
-        "where the path has more than 103 bytes"
+        f"process {pid} runs, and has no file in {folder}: it has no pool of pages yet, was "
+        "started with PAGED_KV_PUBLISH=0 or another XDG_RUNTIME_DIR, or cannot write there"
     )
 
 
-def remove_stale() -> None:
-    """Remove the sockets of dead processes.
-
-    Raises:
-        OSError: the folder cannot be read, or is not the user's alone.
-    """
-    for path in _sockets():
-        with suppress(OSError):
-            _connected(path).close()
-
-
-def _view(path: Path) -> ProcessView:
+def last_question(folder: Path) -> int:
+    """When somebody last asked, in nanoseconds of the folder's file system; 0 if nobody has."""
     try:
-        with _connected(path) as connection, connection.makefile("rb") as answer:
-            content = json.load(answer)
-    except TimeoutError:
-        raise TimeoutError(
-            f"process {path.stem} has not answered within {PATIENCE_S:g} s: it is stopped, or "
-            "hangs in code that lets no other thread run"
-        ) from None
-    except (ConnectionError, json.JSONDecodeError):
-        raise ProcessLookupError(f"process {path.stem} has ended") from None
-    return ProcessView.from_dict(content)
+        return (folder / "question").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
-def _connected(path: Path) -> socket.socket:
-    """A connection to a process. Removes the socket of a dead one."""
-    if not path.is_socket():
-        raise ProcessLookupError(f"process {path.stem} has no socket")
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(PATIENCE_S)
-    try:
-        connection.connect(str(path))
-    except OSError as error:
-        connection.close()
-        if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
-            raise
-        path.unlink(missing_ok=True)
-        raise ProcessLookupError(f"process {path.stem} has ended") from None
-    return connection
+def remove_ended(folder: Path) -> None:
+    """Remove the files of processes that have ended."""
+    for path, pid in _files(folder):
+        if not _is_running(pid):
+            path.unlink(missing_ok=True)
 
 
-def _sockets() -> list[Path]:
-    """The sockets of all processes, dead ones included."""
-    folder = runtime_folder()
-    if not folder.exists():
-        return []
+def _ask(folder: Path) -> int:
+    """Ask all processes; returns the `last_question`."""
     require_private(folder)
-    paths = [each for each in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*\.sock", each.name)]
-    return sorted(paths, key=lambda path: int(path.stem))
+    (folder / "question").touch()
+    return last_question(folder)
+
+
+def _answer(folder: Path, pid: int, question: int, until: float) -> ProcessView:
+    """What a process has written since the question. Removes the file of one that has ended."""
+    path = folder / f"{pid}.json"
+    while True:
+        if not _is_running(pid):
+            path.unlink(missing_ok=True)
+        try:
+            status = path.stat()
+            if status.st_size and status.st_mtime_ns >= question:
+                return ProcessView.from_dict(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise ProcessLookupError(f"process {pid} has ended, or shows nothing") from None
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"process {pid} has not answered within {PATIENCE_S:g} s: it is stopped, hangs in "
+                "code that lets no other thread run, or is another program with the number of one "
+                f"that was killed; then delete {path}"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _files(folder: Path) -> list[tuple[Path, int]]:
+    """The files of processes, and the numbers of these."""
+    found = [
+        (path, re.fullmatch(r"([1-9][0-9]*)\.(json|part)", path.name)) for path in folder.iterdir()
+    ]
+    return [(path, int(match[1])) for path, match in found if match]
+
+
+def _is_running(pid: int) -> bool:
+    """Whether this user has a process with this number."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError, OverflowError):
+        return False
+    return True
 
 
 def _require_own(pid: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
 
 from rich.columns import Columns
@@ -53,8 +52,17 @@ def pool_tables(pool: PoolView) -> RenderableType:
     """The bytes, blocks and events of one pool."""
     stats = pool.stats
     head = Text(f"\npool {pool.number}, {pool.name}: {stats.page_format} pages, {stats.backend}")
-    parts: list[RenderableType] = [head, bytes_table(stats), blocks_table(stats), numbers(stats)]
-    return Group(*parts)
+    return Group(
+        head, fragmentation(stats), bytes_table(stats), blocks_table(stats), numbers(stats)
+    )
+
+
+def fragmentation(stats: PoolStats) -> Text:
+    """What is lost: first, as it is what people look for."""
+    return Text(
+        f"fragmentation: {stats.internal_fragmentation:.1%} internal, "
+        f"{stats.external_fragmentation:.1%} external\n"
+    )
 
 
 def bytes_table(stats: PoolStats) -> Table:
@@ -93,7 +101,7 @@ def blocks_table(stats: PoolStats) -> Table:
 
 
 def numbers(stats: PoolStats) -> RenderableType:
-    """The other columns, without those that are zero."""
+    """The other numbers, without those that are zero."""
     others = [column for column in COLUMNS if column.unit is not Unit.HELD_BYTES and column.label]
     known = [(column.label, _told(column, stats)) for column in others]
     told = [Text(f"{label} {number}") for label, number in known if number]
@@ -203,20 +211,15 @@ def _style(colour: str, state: str) -> str:
     return {USED: colour, SHARED: f"bold bright_{colour}", CACHED: f"dim {colour}"}[state]
 
 
-def watch(look: Callable[[], ProcessView], console: Console, interval_s: float) -> None:
-    """Draw what `look` returns until it is interrupted, or raises.
-
-    Raises:
-        OSError: the process cannot be looked at, or has ended.
-    """
+def watch(views: Iterable[ProcessView], console: Console) -> None:
+    """Draw one view after the other."""
     if not console.is_terminal:
-        while True:
-            console.print(screen(look(), console))
-            time.sleep(interval_s)
+        for view in views:
+            console.print(screen(view, console))
+        return
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(screen(look(), console), refresh=True)
-            time.sleep(interval_s)
+        for view in views:
+            live.update(screen(view, console), refresh=True)
 
 
 def screen(view: ProcessView, console: Console) -> RenderableType:
@@ -228,7 +231,7 @@ def screen(view: ProcessView, console: Console) -> RenderableType:
     for pool in view.pools:
         name = f"\npool {pool.number}, {pool.name}: {pool.stats.usage:.1%} of the budget used"
         parts += [Text(name), map_text(pool, console.width, lines), Text("")]
-        parts += [bytes_table(pool.stats), numbers(pool.stats)]
+        parts += [fragmentation(pool.stats), bytes_table(pool.stats), numbers(pool.stats)]
         if pool.sequences:
             parts += [Text(""), sequences_table(pool.sequences)]
     return Group(*parts)

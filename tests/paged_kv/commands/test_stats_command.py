@@ -4,10 +4,7 @@ import copy
 import json
 import os
 import signal
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
+from paged_kv.monitor import publisher as publishing
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
@@ -32,39 +30,21 @@ def _own_runtime_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(publishing, "LOOK_S", 0.005)
     # It would take the place of the publishers of these tests.
     monkeypatch.setattr(publisher, "start", lambda: None)
 
 
-def socket_of(pid: int) -> Path:
-    return runtime_folder() / f"{pid}.sock"
+def file_of(pid: int) -> Path:
+    return runtime_folder() / f"{pid}.json"
 
 
-@contextmanager
-def listening(path: Path) -> Iterator[socket.socket]:
-    """A socket that stands for a process."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
-        made.listen()
-        yield made
-    path.unlink(missing_ok=True)
-
-
-@contextmanager
-def answering(path: Path, answer: bytes, times: int) -> Iterator[None]:
-    """A process that answers so many times."""
-    with listening(path) as made:
-
-        def serve() -> None:
-            for _ in range(times):
-                with made.accept()[0] as connection:
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield
-        thread.join()
+def write_answer(pid: int, content: str, *, is_late: bool = False) -> None:
+    """What a process has written, which answers all questions, or none."""
+    file_of(pid).parent.mkdir(mode=0o700, exist_ok=True)
+    file_of(pid).write_text(content)
+    moment = 0 if is_late else 1 << 32
+    os.utime(file_of(pid), (moment, moment))
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +84,8 @@ def test_the_only_process_is_shown_to_the_byte(capsys: pytest.CaptureFixture[str
     assert stats() == 0
     text = capsys.readouterr().out
     assert f"process {SELF}:" in text
+    first = next(line for line in text.splitlines() if "%" in line)
+    assert first == "fragmentation: 58.3% internal, 0.0% external"
     # 320 tokens in 2 layers of float32, and 212 + 236 free slots after them.
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
@@ -145,6 +127,23 @@ def test_making_a_pool_starts_the_thread_that_answers(monkeypatch: pytest.Monkey
     assert started == [publisher]
 
 
+def test_a_view_is_made_for_a_question_only() -> None:
+    made: list[int] = []
+
+    def view() -> ProcessView:
+        made.append(1)
+        return ProcessView(SELF, "", 1.0, ())
+
+    lazy = Publisher(view)
+    lazy.start()
+    wait_until(file_of(SELF).exists)
+    assert not made
+    assert not file_of(SELF).stat().st_size
+    assert [processes.running_process(SELF).time for _ in range(3)] == [1.0] * 3
+    lazy.stop()
+    assert 1 <= len(made) <= 3
+
+
 def test_watch_draws_a_map_until_the_process_ends(
     shown: Publisher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,16 +179,16 @@ def test_plot_of_a_process(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("shown")
 def test_several_processes_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     view = ProcessView(OTHER, "other", 1.0, ())
-    with answering(socket_of(OTHER), json.dumps(view.as_dict()).encode(), times=3):
-        assert stats() == 1
-        message = capsys.readouterr().err
-        for part in ("2 processes have pools; choose one", f"--pid {SELF} ", f"--pid {OTHER} "):
-            assert part in message
-        assert stats("--list") == 0
-        pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-        assert set(pids) >= {str(SELF), str(OTHER)}
-        assert stats("--pid", str(OTHER)) == 0
-        assert f"process {OTHER}:" in capsys.readouterr().out
+    write_answer(OTHER, json.dumps(view.as_dict()))
+    assert stats() == 1
+    message = capsys.readouterr().err
+    for part in ("2 processes have pools; choose one", f"--pid {SELF} ", f"--pid {OTHER} "):
+        assert part in message
+    assert stats("--list") == 0
+    pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert set(pids) >= {str(SELF), str(OTHER)}
+    assert stats("--pid", str(OTHER)) == 0
+    assert f"process {OTHER}:" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -208,43 +207,39 @@ def test_a_real_process_is_shown_and_what_it_leaves_is_removed(
         wait_until(lambda: [view.pid for view in processes.running_processes()] == [number])
         os.kill(number, signal.SIGKILL)
         os.waitpid(number, 0)
-        assert socket_of(number).exists()
+        assert file_of(number).exists()
         assert stats() == 1
-        assert not socket_of(number).exists()
+        assert not file_of(number).exists()
     assert "no process of yours has a pool of pages" in capsys.readouterr().err
 
 
 def test_a_new_process_removes_what_dead_ones_left() -> None:
-    """Also one with its own number."""
+    """What one with its own number left is no answer."""
     view = ProcessView(SELF, "anew", 1.0, ())
-    with listening(socket_of(99999999)) as dead, listening(socket_of(SELF)) as former:
-        dead.close()
-        former.close()
-        (runtime_folder() / "other").write_text("not ours")
-        anew = Publisher(lambda: view)
-        anew.start()
-        wait_until(lambda: processes.running_processes() == [view])
-        names = {path.name for path in runtime_folder().iterdir()}
-        assert names == {f"{SELF}.sock", "other"}
-        anew.stop()
-        assert not socket_of(SELF).exists()
+    write_answer(99999999, "")
+    write_answer(SELF, "{}", is_late=True)
+    file_of(99999999).with_suffix(".part").touch()
+    (runtime_folder() / "other.json").write_text("not ours")
+    anew = Publisher(lambda: view)
+    anew.start()
+    wait_until(lambda: processes.running_processes() == [view])
+    names = {path.name for path in runtime_folder().iterdir()}
+    assert names == {f"{SELF}.json", "other.json", "question"}
+    anew.stop()
+    assert not file_of(SELF).exists()
 
 
 @pytest.mark.usefixtures("shown")
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [(b'{"paged_kv": 99}', "it has version 99"), (b'{"paged_kv": ', "runs, and")],
-)
-def test_a_process_of_another_version_or_that_dies_is_left_out_unless_asked_for(
-    capsys: pytest.CaptureFixture[str], answer: bytes, said: str
+def test_a_process_of_another_version_is_left_out_unless_asked_for(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with answering(socket_of(OTHER), answer, times=2):
-        assert stats("--list") == 0
-        listed = capsys.readouterr().out
-        assert f"{SELF} " in listed
-        assert f"{OTHER} " not in listed
-        assert stats("--pid", str(OTHER)) == 1
-        assert said in capsys.readouterr().err
+    write_answer(OTHER, '{"paged_kv": 99}')
+    assert stats("--list") == 0
+    listed = capsys.readouterr().out
+    assert f"{SELF} " in listed
+    assert f"{OTHER} " not in listed
+    assert stats("--pid", str(OTHER)) == 1
+    assert "it has version 99" in capsys.readouterr().err
 
 
 def test_a_process_that_hangs_is_named_and_the_others_are_shown(
@@ -254,14 +249,14 @@ def test_a_process_that_hangs_is_named_and_the_others_are_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(processes, "PATIENCE_S", 1.0)
-    with listening(socket_of(OTHER)):
-        assert stats() == 0
-        assert f"process {SELF}:" in capsys.readouterr().out
-        assert f"process {OTHER} has not answered within 1 s" in caplog.text
-        shown.stop()
-        assert stats() == 1
-        assert f"process {OTHER} has not answered" in capsys.readouterr().err
-        assert socket_of(OTHER).exists()
+    write_answer(OTHER, "{}", is_late=True)
+    assert stats() == 0
+    assert f"process {SELF}:" in capsys.readouterr().out
+    assert f"process {OTHER} has not answered within 1 s" in caplog.text
+    shown.stop()
+    assert stats() == 1
+    assert f"process {OTHER} has not answered" in capsys.readouterr().err
+    assert file_of(OTHER).exists()
 
 
 def test_a_process_that_cannot_be_looked_at(
@@ -301,17 +296,10 @@ def test_a_folder_that_others_can_enter_is_refused(
     assert not list(folder.iterdir())
 
 
-def test_a_wish_is_a_number(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for text, expected in (("0", False), ("0.0", False), ("1", True)):
+def test_a_wish_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in (("0", False), ("0.0", False), ("1", True), ("0.5", True)):
         monkeypatch.setenv("PAGED_KV_PUBLISH", text)
         assert is_wanted() is expected
-    assert not caplog.records
-    # Versions before this one took seconds between looks.
-    monkeypatch.setenv("PAGED_KV_PUBLISH", "0.5")
-    assert is_wanted()
-    assert len(caplog.records) == 1
     for text in ("-1", "inf", "nan", "soon"):
         monkeypatch.setenv("PAGED_KV_PUBLISH", text)
         with pytest.raises(ValueError, match=f"got '{text}'"):
@@ -319,41 +307,29 @@ def test_a_wish_is_a_number(
 
 
 @pytest.mark.slow
-def test_a_forked_process_shows_its_own_pools_and_leaves_its_parents_socket(
-    runtime: Path,
-) -> None:
+def test_a_forked_process_shows_its_own_pools_and_leaves_its_parents_file(runtime: Path) -> None:
     forks = SCRIPT.replace(
         'print("ready", flush=True)',
         """
 import os, time
-def wait_until_shown(pid):
-    while not os.path.exists(f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/{pid}.sock"):
-        time.sleep(0.01)
-wait_until_shown(os.getpid())
-for number in range(50):
-    child = os.fork()
-    if not child:
-        assert pool.stats().blocks_used == 3
-        if number == 49:
-            other = PagePool(1, max_bytes=1 << 20, name="child")
-            time.sleep(1000)
-        os._exit(0)
-    if number < 49:
-        assert os.waitpid(child, 0)[1] == 0
-wait_until_shown(child)
+child = os.fork()
+if not child:
+    other = PagePool(1, max_bytes=1 << 20, name="child")
+    time.sleep(1000)
 print("ready", flush=True)""",
     )
     with shown_process(runtime, forks) as number:
-        paths = set(runtime_folder().iterdir()) - {socket_of(number)}
-        (child,) = [int(path.stem) for path in paths]
+        wait_until(lambda: len(processes.running_processes()) == 2)
+        names = {
+            view.pid: [pool.name for pool in view.pools] for view in processes.running_processes()
+        }
+        (child,) = names.keys() - {number}
         try:
-            for pid, pools in ((number, ["shown"]), (child, ["shown", "child"])):
-                view = processes.running_process(pid)
-                assert [pool.name for pool in view.pools] == pools
+            assert names == {number: ["shown"], child: ["shown", "child"]}
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
             assert [view.pid for view in processes.running_processes()] == [child]
-            assert not socket_of(number).exists()
+            assert not file_of(number).exists()
         finally:
             os.kill(child, signal.SIGKILL)
 
