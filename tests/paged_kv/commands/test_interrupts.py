@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.command_line import main
-from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.support.patience import PATIENCE_S
 from tests.support.shown_process import shown_process
-from tests.support.store_entries import entry, links, open_store, prompt
 
 MODULE = [sys.executable, "-m", "paged_kv"]
 PROGRAMS = [[str(Path(sys.executable).with_name("paged-kv"))], MODULE]
@@ -138,21 +135,6 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def interrupt(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_no_half_written_export_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    argv = ["store", "export", "out", "--store", "store"]
-    with monkeypatch.context() as patch:
-        patch.setattr("tarfile.TarFile.addfile", interrupt)
-        assert main(argv) == 130
-    assert not (tmp_path / "out").exists()
-    assert main(argv) == 0
-
-
 def run_python(script: str, *beginning: str) -> tuple[int, str, str]:
     """As `ended`, of a script in a process that interrupts end."""
     head = (
@@ -213,10 +195,3 @@ def test_an_interrupt_after_the_work_leaves_the_status() -> None:
     status, _, errors = ended(started([sys.executable, "-c", script], Path.cwd()))
     assert status == 1
     assert len(errors.splitlines()) == 1
-
-
-def make_files(folder: Path) -> None:
-    """Make a trace and a page store."""
-    synthesize(Load(4, 100, 3000), 1000, 10**9, folder / "trace")
-    with open_store(folder / "store") as store:
-        store.put([entry(link) for link in links(prompt(1, 600))])
