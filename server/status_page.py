@@ -70,16 +70,8 @@ def metrics_module() -> ModuleType:
 
 def columns() -> list[dict[str, str]]:
     """The columns of statistics, from which the page makes its tables."""
-    return [
-        {
-            "name": column.name,
-            "label": column.label,
-            "meaning": column.meaning,
-            "unit": column.unit,
-        }
-        for column in COLUMNS
-        if column.label
-    ]
+    names = ("name", "label", "meaning", "unit")
+    return [{name: getattr(each, name) for name in names} for each in COLUMNS if each.label]
 
 
 def requests(service: Service) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import running_process, running_processes
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from paged_kv.monitor.process_view import History
     from paged_kv.trace.replay import Replay
 
@@ -89,8 +91,8 @@ def run_stats(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.pid:
             raise ValueError("--list shows all processes: leave out --pid")
-        return _print_list()
-    if arguments.plot:
+        _print_list()
+    elif arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
         require_writable(arguments.plot)
@@ -110,29 +112,30 @@ def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
         metrics = extra_module("paged_kv.monitor.prometheus_metrics", "metrics")
         sys.stdout.write(metrics.metrics_text(view).decode())
     else:
-        from rich.console import Console
-
         from paged_kv.monitor.stats_table import process_tables
 
-        Console(highlight=False).print(process_tables(view))
+        _print_in_columns(process_tables(view))
 
 
-def _print_list() -> int:
-    from rich.console import Console
-
+def _print_list() -> None:
     from paged_kv.monitor.stats_table import process_list
 
-    views = running_processes()
-    if not views:
-        raise ProcessLookupError(_NOBODY)
-    Console(highlight=False).print(process_list(views))
-    return 0
+    _print_in_columns(process_list(_running_processes()))
 
 
-_NOBODY = (
-    "no process of yours has a pool of pages: start one that uses paged_kv, such as `paged-kv "
-    "generate` or `paged-kv server`, or name a snapshot or a trace"
-)
+def _print_in_columns(content: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(content)
+
+
+def _running_processes() -> list[ProcessView]:
+    if views := running_processes():
+        return views
+    raise ProcessLookupError(
+        "no process of yours has a pool of pages: start one that uses paged_kv, such as `paged-kv "
+        "generate` or `paged-kv server`, or name a snapshot or a trace"
+    )
 
 
 def _watch(arguments: argparse.Namespace) -> NoReturn:
@@ -156,9 +159,7 @@ def _view(arguments: argparse.Namespace) -> ProcessView:
         return _saved_view(arguments.file)
     if arguments.pid is not None:
         return running_process(arguments.pid)
-    views = running_processes()
-    if not views:
-        raise ProcessLookupError(_NOBODY)
+    views = _running_processes()
     if len(views) > 1:
         known = "".join(f"\n  --pid {view.pid}  {view.command}" for view in views)
         raise ValueError(f"{len(views)} processes have pools; choose one:{known}")

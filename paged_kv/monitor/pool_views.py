@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from operator import add
 
 from paged_kv.allocator.block_map import block_map
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
@@ -52,18 +53,8 @@ def _largest_sequences(pool: PagePool) -> tuple[SequenceView, ...]:
             allocator = table.allocator
             shared = sum(allocator.refs.holders(block) > 1 for block in table.blocks)
             nbytes = sum(allocator.format_of(block).block_bytes for block in table.blocks)
-            view = SequenceView(table.owner[:8], table.tokens, len(table.blocks), shared, nbytes)
-            before = views.get(table.owner)
-            views[table.owner] = view if before is None else _sum(before, view)
+            name, tokens, *sums = views.get(table.owner, (table.owner[:8], 0, 0, 0, 0))
+            counts = map(add, sums, (len(table.blocks), shared, nbytes))
+            views[table.owner] = SequenceView(name, max(tokens, table.tokens), *counts)
     largest = heapq.nlargest(LARGEST_SEQUENCES, views.values(), key=lambda each: each.nbytes)
     return tuple(largest)
-
-
-def _sum(one: SequenceView, other: SequenceView) -> SequenceView:
-    return SequenceView(
-        one.name,
-        max(one.tokens, other.tokens),
-        one.blocks + other.blocks,
-        one.shared + other.shared,
-        one.nbytes + other.nbytes,
-    )

@@ -49,9 +49,7 @@ class PoolView:
     """One pool.
 
     Attributes:
-        name: the name that the pool was given.
         number: unique within the process.
-        stats: its statistics.
         slabs: the group and the block map of each slab.
         sequences: the largest sequences, the largest first.
     """
@@ -68,10 +66,8 @@ class ProcessView:
     """All pools of one process.
 
     Attributes:
-        pid: process id.
-        command: the command line.
         time: seconds since 1970.
-        pools: the pools in the order of their creation.
+        pools: in the order of their creation.
         ranks: the memory of each process that computes the model with this one; empty if none does.
     """
 
@@ -140,12 +136,7 @@ def _pool_from_dict(content: Any) -> PoolView:
 
 @dataclass(frozen=True)
 class Sample:
-    """The pools of a process or of a trace at one moment.
-
-    Attributes:
-        seconds: since the beginning.
-        stats: the sum of all pools.
-    """
+    """The sum of all pools of a process or of a trace, so many seconds after the beginning."""
 
     seconds: float
     stats: PoolStats
@@ -157,7 +148,6 @@ class History:
 
     Attributes:
         title: the process or the trace.
-        samples: the sums of all pools.
         peak: the pools with their maps, when most bytes were active.
     """
 

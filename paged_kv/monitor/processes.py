@@ -86,6 +86,13 @@ def last_question(folder: Path) -> int:
         return 0
 
 
+def is_later(status: os.stat_result, question: int) -> bool:
+    """Whether a file was written after a question. Clocks of file systems have ticks of some
+    milliseconds: in one tick an empty file comes before a question, and an answer after it."""
+    written = status.st_mtime_ns
+    return written > question or (written == question and status.st_size > 0)
+
+
 def remove_ended(folder: Path) -> None:
     """Remove the files of processes that have ended."""
     for path, pid in _files(folder):
@@ -107,11 +114,14 @@ def _answer(folder: Path, pid: int, question: int, until: float) -> ProcessView:
         if not _is_running(pid):
             path.unlink(missing_ok=True)
         try:
-            status = path.stat()
-            if status.st_size and status.st_mtime_ns >= question:
-                return ProcessView.from_dict(json.loads(path.read_bytes()))
+            is_answer = is_later(path.stat(), question)
+            content = path.read_bytes()
         except FileNotFoundError:
             raise ProcessLookupError(f"process {pid} has ended, or shows nothing") from None
+        if is_answer and not content:
+            raise ProcessLookupError(f"process {pid} has begun after it was asked")
+        if is_answer:
+            return ProcessView.from_dict(json.loads(content))
         if time.monotonic() > until:
             raise TimeoutError(
                 f"process {pid} has not answered within {PATIENCE_S:g} s: it is stopped, hangs in "
@@ -132,13 +142,14 @@ def _files(folder: Path) -> list[tuple[Path, int]]:
 def _is_running(pid: int) -> bool:
     """Whether this user has a process with this number."""
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError, OverflowError):
+        _require_own(pid)
+    except OSError:
         return False
     return True
 
 
 def _require_own(pid: int) -> None:
+    """Raise an OSError unless this user has a process with this number."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import (
+    is_later,
     last_question,
     make_runtime_folder,
     remove_ended,
@@ -85,27 +86,25 @@ class Publisher:
             folder = runtime_folder()
             make_runtime_folder(folder)
             remove_ended(folder)
+            self._path = folder / f"{os.getpid()}.json"
+            self._path.unlink(missing_ok=True)  # of an earlier process with this number
         except OSError as error:
             logger.info("cannot show the pools of this process: %s", error)
             return
-        answered = last_question(folder)
-        self._path = folder / f"{os.getpid()}.json"
         while not self._is_over:
             with suppress(OSError):  # the disk may be full, or the folder gone, for a while
-                answered = self._answer(self._path, answered)
+                self._answer(self._path)
             time.sleep(LOOK_S)
         self._path.unlink(missing_ok=True)
 
-    def _answer(self, path: Path, answered: int) -> int:
-        """Answer the last question unless it was answered; returns it. The file is there from the
-        start, empty, so that whoever asks knows whom to wait for."""
+    def _answer(self, path: Path) -> None:
+        """Answer the last question unless that was done. The file is there from the start, empty,
+        so that whoever asks knows whom to wait for."""
         if not path.exists():
             make_runtime_folder(path.parent)
             path.touch()
-        question = last_question(path.parent)
-        if question != answered:
+        if not is_later(path.stat(), last_question(path.parent)):
             self.publish(path)
-        return question
 
 
 def is_wanted() -> bool:

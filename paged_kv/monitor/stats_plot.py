@@ -15,9 +15,16 @@ from matplotlib.patches import Patch
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED
 from paged_kv.monitor.process_view import History, PoolView
 from paged_kv.monitor.stats_table import WORDS, coarse
+from paged_kv.pool.stats import COLUMNS
 
 # A palette that colour-blind readers can tell apart (Okabe and Ito).
 COLOURS = {FREE: "#dddddd", CACHED: "#f0c05a", USED: "#0072b2", SHARED: "#d55e00"}
+LOSSES = {
+    "bytes_last_block": "#0072b2",
+    "bytes_out_of_window": "#009e73",
+    "bytes_fragmented": "#d55e00",
+    "bytes_spare": "#999999",
+}
 STATES = (FREE, CACHED, USED, SHARED)
 SUFFIXES = (".svg", ".png", ".html")
 _COLUMNS = 64
@@ -91,15 +98,11 @@ def _draw_blocks(history: History, axes: Any) -> None:
 def _draw_losses(history: History, axes: Any) -> None:
     times = [sample.seconds for sample in history.samples]
     stats = [sample.stats for sample in history.samples]
-    megabyte = 1e6
-    for name, label, colour in (
-        ("bytes_last_block", "free in last blocks", "#0072b2"),
-        ("bytes_out_of_window", "out of window", "#009e73"),
-        ("bytes_fragmented", "fragmented, free", "#d55e00"),
-        ("bytes_spare", "spare, free", "#999999"),
-    ):
-        sizes = [getattr(each, name) / megabyte for each in stats]
-        axes.step(times, sizes, where="post", label=label, color=colour)
+    for column in COLUMNS:
+        if column.name in LOSSES:
+            megabytes = [getattr(each, column.name) / 1e6 for each in stats]
+            label = str(column.label).removeprefix("+ ")
+            axes.step(times, megabytes, where="post", label=label, color=LOSSES[column.name])
     axes.set(xlabel="seconds", ylabel="MB", title="Fragmentation and waste")
     axes.legend(**_BESIDE)
 

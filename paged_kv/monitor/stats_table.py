@@ -22,29 +22,44 @@ from paged_kv.sizes import counted, format_size
 # The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
 WORDS = {USED: "used", SHARED: "shared", CACHED: "cached", FREE: "free"}
+_FIRST = [each for each in COLUMNS if each.name.endswith("_fragmentation")]
+_OTHERS = [
+    each
+    for each in COLUMNS
+    if each.label and each.unit is not Unit.HELD_BYTES and each not in _FIRST
+]
 # Of the first page format of a pool, the second, and so on.
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
 def process_tables(view: ProcessView) -> RenderableType:
     """The tables of all pools of a process."""
+    ranks = [ranks_table(view.ranks)] if view.pools and view.ranks else []
+    return Group(*_head(view), *map(pool_tables, view.pools), *ranks)
+
+
+def _head(view: ProcessView) -> list[RenderableType]:
     head = Text(f"process {view.pid}: {view.command}", style="bold", overflow="ellipsis")
-    if not view.pools:
-        return Group(head, Text("no pool of pages yet"))
-    parts = [pool_tables(pool) for pool in view.pools]
-    if view.ranks:
-        parts.append(ranks_table(view.ranks))
-    return Group(head, *parts)
+    return [head] if view.pools else [head, Text("no pool of pages yet")]
 
 
 def ranks_table(ranks: tuple[tuple[int, RankMemory], ...]) -> Table:
     """The bytes of each process that computes the model."""
-    table = Table("\nrank", box=None, pad_edge=False)
-    for name in ("in use", "mapped", "allowed"):
-        table.add_column(f"\n{name}", justify="right")
-    for rank, memory in ranks:
-        sizes = (memory.active, memory.mapped, memory.budget)
-        table.add_row(str(rank), *map(format_size, sizes))
+    rows = [
+        (str(rank), *map(format_size, (memory.active, memory.mapped, memory.budget)))
+        for rank, memory in ranks
+    ]
+    return _table(("\nrank", "\nin use", "\nmapped", "\nallowed"), rows)
+
+
+def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table whose first column is text, and whose others are numbers."""
+    first, *others = names
+    table = Table(first, box=None, pad_edge=False)
+    for name in others:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -59,17 +74,13 @@ def pool_tables(pool: PoolView) -> RenderableType:
 
 def fragmentation(stats: PoolStats) -> Text:
     """What is lost: first, as it is what people look for."""
-    return Text(
-        f"fragmentation: {stats.internal_fragmentation:.1%} internal, "
-        f"{stats.external_fragmentation:.1%} external\n"
-    )
+    shares = [f"{each.label} {_number(each.unit, getattr(stats, each.name))}" for each in _FIRST]
+    return Text(f"{', '.join(shares)}\n")
 
 
 def bytes_table(stats: PoolStats) -> Table:
     """Every held byte, in one row."""
-    table = Table("bytes", box=None, pad_edge=False)
-    for name in ("", "of held"):
-        table.add_column(name, justify="right")
+    table = _table(("bytes", "", "of held"), ())
     table.add_column("")
     for label, *cells in byte_rows(stats):
         table.add_row(label, *cells, style="bold" if label.startswith("=") else "")
@@ -78,32 +89,23 @@ def bytes_table(stats: PoolStats) -> Table:
 
 def blocks_table(stats: PoolStats) -> Table:
     """Blocks by group, format and state."""
-    table = Table("\nblocks", box=None, pad_edge=False)
-    for name in ("used", "cached", "free", "last block", "out of window", "slabs", "a block"):
-        table.add_column(f"\n{name}", justify="right")
+    names = ("blocks", "used", "cached", "free", "last block", "out of window", "slabs", "a block")
+    rows = []
     for group in stats.groups:
         # A trace does not record the number of layers.
         layers = counted(group.layers, "layer") if group.layers else "all"
         name = layers if group.window is None else f"{layers}, window {group.window:,}"
         for each in group.formats:
-            free = each.spare + each.fragmented
-            numbers = (
-                each.used,
-                each.cached,
-                free,
-                each.last_block_slots,
-                each.out_of_window_slots,
-                each.slabs,
-            )
-            cells = [f"{number:,}" for number in numbers]
-            table.add_row(f"{name}, {each.page_format}", *cells, format_size(each.block_bytes))
-    return table
+            idle = each.last_block_slots, each.out_of_window_slots
+            counts = (each.used, each.cached, each.free, *idle, each.slabs)
+            cells = [f"{count:,}" for count in counts]
+            rows.append((f"{name}, {each.page_format}", *cells, format_size(each.block_bytes)))
+    return _table([f"\n{name}" for name in names], rows)
 
 
 def numbers(stats: PoolStats) -> RenderableType:
     """The other numbers, without those that are zero."""
-    others = [column for column in COLUMNS if column.unit is not Unit.HELD_BYTES and column.label]
-    known = [(column.label, _told(column, stats)) for column in others]
+    known = [(column.label, _told(column, stats)) for column in _OTHERS]
     told = [Text(f"{label} {number}") for label, number in known if number]
     return Group(Text(""), Columns(told, equal=True, padding=(0, 3)))
 
@@ -147,13 +149,11 @@ def process_list(views: list[ProcessView]) -> Table:
 
 def sequences_table(sequences: tuple[SequenceView, ...]) -> Table:
     """The largest sequences."""
-    table = Table("largest", box=None, pad_edge=False)
-    for name in ("tokens", "blocks", "shared", "bytes"):
-        table.add_column(name, justify="right")
-    for each in sequences:
-        cells = [f"{number:,}" for number in (each.tokens, each.blocks, each.shared)]
-        table.add_row(each.name, *cells, format_size(each.nbytes))
-    return table
+    rows = [
+        (each.name, *[f"{count:,}" for count in each[1:4]], format_size(each.nbytes))
+        for each in sequences
+    ]
+    return _table(("largest", "tokens", "blocks", "shared", "bytes"), rows)
 
 
 def map_text(pool: PoolView, columns: int, lines: int) -> Text:
@@ -224,9 +224,7 @@ def watch(views: Iterable[ProcessView], console: Console) -> None:
 
 def screen(view: ProcessView, console: Console) -> RenderableType:
     """All pools of a process, each with its map, figures and largest sequences."""
-    parts: list[RenderableType] = [Text(f"process {view.pid}: {view.command}", style="bold")]
-    if not view.pools:
-        parts.append(Text("no pool of pages yet"))
+    parts = _head(view)
     lines = max(6, console.height // max(1, len(view.pools)) - 24)
     for pool in view.pools:
         name = f"\npool {pool.number}, {pool.name}: {pool.stats.usage:.1%} of the budget used"

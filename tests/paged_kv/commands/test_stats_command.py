@@ -85,7 +85,7 @@ def test_the_only_process_is_shown_to_the_byte(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert f"process {SELF}:" in text
     first = next(line for line in text.splitlines() if "%" in line)
-    assert first == "fragmentation: 58.3% internal, 0.0% external"
+    assert first == "internal fragmentation 58.3%, external fragmentation 0.0%"
     # 320 tokens in 2 layers of float32, and 212 + 236 free slots after them.
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
@@ -230,16 +230,19 @@ def test_a_new_process_removes_what_dead_ones_left() -> None:
 
 
 @pytest.mark.usefixtures("shown")
-def test_a_process_of_another_version_is_left_out_unless_asked_for(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("content", "said"), [('{"paged_kv": 99}', "it has version 99"), ("", "runs, and")]
+)
+def test_a_process_of_another_version_or_that_has_just_begun_is_left_out_unless_asked_for(
+    capsys: pytest.CaptureFixture[str], content: str, said: str
 ) -> None:
-    write_answer(OTHER, '{"paged_kv": 99}')
+    write_answer(OTHER, content)
     assert stats("--list") == 0
     listed = capsys.readouterr().out
     assert f"{SELF} " in listed
     assert f"{OTHER} " not in listed
     assert stats("--pid", str(OTHER)) == 1
-    assert "it has version 99" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_process_that_hangs_is_named_and_the_others_are_shown(
