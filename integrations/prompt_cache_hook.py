@@ -21,6 +21,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
+from paged_kv.integrations.batching.cache_rows import copied_to_pages
 from paged_kv.integrations.batching.kept_prompts import KeptPrompts
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.shared_prefill import (
@@ -129,7 +130,10 @@ def insert_segments(
     preemption = attach(generator, factory)
     # The caller may hold its caches, and give several sequences the same one: memory for their next
     # tokens is reserved in forks.
-    caches = [copy.deepcopy(cache) for cache in caches or [None] * len(segments)]
+    caches = [
+        None if cache is None else copied_to_pages(cache, factory.make_cache)
+        for cache in caches or [None] * len(segments)
+    ]
     segments = list(segments)
     all_tokens = list(all_tokens or [[] for _ in segments])
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]

@@ -4,10 +4,13 @@ pages, and computes them."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves, paged_caches
 
@@ -23,6 +26,24 @@ def joined(caches: list[Any], others: list[Any]) -> list[Any]:
     for cache, other in zip(caches, others, strict=False):
         cache.extend(other)
     return caches or others
+
+
+def copied_to_pages(prompt_cache: list[Any], make_cache: Callable[[], list[Any]]) -> list[Any]:
+    """A copy of the prompt cache of one sequence. Of mlx-lm's `KVCache`s it is one of `make_cache`,
+    with pages, if the pool has room: mlx-lm's batches of these take no caches with pages in."""
+    if {type(each) for each in prompt_cache} == {KVCache}:
+        paged = make_cache()
+        if len(paged_caches(paged)) == len(paged) == len(prompt_cache):
+            try:
+                for cache, plain in zip(paged, prompt_cache, strict=True):
+                    cache.extend(plain)
+                    cache.filter(list(range(1, len(cache.sequences))))
+            except PoolExhausted:
+                pass
+            else:
+                return paged
+    # Of pages this is a fork.
+    return copy.deepcopy(prompt_cache)
 
 
 def put_back(caches: list[Any], others: list[Any]) -> None:

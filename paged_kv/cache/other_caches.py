@@ -36,7 +36,8 @@ def _rows(cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
     """The keys and values [1, heads, tokens, dim] of each sequence of a cache."""
     kind = type(cache).__name__
     keys, values = getattr(cache, "keys", ()), getattr(cache, "values", ())
-    begins = integers(getattr(cache, "left_padding", [0]))
+    rows = 1 if keys is None else len(keys)
+    begins = integers(getattr(cache, "left_padding", [0] * rows))
     if keys is None and not any(begins):
         keys = values = mx.zeros((len(begins), 1, 0, 1))
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
@@ -45,7 +46,7 @@ def _rows(cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
             f"KVCache has, got a {kind}: make its cache with the factory's make_cache()"
         )
     offset = cache.offset
-    counts = integers(offset) if isinstance(offset, mx.array) else [offset]
+    counts = integers(offset) if isinstance(offset, mx.array) else [offset] * len(begins)
     for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
         end = begin + count
         if begin < 0 or end > keys.shape[2]:

@@ -133,3 +133,18 @@ def test_caches_go_in_and_out_of_batches_and_stay_the_callers(model: Any) -> Non
     assert offsets == [[getattr(layer, "offset", None) for layer in c] for c in stock_caches]
     del caches
     assert_nothing_is_used(factory)
+
+
+def test_caches_of_both_kinds_are_batched_in_any_order() -> None:
+    model: Any = small_model("qwen3")
+    plain = make_prompt_cache(model)
+    greedy(model, PROMPTS[1], plain, 1)
+    with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
+        served = Served(model, lambda: plain)
+        served.insert([[PROMPTS[0]]])
+        served.steps(1)
+        served.insert([[PROMPTS[4]]], caches=[factory.make_cache()])
+        runs = served.finish()
+    assert plain[0].offset == len(PROMPTS[1]) + 1
+    continued = greedy(model, PROMPTS[0], plain, NEW_TOKENS)
+    assert_same_runs(runs, [continued, *expected_runs(model, [PROMPTS[4]])], TOLERANCE)
