@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
 
@@ -96,18 +96,12 @@ def test_tokens_of_stock_caches_go_into_pages(pool: PagePool, by: str) -> None:
             assert row(cache, index) == expected
 
 
-def wrapped() -> RotatingKVCache:
-    cache = RotatingKVCache(max_size=8)
-    for seed in range(9):
-        cache.update_and_fetch(*random_step(1, seed))
-    return cache
-
-
-@pytest.mark.parametrize("other", [wrapped(), [], BatchKVCache([0, 2])])
-def test_what_does_not_hold_all_tokens_in_arrays_is_refused(pool: PagePool, other: Any) -> None:
-    batch = sequence_of(pool, 3)
-    with pytest.raises(ValueError, match="make_cache"):
-        batch[0].extend(other)
+def test_what_does_not_hold_all_tokens_in_arrays_is_refused(pool: PagePool) -> None:
+    batch, latest, none = sequence_of(pool, 3), stock_like(3), list[int]()
+    latest.offset = 300
+    for other in (latest, none, BatchKVCache([0, 2])):
+        with pytest.raises(ValueError, match="make_cache"):
+            batch[0].extend(other)
     assert lengths(batch) == [[3]] * LAYERS
 
 

@@ -67,8 +67,9 @@ def test_values_assigned_later_leave_the_dependency_of_keys(cache: PagedKVCache)
         mx.eval(cache.state)
 
 
-def test_a_dependency_costs_no_gather(cache: PagedKVCache) -> None:
+def test_a_dependency_and_a_look_cost_no_gather(cache: PagedKVCache) -> None:
     before = cache.pool.stats().gather_fallbacks
+    assert cache.keys.shape == cache.values.shape == (1, HEADS, 5, DIM)
     for seed in range(3):
         depend(cache, "keys", mx.array(1))
         depend(cache, "keys", (mx.array(2), mx.array(3)))
@@ -77,9 +78,3 @@ def test_a_dependency_costs_no_gather(cache: PagedKVCache) -> None:
         mx.eval(cache.state)
     # Those that the writes above return are counted when they are dropped.
     assert cache.pool.stats().gather_fallbacks == before + 3
-
-
-def test_a_look_from_outside_a_model_is_no_gather_for_attention(cache: PagedKVCache) -> None:
-    before = cache.pool.stats().gather_fallbacks
-    assert cache.keys.shape == cache.values.shape == (1, HEADS, 5, DIM)
-    assert cache.pool.stats().gather_fallbacks == before
