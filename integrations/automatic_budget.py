@@ -16,7 +16,6 @@ from paged_kv.sizes import format_size
 
 logger = logging.getLogger("paged_kv")
 
-AUTO = "auto"
 # Tokens of a prompt step: mlx-lm's, and shorter ones where memory is short.
 PROMPT_STEPS = (2048, 1024, 512, 256)
 # Of what weights leave, the most that a prompt step may take; else it is made shorter.

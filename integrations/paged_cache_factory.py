@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import abc
 from collections.abc import Hashable
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
@@ -15,15 +15,15 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
-from paged_kv.integrations.automatic_budget import AUTO, automatic_budget
+from paged_kv.integrations.automatic_budget import automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
+from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheKeywords, CacheOptions
+from paged_kv.integrations.distributed.sharded_model import folder_of_rank
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
@@ -36,6 +36,7 @@ from paged_kv.integrations.working_memory import WorkingMemory, working_memory
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.arguments import FormatChoice
+from paged_kv.pool.options import AUTO
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.keeping import inner_salt, keeping_of
@@ -43,11 +44,9 @@ from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sizes import size_in_bytes
 from paged_kv.steps.batch import Batch
-from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address
-from paged_kv.tiers.opening import TierPlace, open_tiers, store_addresses
-from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
+from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
 
 logger = logging.getLogger("paged_kv")
@@ -62,46 +61,13 @@ class PagedCacheFactory:
 
     Args:
         model: a model of mlx-lm; or of mlx-vlm, as a whole or its language model.
-        page_format: how full pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or
-            two of these, for keys and for values. With "q4" a sequence's first page is "q8". With
-            "auto", pages keep 16 bits, and the oldest become q8 and then q4 when memory gets short;
-            a `RequantisationPolicy` may differ. Layers with a sliding window, or with
-            `max_kv_size`, keep 16 bits.
-        max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
-            80 % of what the machine recommends, less what is in use; `stats()` shows it. "auto"
-            measures what a prompt step takes, and leaves that, the weights and a tenth of the
-            machine's memory; a line in the log says how much of each. Snapshots
-            of recurrent layers by `insert_cache` take up to a quarter of that besides; those of a
-            model without pages may take it all.
-        write_chunk: in layers with a sliding window, the longest step that is written before it
-            is read. One token less can always be rolled back. None means 256, or the window if
-            that is smaller.
-        trace: a new file to record block allocations in, for `paged-kv trace replay`. None means
-            the file that PAGED_KV_TRACE names, if it is set.
-        store: a folder for the pages of inserted prompts, which later processes reuse too; or a
-            list of tiers, quickest first, with servers such as "redis://host". None keeps none.
-        store_bytes: the most that the folder may take on disk, as for `max_bytes`.
-        store_options: which prefixes are written, and how much in a day.
-        eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
-            those of `LeastWorth`. Pass an object with a method `rank`, see `EvictionPolicy`.
-        read_tokens: the most tokens that a step of one token per sequence reads in layers without
-            a window, at least 768: an approximation, see docs/long-contexts.md. None reads all.
-        offload: a folder for pages that `max_bytes` does not hold, with `read_tokens`: the oldest
-            pages of layers without a window go there, and come back to layers for which they
-            matter, see docs/long-contexts.md. None keeps all in memory.
-        wait_for_pages: let steps wait for offloaded pages that they want, instead of leaving out
-            those that have not come.
+        options: how caches keep their pages.
         head: a prediction head of the model, from `load_head`: its keys and values are one more
             layer of the model's pages, and `HeadDraft` drafts with it. None for none.
-        always_gather: give every layer keys and values that can be computed. Only a model that uses
-            them later in other ways than in the factory's trial needs this; without it, such a use
-            raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
-        compile: let steps of one token per sequence be recorded once by `mx.compile` and repeated
-            without Python, for models whose steps depend on no number: with the same tokens. None
-            means what PAGED_KV_COMPILE says, 0 or 1, or else on Metal and CUDA where `paged-kv
-            doctor` found it right and faster.
         processor: mlx-vlm's processor of the model. Its settings tell images of cached prompts
             apart that would be equal otherwise; without it, use one processor for a factory.
+        keywords: the options of `CacheOptions`, such as `max_bytes`, where they differ from
+            `options`.
 
     Threads may share a factory, each with prompt caches of its own: one thread at a time writes a
     layer or attends to it. A write that would change a page which another thread still reads lazily
@@ -134,57 +100,33 @@ class PagedCacheFactory:
     def __init__(
         self,
         model: Module,
+        options: CacheOptions = CACHE_OPTIONS,
         *,
-        page_format: FormatChoice = "fp16",
-        max_bytes: float | str | None = None,
-        write_chunk: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        store: TierPlace | abc.Sequence[TierPlace] | None = None,
-        store_bytes: float | str = DEFAULT_STORE_BYTES,
-        store_options: StoreOptions = WRITE_EVERYTHING,
-        eviction_policy: EvictionPolicy = LEAST_WORTH,
-        read_tokens: int | None = None,
-        offload: str | os.PathLike[str] | None = None,
-        wait_for_pages: bool = False,
-        always_gather: bool = False,
-        compile: bool | None = None,
         processor: Any = None,
         head: PredictionHead | None = None,
+        **keywords: Unpack[CacheKeywords],
     ) -> None:
+        options = replace(options, **keywords)
         self._media = MediaKeys(model, processor)
-        if write_chunk is not None:
-            write_chunk = whole_number("write_chunk", write_chunk, least=1)
         self.prompt_step: int | None = None
-        if max_bytes == AUTO:
-            measure = partial(measured_step, model, page_format, write_chunk)
-            max_bytes, self.prompt_step = automatic_budget(model, measure)
-        self._model = PagedModel(
-            model, write_chunk, always_gather=always_gather, compile=compile, head=head
-        )
-        tiers = [] if store is None else store_addresses(store)
-        most_stored = size_in_bytes("store_bytes", store_bytes)
+        if options.max_bytes == AUTO:
+            measure = partial(measured_step, model, options.page_format, options.write_chunk)
+            budget = automatic_budget(model, measure)
+            options = replace(options, max_bytes=budget.max_bytes)
+            self.prompt_step = budget.prompt_step
+        self._model = PagedModel(model, options, head)
+        tiers = [] if options.store is None else store_addresses(options.store)
         self.recordings = self._model.recordings
         self._closed = False
         self._installed_on_entry: list[bool] = []
-        self._page_format = page_format
-        self._read_tokens = read_tokens
-        self._offload = offload, wait_for_pages
-        self.ranks = ranks_of(self._model.module)
-        if offload is not None and self.ranks.size > 1:
-            raise ValueError(
-                f"offload is for a model in one process, and {self.ranks.size} share this one: "
-                "leave it out"
-            )
-        self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
-        self._eviction_policy = eviction_policy
-        self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
-        self.pool.ranks = self.ranks
-        if read_tokens is not None and not self.pool.chooses:
+        self.pool = self._model.new_pool(None)
+        self.pool.ranks = self.ranks = self._model.ranks
+        if options.read_tokens is not None and not self.pool.chooses:
             logger.warning(
                 "read_tokens changes nothing: no layer of %s keeps keys and values of all tokens",
                 self.pool.name,
             )
-        if offload is not None and self.pool.offloading is None:
+        if options.offload is not None and self.pool.offloading is None:
             logger.warning(
                 "offload changes nothing: no layer of %s keeps keys and values of all tokens",
                 self.pool.name,
@@ -201,7 +143,7 @@ class PagedCacheFactory:
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
         if tiers:
-            self._put_store_below(tiers, most_stored, store_options)
+            self._put_store_below(tiers, options)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -451,19 +393,22 @@ class PagedCacheFactory:
             self.store.close()
         self.clear()
 
-    def _put_store_below(self, tiers: list[Address], max_bytes: int, options: StoreOptions) -> None:
+    def _put_store_below(self, tiers: list[Address], options: CacheOptions) -> None:
         codec = StoredStates()
         states = unpaged_caches(self._model.new_cache(self.pool))
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
         ours = [folder_of_rank(each, self.ranks) for each in tiers]
-        self.store = open_tiers(ours, max_bytes, options, self._eviction_policy)
+        most = size_in_bytes("store_bytes", options.store_bytes)
+        self.store = open_tiers(ours, most, options.store_options, options.eviction_policy)
         self.pool.counts.of_store = self.store.counts_by_tier
         if not self.pool.is_open:
             self._model.open_layers(self.pool)
         identity = PageIdentity(self._model.version, self.pool, self._model.file)
-        self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec, options.rule)
+        self._stored = StoredPrefixes(
+            self.prefixes, self.store, identity, codec, options.store_options.rule
+        )
         self.prefixes.put_below(self._stored)
 
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
@@ -477,21 +422,9 @@ class PagedCacheFactory:
         """The pool of the caches with this bound; all pools share one budget."""
         if max_kv_size is None:
             return self.pool
-        pool = self._pools.get(max_kv_size) or self._new_pool(max_kv_size, beside=self.pool)
+        pool = self._pools.get(max_kv_size) or self._model.new_pool(max_kv_size, self.pool)
         self._pools[max_kv_size] = self._latest_pool = pool
         return pool
-
-    def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
-        return self._model.new_pool(
-            max_kv_size,
-            page_format=self._page_format,
-            trace=self._trace,
-            eviction_policy=self._eviction_policy,
-            read_tokens=self._read_tokens,
-            offload=self._offload[0],
-            wait_for_pages=self._offload[1],
-            **options,
-        )
 
     def _require_open(self) -> None:
         if self._closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,7 +17,9 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.batch_steps import BATCH_STEPS
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.compiled.recordings import Recordings, compiles
+from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.factory_arguments import require_model
 from paged_kv.integrations.heads.model_head import ModelHead, add_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
@@ -29,6 +33,7 @@ from paged_kv.integrations.states.counted_states import known_states
 from paged_kv.integrations.states.growing_layers import GrowingLayer
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.ranks import Ranks
 from paged_kv.steps.sequence import Sequence
 
 
@@ -37,20 +42,19 @@ class PagedModel:
 
     Args:
         model: of mlx-lm or mlx-vlm, as a whole or its language model.
-        write_chunk: of layers with a sliding window, in tokens; None for the usual one.
-        always_gather: whether all layers get keys and values that can be computed.
-        compile: whether steps are recorded; None where that is known to be faster.
+        options: of its caches.
         head: a prediction head of the model, whose layer comes behind the model's; None for none.
 
     Raises:
         TypeError: mlx-lm can make no prompt caches for it.
-        ValueError: a package that its library needs is not installed; or the head is of another
-            model.
+        ValueError: a package that its library needs is not installed; the head is of another
+            model; or an option is wrong for a model that several processes share.
 
     Attributes:
         module: the language model.
         file: the name of the model's file in its library.
         version: numbers its versions.
+        ranks: the processes that share the model, if it is sharded.
         recordings: the recorded steps of each pool, if steps are compiled.
         head: see above.
     """
@@ -58,10 +62,7 @@ class PagedModel:
     def __init__(
         self,
         model: Any,
-        write_chunk: int | None,
-        *,
-        always_gather: bool,
-        compile: bool | None,
+        options: CacheOptions,
         head: PredictionHead | None = None,
     ) -> None:
         self.module: Module = language_model(model)
@@ -73,9 +74,8 @@ class PagedModel:
         self.recordings: WeakKeyDictionary[PagePool, Recordings] = WeakKeyDictionary()
         self.head = None if head is None else ModelHead(self.module, head)
         self._library = library_of(self.module)
-        self._write_chunk = write_chunk
-        self._always_gather = always_gather
-        self._compile = compile
+        self.ranks = ranks_of(self.module)
+        self._options = _shared(options, self.ranks)
         self._hooks = ModelHooks()
         # Pools of bounds go with their caches.
         self._pools: WeakSet[PagePool] = WeakSet()
@@ -86,8 +86,8 @@ class PagedModel:
         """What an installed factory replaces in the model's library."""
         return self._library.hooks
 
-    def new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
-        """A pool for the layers of this model, with the options of `PagePool`.
+    def new_pool(self, max_kv_size: int | None, beside: PagePool | None = None) -> PagePool:
+        """A pool for the layers of this model, with a budget of its own or that of another pool.
 
         Raises:
             TypeError: `compile` is no bool.
@@ -98,14 +98,15 @@ class PagedModel:
         windows = {
             layer: window
             for layer, cache in enumerate(paged)
-            if (window := self._library.window_of(cache, self._write_chunk)) is not None
+            if (window := self._library.window_of(cache, self._options.write_chunk)) is not None
         }
         rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
         layers = len(paged) + (self.head is not None)
-        pool = PagePool(layers, windows=windows, rows=rows, name=self.file, **options)
+        options = self._options if beside is None else replace(self._options, max_bytes=None)
+        pool = PagePool(layers, options, windows=windows, rows=rows, beside=beside, name=self.file)
         if self.head is not None:
             add_head(pool, self.head)
-        self._compiles = compiles(self._compile, pool.backend)
+        self._compiles = compiles(self._options.compile, pool.backend)
         pool.hooks, pool.versions = self._hooks, self.version
         self._pools.add(pool)
         if self._trial is not None:
@@ -177,11 +178,26 @@ class PagedModel:
             pool.hooks = None
 
     def _set_attending(self, pool: PagePool, trial: Trial) -> None:
-        if not self._always_gather:
+        if not self._options.always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode
         if self._compiles and not pool.rows:
             self.recordings[pool] = compile_steps(self.module, pool)
+
+
+def _shared(options: CacheOptions, ranks: Ranks) -> CacheOptions:
+    """The options of one of the processes that share a model.
+
+    Raises:
+        ValueError: one is for a model in one process.
+    """
+    if options.offload is not None and ranks.size > 1:
+        raise ValueError(
+            f"offload is for a model in one process, and {ranks.size} share this one: leave it out"
+        )
+    # Blocks are the same on all ranks: one traces them.
+    trace = options.trace if ranks.rank == 0 else os.devnull
+    return replace(options, max_bytes=agreed_budget(options.max_bytes, ranks), trace=trace)
 
 
 def _require_a_page(trial: Trial, budget: int) -> None:

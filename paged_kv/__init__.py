@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.embedded import embedded_model
     from paged_kv.integrations.batching.last_responses import PromptCacheTaken
+    from paged_kv.integrations.cache_options import CacheOptions
     from paged_kv.integrations.grammar.processor import GrammarProcessor
     from paged_kv.integrations.heads.loading import load_head
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -66,6 +67,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BlockStateError",
+    "CacheOptions",
     "EvictionPolicy",
     "FirstInFirstOut",
     "GrammarProcessor",
@@ -118,6 +120,7 @@ _HOMES = {
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",
     "UnknownSession": "allocator.errors",
+    "CacheOptions": "integrations.cache_options",
     "PagedCacheFactory": "integrations.paged_cache_factory",
     "OffloadError": "offload.page_file",
     "PagePool": "pool.page_pool",

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.commands.arguments import Parser
-from paged_kv.commands.cache_options import examples
+from paged_kv.commands.arguments import Parser, examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -37,6 +36,7 @@ from paged_kv.server.http.schema import ChatBody, PrefillBody, TextBody
 from paged_kv.server.messages import messages
 from paged_kv.server.messages.answers import error_body
 from paged_kv.server.messages.requests import MessagesBody, PromptBody
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses import responses
 from paged_kv.server.responses.responses import KeptResponses
 
@@ -154,7 +154,7 @@ def _state(is_good: bool, good: str, bad: str) -> Response:
     return JSONResponse({"status": good if is_good else bad}, 200 if is_good else 503)
 
 
-def _cors(options: argparse.Namespace) -> Middleware:
+def _cors(options: ServerOptions) -> Middleware:
     """Allow requests from web pages of other origins, as mlx-lm's server does."""
     return Middleware(
         CORSMiddleware,

@@ -7,7 +7,6 @@ thread dies, /health reports it for a moment, and the server exits.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -46,6 +45,7 @@ from paged_kv.server.http.access import (
 )
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.http.connection import limited
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.signals import ending_in_order, ignored
 from paged_kv.sizes import counted, format_size
 
@@ -68,7 +68,7 @@ def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) ->
     if blas := blas_name():
         parts.append(f"BLAS {blas}")
     parts.append(f"numbers {_dtype(provider.model)}")
-    parts.append(f"pages {provider.cli_args.page_format}")
+    parts.append(f"pages {provider.options.cache.page_format}")
     budget = sum(factory.pool.budget.max_bytes for factory in provider.factories)
     return ", ".join([*parts, f"up to {format_size(budget)} of them"])
 
@@ -90,9 +90,7 @@ DEATH_NOTICE_S = 3.0
 LAST_S = 5.0
 
 
-def make_service(
-    options: argparse.Namespace, provider: PagedModelProvider, place: str = ""
-) -> Service:
+def make_service(options: ServerOptions, provider: PagedModelProvider, place: str = "") -> Service:
     """The parts of a server, whose generation thread is not started yet.
 
     Args:
@@ -143,7 +141,7 @@ class PagedServer:
         OSError: the host does not exist, the port is in use, or a file of keys cannot be read.
     """
 
-    def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
+    def __init__(self, options: ServerOptions, provider: PagedModelProvider) -> None:
         self.service = make_service(options, provider)
         self._socket = _listening(options.host, options.port)
         self._uvicorn = _Uvicorn(self._config())
@@ -234,7 +232,7 @@ class PagedServer:
         )
 
 
-def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int:
+def run_server(options: ServerOptions, provider: PagedModelProvider) -> int:
     """Serve until a signal comes; return the exit status. If it comes while the model loads, which
     nothing can interrupt, end the process.
 
@@ -286,7 +284,7 @@ def require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> No
         raise error
     if error is not None:
         # A broken file of a model raises errors of many types.
-        raise not_loaded("--model", str(provider.cli_args.model), error) from error
+        raise not_loaded("--model", str(provider.options.model), error) from error
 
 
 def _listening(host: str, port: int) -> socket.socket:

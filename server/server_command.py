@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paged_kv.commands.cache_options import has_servers, require_complete, require_folders
-from paged_kv.commands.model_names import named_model
 from paged_kv.server.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from paged_kv.server.options import ServerOptions
 
 
 def add_server_parser(
@@ -31,37 +33,50 @@ def _full_parser() -> argparse.ArgumentParser:
     return server_parser()
 
 
-def run(options: Sequence[str]) -> int:
+def run(words: Sequence[str]) -> int:
     """Serve until a signal arrives; returns the exit status.
+
+    Args:
+        words: of the command line.
 
     Raises:
         ValueError: an option is wrong, or does not work with several processes for one model, or
             mlx-lm is too old.
         OSError: the port is in use, or the model is not there.
     """
+    from paged_kv.server.options import parsed_server_options
+
     with ending_at_once():
-        arguments = _full_parser().parse_args(options)
-        require_servable(arguments)
-        return _serve(arguments)
+        options = parsed_server_options(words)
+        require_servable(options)
+        return _serve(options)
 
 
-def require_servable(arguments: argparse.Namespace) -> None:
-    """Check options before anything is loaded, and put the embedded model's folder for its name.
+def require_servable(options: ServerOptions) -> None:
+    """Check options before anything is loaded.
 
     Raises:
-        ValueError: an option is wrong or lacks another one, or mlx-lm is too old.
+        ValueError: an option lacks another one, or mlx-lm is too old.
         OSError: a model or another file is not there.
     """
-    arguments.model = named_model(arguments.model)
     _require_mlx_lm()
-    require_complete(arguments)
-    _require_usable(arguments)
-    require_folders(arguments)
-    if arguments.model is None and not arguments.allow_model_switch:
+    options.cache.require_usable()
+    if options.prefill_from and not options.cache.has_servers:
+        raise ValueError(
+            "--prefill-from needs a tier that both servers share: add --store redis://... or "
+            "s3://..., as the other server has it"
+        )
+    if options.adapter_path and not Path(options.adapter_path).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {options.adapter_path!r}: give --adapter-path the folder of an "
+            "adapter, or leave it out"
+        )
+    options.require_models()
+    if options.model is None and not options.allow_model_switch:
         raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
 
 
-def require_servable_by(arguments: argparse.Namespace, ranks: int) -> None:
+def require_servable_by(options: ServerOptions, ranks: int) -> None:
     """Check what depends on how many processes share the model.
 
     Raises:
@@ -69,14 +84,14 @@ def require_servable_by(arguments: argparse.Namespace, ranks: int) -> None:
     """
     if ranks > 1:
         # Each holds a part of the model, and finds out when it has loaded it what its pages need.
-        _require_shareable(arguments)
+        _require_shareable(options)
         return
     from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 
-    require_sufficient_budget(arguments)
+    require_sufficient_budget(options)
 
 
-def prepare_process(arguments: argparse.Namespace) -> None:
+def prepare_process(options: ServerOptions) -> None:
     """Let a process that will serve write log lines to standard error, each with the id of its
     request, and keep as much memory wired as Metal recommends."""
     import logging
@@ -88,49 +103,27 @@ def prepare_process(arguments: argparse.Namespace) -> None:
     maybe_set_recommended_wired_limit()
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
-    logging.basicConfig(level=arguments.log_level, handlers=[handler], force=True)
+    logging.basicConfig(level=options.log_level, handlers=[handler], force=True)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(options: ServerOptions) -> int:
     # All imports come before the first thread.
     from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.server.engine.paged_model_provider import PagedModelProvider
     from paged_kv.server.lifecycle import follow, run_server
 
     ranks = joined_ranks()
-    require_servable_by(arguments, ranks.size)
-    prepare_process(arguments)
-    provider = PagedModelProvider(arguments)
+    require_servable_by(options, ranks.size)
+    prepare_process(options)
+    provider = PagedModelProvider(options)
     try:
-        status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
+        status = run_server(options, provider) if ranks.rank == 0 else follow(provider)
     except BaseException:
         ranks.abandon()
         raise
     if status:
         ranks.abandon()
     return status
-
-
-def _require_usable(arguments: argparse.Namespace) -> None:
-    """Raise ValueError or FileNotFoundError for a value that mlx-lm's parser lets through."""
-    if arguments.prefill_from and not has_servers(arguments.store):
-        raise ValueError(
-            "--prefill-from needs a tier that both servers share: add --store redis://... or "
-            "s3://..., as the other server has it"
-        )
-    if arguments.prefill_key and not arguments.prefill_from:
-        raise ValueError(
-            "--prefill-key is sent to the server of --prefill-from: add that, or leave it out"
-        )
-    if not 0 <= arguments.port <= 65535:
-        raise ValueError(
-            f"--port {arguments.port} is no port: give one up to 65535, or 0 for any free one"
-        )
-    if arguments.adapter_path and not Path(arguments.adapter_path).is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {arguments.adapter_path!r}: give --adapter-path the folder of an "
-            "adapter, or leave it out"
-        )
 
 
 def _require_mlx_lm() -> None:
@@ -144,7 +137,7 @@ def _require_mlx_lm() -> None:
         )
 
 
-def _require_shareable(arguments: argparse.Namespace) -> None:
+def _require_shareable(options: ServerOptions) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
     for option in (
         "adapter_path",
@@ -152,7 +145,7 @@ def _require_shareable(arguments: argparse.Namespace) -> None:
         "model_alias",
         "prefill_from",
     ):
-        if getattr(arguments, option):
+        if getattr(options, option):
             raise ValueError(
                 f"--{option.replace('_', '-')} does not work with several processes for one model: "
                 "leave it out, or start the server without mlx.launch"

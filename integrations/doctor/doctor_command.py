@@ -2,8 +2,7 @@
 
 import argparse
 
-from paged_kv.commands.arguments import path
-from paged_kv.commands.cache_options import examples
+from paged_kv.commands.arguments import examples, path
 
 
 def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -10,19 +10,11 @@ from typing import Any
 from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
-from paged_kv.commands.arguments import name, positive, seed, temperature
-from paged_kv.commands.cache_options import (
-    add_cache_options,
-    add_dtype_option,
-    examples,
-    require_complete,
-    require_folders,
-    store_options,
-)
+from paged_kv.commands.arguments import examples
 from paged_kv.commands.interrupts import raised
-from paged_kv.commands.model_names import named_model
-from paged_kv.embedded import embedded_model
 from paged_kv.extras import extra_module
+from paged_kv.integrations.generation.options import GENERATE_OPTIONS, GenerateOptions
+from paged_kv.options import add_options, parsed_options
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
@@ -37,7 +29,7 @@ def add_generate_parser(
         "generate",
         help="generate text on paged caches",
         description="Generate text with mlx-lm on paged caches. Text goes to standard output, "
-        "everything else to standard error.",
+        "everything else to standard error. Without --model, stdlib-llama continues the prompt.",
         **examples(
             'paged-kv generate --prompt "def read_file(path):"',
             "cat question.txt | paged-kv generate --model mlx-community/Llama-3.2-1B-Instruct-4bit",
@@ -47,116 +39,42 @@ def add_generate_parser(
             'paged-kv generate --model VISION_MODEL --image cat.png --prompt "What is this?"',
         ),
     )
-    parser.add_argument(
-        "--model",
-        type=name,
-        help="folder or Hugging Face repository of a model (default: stdlib-llama, a small model "
-        "in this package, which writes text that looks like Python)",
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        help="the prompt, or - for standard input; several prompts are generated as one batch "
-        "(default: standard input)",
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        help="a file or an address of an image that the prompt is about, for a --model of mlx-vlm; "
-        "may be repeated (needs the extra vlm)",
-    )
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="give the model the prompt without its chat template",
-    )
-    parser.add_argument(
-        "--num-samples",
-        type=positive,
-        default=1,
-        help="samples for each prompt, which share its pages (default: 1)",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=positive,
-        default=100,
-        help="the most tokens to generate (default: 100)",
-    )
-    parser.add_argument(
-        "--temp",
-        type=temperature,
-        help="temperature; 0 is greedy (default: 0, or 1 for several samples)",
-    )
-    parser.add_argument("--seed", type=seed, help="seed of the sampler")
-    parser.add_argument(
-        "--draft-model",
-        type=name,
-        help="a smaller model with the same vocabulary, or a prediction head of the model, which "
-        "drafts tokens for all prompts; or head, the one that comes with the model; or auto, the "
-        "same if there is one; or ngram, which drafts what followed the same tokens earlier. "
-        "Nothing is drafted where it is slower (default: no drafts)",
-    )
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=positive,
-        default=4,
-        help="with --draft-model: the most tokens to draft for a prompt in a step (default: 4)",
-    )
-    add_dtype_option(parser)
-    add_cache_options(parser)
+    add_options(parser, GENERATE_OPTIONS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print a summary, return the exit status."""
-    arguments.model = named_model(arguments.model)
     try:
-        require_complete(arguments)
-        temp = _temperature(arguments.temp, arguments.num_samples)
-        _require_one_text(arguments)
-        require_folders(arguments)
-        prompts = [_prompt(text) for text in arguments.prompt or ["-"]]
+        options = parsed_options(arguments, GENERATE_OPTIONS)
+        options.cache.require_usable()
+        options.require_models()
+        prompts = [_prompt(text) for text in options.prompt or ["-"]]
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
     with _remedy_named():
-        generation = _generation_class(arguments)(
-            arguments.model or embedded_model(),
-            page_format=arguments.page_format,
-            read_tokens=arguments.read_tokens,
-            offload=arguments.offload,
-            wait_for_pages=arguments.wait_for_pages,
-            max_bytes=arguments.max_kv_bytes,
-            max_tokens=arguments.max_tokens,
-            temp=temp,
-            seed=arguments.seed,
-            store=arguments.store,
-            store_bytes=arguments.store_bytes,
-            store_options=store_options(arguments),
-            draft=arguments.draft_model,
-            num_draft_tokens=arguments.num_draft_tokens,
-            dtype=arguments.dtype,
-        )
+        generation = _generation_class(options)(options)
     # `close` writes what the store still lacks, after an interrupt too.
-    interrupt = raised() if arguments.store else nullcontext()
+    interrupt = raised() if options.cache.store else nullcontext()
     output = _output(is_reported=generation.is_reported)
     with interrupt, closing(generation), output, _remedy_named():
-        _generate(generation, prompts, arguments)
+        _generate(generation, prompts, options)
     return 0
 
 
-def _generate(generation: Any, prompts: list[str], arguments: argparse.Namespace) -> None:
-    use_template = not arguments.ignore_chat_template
-    if arguments.image:
-        media = generation.read(prompts[0], arguments.image, use_template=use_template)
+def _generate(generation: Any, prompts: list[str], options: GenerateOptions) -> None:
+    use_template = not options.ignore_chat_template
+    if options.image:
+        media = generation.read(prompts[0], options.image, use_template=use_template)
         generation.stream(media.tokens, _progress(len(media.tokens)), media)
         return
     encoded = [generation.encode(prompt, use_template=use_template) for prompt in prompts]
-    if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
+    if len(encoded) == options.num_samples == 1 and not generation.drafts:
         generation.stream(encoded[0], _progress(len(encoded[0])))
     else:
         names = [_name(number, prompt) for number, prompt in enumerate(prompts, 1)]
-        generation.batch(encoded, names, arguments.num_samples)
+        generation.batch(encoded, names, options.num_samples)
 
 
 def _name(number: int, prompt: str) -> str:
@@ -166,30 +84,15 @@ def _name(number: int, prompt: str) -> str:
     return f"prompt {number}: {beginning}"
 
 
-def _generation_class(arguments: argparse.Namespace) -> Any:
+def _generation_class(options: GenerateOptions) -> Any:
     """What generates. Imported here because loading mlx-lm takes seconds: --help and usage errors
     do not need it."""
-    if arguments.image:
+    if options.image:
         module = extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
         return module.ImageGeneration
     from paged_kv.integrations.generation.text_generation import TextGeneration
 
     return TextGeneration
-
-
-def _require_one_text(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if an option does not work with images, or the model is missing."""
-    if not arguments.image:
-        return
-    if arguments.model is None:
-        raise ValueError("--image needs a --model of mlx-vlm: the one in this package reads text")
-    others = {
-        "--num-samples": arguments.num_samples > 1,
-        "several --prompt": len(arguments.prompt or []) > 1,
-        "--draft-model": arguments.draft_model is not None,
-    }
-    if used := [option for option, is_used in others.items() if is_used]:
-        raise ValueError(f"--image makes one text of one prompt: leave out {', '.join(used)}")
 
 
 @contextmanager
@@ -212,21 +115,6 @@ def _output(*, is_reported: bool) -> Iterator[None]:
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         yield
-
-
-def _temperature(temperature: float | None, num_samples: int) -> float:
-    """The temperature to sample with.
-
-    Raises:
-        ValueError: all samples would be equal.
-    """
-    if num_samples > 1 and temperature == 0:
-        raise ValueError(
-            f"--temp 0 makes {num_samples} equal samples: raise --temp, or leave out --num-samples"
-        )
-    # Several samples are wanted because they differ: 1 takes them from the model's own
-    # distribution, which is also the default of vLLM.
-    return float(num_samples > 1) if temperature is None else temperature
 
 
 def _prompt(text: str) -> str:

@@ -6,7 +6,6 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +17,11 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
 
 from paged_kv.commands.model_names import not_loaded, require_model
+from paged_kv.embedded import embedded_model
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.batching.shared_prefill import is_on_the_way
 from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.generation.options import GenerateOptions
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.slow_products import warn_in_command
@@ -29,14 +30,9 @@ from paged_kv.integrations.speculation.draft_models import (
     load_draft_model,
     make_draft,
 )
-from paged_kv.integrations.speculation.generator import (
-    DEFAULT_DRAFT_TOKENS,
-    SpeculativeBatchGenerator,
-)
+from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 from paged_kv.pool.stats import PoolStats
 from paged_kv.sizes import counted, format_size
-from paged_kv.store.folder import DEFAULT_STORE_BYTES
-from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
 
 # Of a prompt: mlx-lm's, and those behind a progress bar, which moves after each: still shorter ones
 # would read the weights more often for no better bar. The longer is a multiple of the shorter, so
@@ -46,53 +42,29 @@ _SHOWN_STEP_TOKENS = 512
 
 
 class TextGeneration:
-    """An mlx-lm model on paged caches, with its sampling options."""
+    """An mlx-lm model on paged caches, and how it samples."""
 
-    def __init__(
-        self,
-        path_or_repo: str,
-        *,
-        page_format: str,
-        max_bytes: int | None,
-        max_tokens: int,
-        temp: float,
-        seed: int | None,
-        read_tokens: int | None = None,
-        offload: Path | None = None,
-        wait_for_pages: bool = False,
-        store: Any = None,
-        store_bytes: int | str = DEFAULT_STORE_BYTES,
-        store_options: StoreOptions = WRITE_EVERYTHING,
-        draft: str | None = None,
-        num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
-        dtype: str | None = None,
-    ) -> None:
+    def __init__(self, options: GenerateOptions) -> None:
+        path, seed, draft = options.model or embedded_model(), options.seed, options.draft_model
         self._ranks = joined_ranks()
         if seed is None and self._ranks.size > 1:
             # Each rank samples its tokens itself.
             seed = self._ranks.of_first("seed", secrets.randbits(32))
         if seed is not None:
             mx.random.seed(seed)
-        self._model, self._tokenizer = self._loaded(path_or_repo)
-        draft_model = load_draft_model(draft, self._model, path_or_repo, self._tokenizer)
+        self._model, self._tokenizer = self._loaded(path)
+        draft_model = load_draft_model(draft, self._model, path, self._tokenizer)
         self._factories = divided_factories(
             [model for model in (self._model, draft_model) if model is not None],
-            max_bytes,
-            dtype=dtype,
-            page_format=page_format,
-            read_tokens=read_tokens,
-            offload=offload,
-            wait_for_pages=wait_for_pages,
-            store=store,
-            store_bytes=store_bytes,
-            store_options=store_options,
+            options.cache,
+            dtype=options.dtype,
         )
         warn_in_command(self._model)
         self._factory = self._factories[0]
         self._draft = make_draft(draft, draft_model, self._factories)
-        self._num_draft_tokens = num_draft_tokens
-        self._max_tokens = max_tokens
-        self._sampler = make_sampler(temp=temp)
+        self._num_draft_tokens = options.num_draft_tokens
+        self._max_tokens = options.max_tokens
+        self._sampler = make_sampler(temp=options.temperature)
 
     @property
     def is_reported(self) -> bool:

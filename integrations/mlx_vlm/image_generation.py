@@ -215,7 +215,7 @@ def load_model(
 
 
 class ImageGeneration(TextGeneration):
-    """A model of mlx-vlm on paged caches, with its sampling options."""
+    """A model of mlx-vlm on paged caches, and how it samples."""
 
     _prompts: PromptMaker
 

@@ -23,6 +23,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.automatic_budget import PROMPT_STEPS, reserve_of, weight_bytes
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory, measured_step
 from paged_kv.integrations.speculation.draft_models import divided_factories
@@ -193,14 +194,14 @@ class Planner:
         Raises:
             PoolExhausted: the budget does not hold a page of every layer.
         """
-        factories = divided_factories(
-            self._models,
-            budget,
+        options = CacheOptions(
             page_format=wish.page_format,
+            max_bytes=budget,
             read_tokens=wish.read_tokens,
             offload=wish.offload,
             trace=os.devnull,
         )
+        factories = divided_factories(self._models, options)
         for factory in factories:
             factory.can_admit(0)
         return factories

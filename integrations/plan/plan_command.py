@@ -6,20 +6,19 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import name, page_format, positive
-from paged_kv.commands.cache_options import (
-    add_dtype_option,
-    add_offload_option,
-    add_read_tokens_option,
-    examples,
-    require_offload_complete,
-)
-from paged_kv.commands.model_names import NO_DRAFT_MODEL, named_model, not_loaded, require_model
-from paged_kv.embedded import EMBEDDED
+from paged_kv.commands.arguments import examples, positive
+from paged_kv.commands.model_names import not_loaded
+from paged_kv.commands.model_options import ModelOptions
+from paged_kv.embedded import embedded_model
+from paged_kv.options import add_options, parsed_options
+from paged_kv.pool.options import POOL_OPTIONS
 from paged_kv.sizes import counted, format_size, parse_size
 
 if TYPE_CHECKING:
     from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner
+
+
+MODEL_OPTIONS = ModelOptions()
 
 
 def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,23 +29,14 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         description="Says what weights, a prompt step and sessions take, and whether that fits "
         "into this machine's memory, or another's. Prompt steps are measured through the first "
         "layers; other weights stay on disk. Exit status 1 if it does not fit, with what to "
-        "change and what each change gives.",
+        "change and what each change gives. Without --model it plans for stdlib-llama.",
         **examples(
             "paged-kv plan --model mlx-community/Llama-3.2-1B-Instruct-4bit",
             "paged-kv plan --model MODEL --context 131072 --sessions 4 --page-format q4",
             "paged-kv plan --model MODEL --draft-model SMALLER --memory 16GiB --json",
         ),
     )
-    parser.add_argument(
-        "--model",
-        type=name,
-        default=EMBEDDED,
-        help="folder or Hugging Face repository of a model (default: the small one in this "
-        "package)",
-    )
-    parser.add_argument(
-        "--draft-model", type=name, help="a model or a prediction head that drafts for it"
-    )
+    add_options(parser, MODEL_OPTIONS)
     parser.add_argument(
         "--context",
         type=positive,
@@ -61,15 +51,7 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         metavar="N",
         help="sessions held at once (default: 1)",
     )
-    parser.add_argument(
-        "--page-format",
-        type=page_format,
-        default="fp16",
-        metavar="FORMAT",
-        help="how full pages hold numbers: fp16, q8, q4, or two of these as q8/q4 (default: fp16)",
-    )
-    add_read_tokens_option(parser)
-    add_offload_option(parser)
+    add_options(parser, POOL_OPTIONS, "page_format", "read_tokens", "offload")
     parser.add_argument(
         "--prefill-step-size",
         type=positive,
@@ -85,7 +67,6 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "working set, the CUDA device's memory, or on a CPU the smaller of the machine's memory "
         "and its control group's limit",
     )
-    add_dtype_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run)
 
@@ -95,17 +76,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from paged_kv.integrations.plan.memory_plan import Planner, Wish
     from paged_kv.kernels.pages.memory import device_bytes
 
-    require_offload_complete(arguments)
-    models = _models(arguments)
+    options = parsed_options(arguments, POOL_OPTIONS)
+    models = _models(parsed_options(arguments, MODEL_OPTIONS))
     planner = Planner(models, arguments.memory or device_bytes())
     plan = planner.plan(
         Wish(
             arguments.context,
             arguments.sessions,
-            arguments.page_format,
+            str(options.page_format),
             arguments.prefill_step_size,
-            arguments.read_tokens,
-            None if arguments.offload is None else str(arguments.offload),
+            options.read_tokens,
+            None if options.offload is None else str(options.offload),
         )
     )
     if arguments.json:
@@ -115,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _models(arguments: argparse.Namespace) -> list[Any]:
+def _models(options: ModelOptions) -> list[Any]:
     """The models, whose weights stay on disk until they are used.
 
     Raises:
@@ -127,20 +108,17 @@ def _models(arguments: argparse.Namespace) -> list[Any]:
 
     from paged_kv.integrations.speculation.draft_models import load_draft_model
 
-    named, draft = str(named_model(arguments.model)), arguments.draft_model
-    require_model("--model", named)
-    if draft not in NO_DRAFT_MODEL:
-        draft = str(named_model(draft))
-        require_model("--draft-model", draft)
+    options.require_models()
+    named = options.model or embedded_model()
     try:
         model, tokenizer = load(named, lazy=True)[:2]
     except Exception as error:
-        raise not_loaded("--model", arguments.model, error) from error
-    drafting = load_draft_model(draft, model, named, tokenizer, lazy=True)
+        raise not_loaded("--model", named, error) from error
+    drafting = load_draft_model(options.draft_model, model, named, tokenizer, lazy=True)
     models = [model] if drafting is None else [model, drafting]
-    if arguments.dtype is not None:
+    if options.dtype is not None:
         for each in models:
-            each.set_dtype(getattr(mx, arguments.dtype))
+            each.set_dtype(getattr(mx, options.dtype))
     return models
 
 

@@ -13,6 +13,7 @@ from mlx_lm.utils import load
 
 from paged_kv.commands.model_names import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -101,36 +102,29 @@ def make_draft(
 
 
 def divided_factories(
-    models: Sequence[Module],
-    max_bytes: float | str | None,
-    *,
-    dtype: str | None = None,
-    store: Any = None,
-    **options: Any,
+    models: Sequence[Module], options: CacheOptions, *, dtype: str | None = None
 ) -> list[PagedCacheFactory]:
     """A factory for each model. They hold the same tokens, so each gets memory in proportion to
     its token's bytes. A prediction head gets none of its own: its layer is one of the first model's
-    factory. `store` and `options` are the factories'.
+    factory.
 
     With a `dtype`, such as "float32", the models are converted to it first; weights that are
     quantised keep their bits.
     """
     heads = [each for each in models if isinstance(each, PredictionHead)]
     models = [each for each in models if each not in heads]
-    if heads:
-        options["head"] = heads[0]
     if dtype is not None:
         for model in models:
             model.set_dtype(getattr(mx, dtype))
     if len(models) == 1:
-        return [PagedCacheFactory(models[0], max_bytes=max_bytes, store=store, **options)]
-    tried = [PagedCacheFactory(model, max_bytes=max_bytes, **options) for model in models]
+        return [PagedCacheFactory(models[0], options, head=heads[0] if heads else None)]
+    tried = [PagedCacheFactory(model, options, store=None) for model in models]
     for factory in tried:
         factory.can_admit(0)  # makes its pool learn the size of a block
     pools = [factory.pool for factory in tried]
     budget = min(pool.budget.max_bytes for pool in pools)
     made = [
-        PagedCacheFactory(model, max_bytes=share, store=store, **options)
+        PagedCacheFactory(model, options, max_bytes=share)
         for model, share in zip(models, shares(budget, pools), strict=True)
     ]
     for factory, measured in zip(made, tried, strict=True):

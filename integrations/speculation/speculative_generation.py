@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 
 from paged_kv.checks import TokenIds, token_ids, whole_number
-from paged_kv.integrations.automatic_budget import AUTO
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.factory_arguments import require_model
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
@@ -25,7 +25,6 @@ from paged_kv.integrations.speculation.generator import (
     SpeculativeBatchGenerator,
 )
 from paged_kv.integrations.speculation.model_draft import ModelDraft
-from paged_kv.sizes import size_in_bytes
 
 
 @dataclass
@@ -129,11 +128,10 @@ def _generate(
 def _factories_of(models: list[Module], max_bytes: float | str | None) -> Iterator[list[Any]]:
     """A factory for each model, installed: those that are installed already, and new ones, which
     are closed afterwards."""
-    if max_bytes not in (None, AUTO):
-        max_bytes = size_in_bytes("max_bytes", max_bytes)
+    options = CacheOptions(max_bytes=max_bytes)
     found = [installed_factory(model) for model in models]
     missing = [model for model, factory in zip(models, found, strict=True) if factory is None]
-    made = divided_factories(missing, max_bytes) if missing else []
+    made = divided_factories(missing, options) if missing else []
     new = dict(zip(map(id, missing), made, strict=True))
     try:
         for factory in new.values():

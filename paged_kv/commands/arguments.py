@@ -1,4 +1,4 @@
-"""Parses the values of command-line options.
+"""The parsers of command lines, and those of the values of options.
 
 argparse prints the message of each ArgumentTypeError after the name of the option.
 """
@@ -6,7 +6,7 @@ argparse prints the message of each ArgumentTypeError after the name of the opti
 import argparse
 import math
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paged_kv.sizes import parse_size
 
@@ -21,11 +21,36 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options\n")
 
 
+def examples(*commands: str) -> dict[str, Any]:
+    """Arguments of a parser that show commands below its options."""
+    return {
+        "epilog": "\n".join(["examples:", *(f"  {command}" for command in commands)]),
+        "formatter_class": _Wrapped,
+    }
+
+
+class _Wrapped(argparse.HelpFormatter):
+    """Wraps descriptions, but not the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)
+
+
 def positive(text: str) -> int:
     """A positive integer."""
     number = _integer(text)
     if number is None or number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer, such as 8")
+    return number
+
+
+def count(text: str) -> int:
+    """An integer from 0 on."""
+    number = _integer(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 on, such as 8")
     return number
 
 
@@ -43,6 +68,16 @@ def seconds(text: str) -> float:
     if not 0 < number <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of seconds above 0, up to {MOST_SECONDS:,.0f}, such as 0.5"
+        )
+    return number
+
+
+def duration(text: str) -> float:
+    """A number of seconds from 0 on, up to MOST_SECONDS."""
+    number = _number(text)
+    if not 0 <= number <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds, up to {MOST_SECONDS:,.0f}, such as 60"
         )
     return number
 
@@ -76,46 +111,9 @@ def share(text: str) -> float:
     return number
 
 
-def page_format(text: str) -> str:
-    """The name of a page format, two of them such as q8/q4, or auto."""
-    # Imported here so that --help works where mlx cannot be loaded.
-    from paged_kv.pool.arguments import chosen_formats
-
-    try:
-        chosen_formats(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def read_tokens(text: str) -> int:
-    """How many tokens a decode step reads at most."""
-    from paged_kv.pool.arguments import checked_read_tokens
-
-    number = positive(text)
-    try:
-        checked_read_tokens(number)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return number
-
-
 def budget(text: str) -> int | str:
     """Bytes for pages, or "auto"."""
     return text if text == "auto" else parse_size(text)
-
-
-def store_size(text: str) -> int:
-    """The bytes that a page store may take."""
-    from paged_kv.store.page_store import MIN_BYTES
-
-    nbytes = parse_size(text)
-    if nbytes < MIN_BYTES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is too small: the index alone takes some of it, so give at least "
-            f"{MIN_BYTES:,} bytes"
-        )
-    return nbytes
 
 
 def name(text: str) -> str:
@@ -128,19 +126,6 @@ def name(text: str) -> str:
 def path(text: str) -> Path:
     """The path of a file or folder; "~" is the user's home."""
     return Path(name(text)).expanduser()
-
-
-def tier(text: str) -> str | Path:
-    """A folder, or the address of a server."""
-    from paged_kv.tiers.address import parse_address
-
-    if "://" not in text:
-        return path(text)
-    try:
-        parse_address(text)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _integer(text: str) -> int | None:

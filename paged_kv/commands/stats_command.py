@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from paged_kv.commands.arguments import path, positive, seconds
-from paged_kv.commands.cache_options import examples
+from paged_kv.commands.arguments import examples, path, positive, seconds
 from paged_kv.commands.interrupts import raised
 from paged_kv.commands.output_files import require_writable
 from paged_kv.extras import extra_module

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import path, store_size, tier
-from paged_kv.commands.cache_options import examples
+from paged_kv.commands.arguments import examples, path
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import TAG, default_folder
+from paged_kv.tiers.store_options import StoreOptions, store_size, tier
 
 if TYPE_CHECKING:
     from paged_kv.store.index import Row
@@ -148,7 +148,6 @@ def _opened(arguments: argparse.Namespace) -> Iterator[Any]:
     """
     from paged_kv.store.page_store import PageStore
     from paged_kv.tiers.maintenance import opened_server
-    from paged_kv.tiers.store_options import StoreOptions
 
     place = arguments.store
     if isinstance(place, str):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import path, positive
-from paged_kv.commands.cache_options import examples
+from paged_kv.commands.arguments import examples, path, positive
 from paged_kv.commands.new_traces import add_parsers_of_new_traces
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.trace.admission_replay import BATCHES, AdmissionOutcome, replay_admission

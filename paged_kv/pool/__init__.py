@@ -1,7 +1,8 @@
 """Page memory of one model: slabs under a byte budget, and the allocation of their blocks.
 
     page_pool    the pool: everything below, together
-    arguments    its arguments, checked, with their defaults and page formats
+    options      its options, which commands and factories have too
+    arguments    its other arguments, checked, and the page formats that a name means
     layer_group  the layers that share block tables: one allocator, and the pages of each layer
     window       a sliding window, and the ring of pages that holds it
     reservation  blocks for the writes of a step, all or none

@@ -1,4 +1,4 @@
-"""Checks the arguments of `PagePool`, and fills in their defaults."""
+"""Checks arguments of `PagePool`, and says which budget and formats they mean."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from numbers import Real
 import mlx.core as mx
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy
-from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
-from paged_kv.checks import described, whole_number
-from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
+from paged_kv.checks import described
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.kernels.pages.page_format import FP16, FormatName, PageFormat, page_format_named
@@ -51,37 +48,6 @@ def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> di
             known = f"a pool of {counted(num_layers, 'layer')}, which count from 0"
             raise ValueError(f"windows must be of the layers of {known}, got {described(layer)}")
     return dict(windows or {})
-
-
-def checked_eviction_policy(policy: EvictionPolicy) -> EvictionPolicy:
-    """A policy that ranks a use with a number.
-
-    Raises:
-        TypeError: it does not.
-    """
-    rank = getattr(policy, "rank", None)
-    if isinstance(policy, type) or not callable(rank) or not _is_number(rank(Use(1, 1))):
-        raise TypeError(
-            "eviction_policy must be an object whose rank(use) returns a number, such as "
-            f"LeastRecentlyUsed(), got {described(policy)}"
-        )
-    return policy
-
-
-def checked_read_tokens(read_tokens: int | None) -> int | None:
-    """How many tokens a step reads at most.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is less than three pages.
-    """
-    if read_tokens is None:
-        return None
-    return whole_number("read_tokens", read_tokens, least=LEAST_READ_TOKENS)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and value == value
 
 
 FormatChoice = FormatName | RequantisationPolicy

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 
 from paged_kv.allocator.allocator_stats import counted
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.events import NO_EVENTS, Events
+from paged_kv.allocator.events import Events
 from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
@@ -25,7 +25,7 @@ from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSlab
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.offload.offloaded_layer import OFFLOADED, OffloadedLayer
 from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.stats import GroupStats
@@ -36,6 +36,35 @@ from paged_kv.pool.window import Window
 WRITTEN_BLOCKS = 2
 # The share of a group's pages that get smaller at a time, so that not many more do than must.
 REQUANTISED_SHARE = 16
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """What the groups of a pool are made with.
+
+    Attributes:
+        page_format: the format of full pages, but for those of sequences with one of their own.
+        smaller_formats: those that full pages may get later.
+        read_tokens: see `PoolOptions`.
+        offloading: takes pages out of memory; None if they stay there.
+        backend: of the kernels.
+        budget: of the pool.
+        events: told what happens to blocks.
+    """
+
+    page_format: PageFormat
+    smaller_formats: tuple[PageFormat, ...]
+    read_tokens: int | None
+    offloading: Offloading | None
+    backend: Backend
+    budget: ByteBudget
+    events: Events
+
+    def in_rings(self) -> GroupSetup:
+        """The same for a window, whose pages keep 16 bits and stay in memory."""
+        return replace(
+            self, page_format=FP16, smaller_formats=(), read_tokens=None, offloading=None
+        )
 
 
 class LayerGroup:
@@ -66,32 +95,21 @@ class LayerGroup:
 
     allocator: BlockAllocator
 
-    def __init__(
-        self,
-        layers: list[int],
-        window: Window | None,
-        page_format: PageFormat,
-        backend: Backend,
-        budget: ByteBudget,
-        smaller_formats: tuple[PageFormat, ...] = (),
-        events: Events = NO_EVENTS,
-        read_tokens: int | None = None,
-        offloading: Offloading | None = None,
-    ) -> None:
+    def __init__(self, layers: list[int], window: Window | None, setup: GroupSetup) -> None:
         self.layers = layers
-        self.offloading = offloading
-        self.read_tokens = read_tokens
         self.window = window
-        self.page_format = page_format
-        formats = (FP16, page_format, page_format.first, *smaller_formats)
+        self.page_format = setup.page_format
+        self.read_tokens = setup.read_tokens
+        self.offloading = setup.offloading
+        formats = (FP16, setup.page_format, setup.page_format.first, *setup.smaller_formats)
         self.formats = {each.name: each for each in formats}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
         self.moves = 0
         self.latest_tables = BlockTables()
-        self._backend = backend
-        self._budget = budget
-        self._events = events
+        self._backend = setup.backend
+        self._budget = setup.budget
+        self._events = setup.events
         self.is_open = self.knows_all_layers = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
@@ -469,29 +487,13 @@ class LayerGroup:
 
 
 def new_groups(
-    num_layers: int,
-    windows: Mapping[int, Window],
-    page_format: PageFormat,
-    policy: RequantisationPolicy | None,
-    backend: Backend,
-    budget: ByteBudget,
-    events: Events,
-    read_tokens: int | None = None,
-    offloading: Offloading | None = None,
+    num_layers: int, windows: Mapping[int, Window], setup: GroupSetup
 ) -> list[LayerGroup]:
-    """Make a group of the layers without a window, and one for each window, whose pages have 16
-    bits. The first may read no more than `read_tokens` tokens in a step, and have pages out of
-    memory."""
+    """Make a group of the layers without a window, and one for each window."""
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
-    named = policy.page_formats if policy else ()
-    smaller = (OFFLOADED,) if offloading else tuple(map(page_format_named, named))
     return [
-        LayerGroup(members, window, FP16, backend, budget, (), events)
-        if window
-        else LayerGroup(
-            members, None, page_format, backend, budget, smaller, events, read_tokens, offloading
-        )
+        LayerGroup(members, window, setup.in_rings() if window else setup)
         for window, members in layers.items()
     ]

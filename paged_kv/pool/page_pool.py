@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Unpack
 from weakref import WeakSet
 
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
@@ -29,18 +28,13 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.listeners import new_pool_listeners
+from paged_kv.offload.offloaded_layer import OFFLOADED
 from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.appended_rows import AppendedRows
-from paged_kv.pool.arguments import (
-    FormatChoice,
-    checked_eviction_policy,
-    checked_read_tokens,
-    checked_windows,
-    chosen_budget,
-    chosen_formats,
-)
-from paged_kv.pool.layer_group import LayerGroup, new_groups
+from paged_kv.pool.arguments import checked_windows, chosen_budget, chosen_formats
+from paged_kv.pool.layer_group import GroupSetup, LayerGroup, new_groups
 from paged_kv.pool.locked import locked
+from paged_kv.pool.options import POOL_OPTIONS, PoolKeywords, PoolOptions
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.rehearsal import would_fit
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
@@ -118,27 +112,12 @@ class PagePool:
 
     Args:
         num_layers: number of layers that keep keys and values.
+        options: how it keeps pages.
         windows: the windows of layers with a sliding window, by layer.
         rows: what layers hold that append rows and no keys and values, by layer.
-        page_format: the number format of full pages: "fp16" (the model's 16 bits), "q8" or "q4";
-            or a pair, for keys and for values. With "q4" the first page of a sequence is "q8". The
-            page that is being written has 16 bits. With "auto", or a `RequantisationPolicy`, full
-            pages keep 16 bits and are requantised when memory gets short. Layers with windows keep
-            16 bits.
-        max_bytes: the most bytes of slabs, such as "4GB". None means 80 % of the device's memory,
-            less what MLX holds; see `recommended_bytes`.
         beside: another pool, whose budget this one shares.
-        trace: a file that records the events of blocks, see `paged_kv.trace.recorder`. None means
-            the file that PAGED_KV_TRACE names, if any.
-        eviction_policy: which cached prefixes to evict first.
-        read_tokens: how many tokens a step of one token per sequence reads at most in layers
-            without a window, see `paged_kv.kernels.pages.choice`. None means all, which is exact;
-            layers that append rows read all in any case.
-        offload: a folder for pages of layers without a window that memory does not hold: the oldest
-            go there when the budget gets short, see `paged_kv.offload`. Needs `read_tokens`.
-        wait_for_pages: whether a step waits for offloaded pages that it wants, instead of leaving
-            them out where they have not come.
         name: the pool's name in log messages.
+        keywords: options that differ from `options`.
 
     Attributes:
         read_tokens: see above; None if all tokens are read.
@@ -162,56 +141,53 @@ class PagePool:
     def __init__(
         self,
         num_layers: int,
+        options: PoolOptions = POOL_OPTIONS,
         *,
         windows: Mapping[int, Window] | None = None,
         rows: Mapping[int, AppendedRows] | None = None,
-        page_format: FormatChoice = "fp16",
-        max_bytes: float | str | None = None,
         beside: PagePool | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        eviction_policy: EvictionPolicy = LEAST_WORTH,
-        read_tokens: int | None = None,
-        offload: str | os.PathLike[str] | None = None,
-        wait_for_pages: bool = False,
         name: str = "pool",
+        **keywords: Unpack[PoolKeywords],
     ) -> None:
+        options = replace(options, **keywords)
         self.num_layers = whole_number("num_layers", num_layers, least=0)
         self.windows = checked_windows(windows, num_layers)
         self.rows = dict(rows or {})
         self.name = name
         self.serial = next(_serials)
-        self.page_format, self.requantisation_policy = chosen_formats(page_format)
+        self.page_format, self.requantisation_policy = chosen_formats(options.page_format)
         if self.rows and self.quantises:
             names = ", ".join(dict.fromkeys(each.name for each in self.rows.values()))
             raise ValueError(
                 f'page_format must be "fp16" for {name}: its layers append rows ({names}), which '
-                f"keep 16 bits, got {described(page_format)}"
+                f"keep 16 bits, got {described(options.page_format)}"
             )
-        self.eviction_policy = checked_eviction_policy(eviction_policy)
+        self.eviction_policy = options.eviction_policy
         if beside is not None:
             require_pool("beside", beside)
-        self.budget: ByteBudget = chosen_budget(max_bytes, beside.budget if beside else None)
+        self.budget: ByteBudget = chosen_budget(
+            options.max_bytes, beside.budget if beside else None
+        )
         self.backend = choose_backend()
-        self.read_tokens = checked_read_tokens(read_tokens)
-        if self.rows:
-            self.read_tokens = None
-        self.offloading = self._new_offloading(offload, page_format, wait_for_pages)
+        self.read_tokens = None if self.rows else options.read_tokens
+        self.offloading = self._new_offloading(options)
         self.reclaiming_policy = self.requantisation_policy
         if self.offloading is not None:
             self.reclaiming_policy = self.offloading.policy
         self.lock = self.budget.lock
-        self.counts = PoolCounts(events_of(self.budget, name, trace))
-        self.groups = new_groups(
-            num_layers,
-            self.windows,
+        self.counts = PoolCounts(events_of(self.budget, name, options.trace))
+        named = self.requantisation_policy.page_formats if self.requantisation_policy else ()
+        smaller = (OFFLOADED,) if self.offloading else tuple(map(page_format_named, named))
+        setup = GroupSetup(
             self.page_format,
-            self.requantisation_policy,
+            smaller,
+            self.read_tokens,
+            self.offloading,
             self.backend,
             self.budget,
             self.counts.events,
-            self.read_tokens,
-            self.offloading,
         )
+        self.groups = new_groups(num_layers, self.windows, setup)
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
         self.timed_pins = TimedPins(self.index)
         self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
@@ -242,10 +218,8 @@ class PagePool:
             f"{self.page_format.name} pages)"
         )
 
-    def _new_offloading(
-        self, folder: str | os.PathLike[str] | None, page_format: FormatChoice, waits: bool
-    ) -> Offloading | None:
-        if folder is None or len(self.windows) == self.num_layers:
+    def _new_offloading(self, options: PoolOptions) -> Offloading | None:
+        if options.offload is None or len(self.windows) == self.num_layers:
             return None
         if self.read_tokens is None:
             reason = "decode then reads what matters most, and only that must be in memory"
@@ -259,9 +233,10 @@ class PagePool:
         if self.requantisation_policy is not None:
             raise ValueError(
                 "offload needs one page_format, such as 'fp16' or 'q4', since pages that are short "
-                f"of memory go to the folder: got {described(page_format)}"
+                f"of memory go to the folder: got {described(options.page_format)}"
             )
-        return Offloading.to(Path(folder), self.page_format, self.read_tokens, waits=waits)
+        waits = options.wait_for_pages
+        return Offloading.to(Path(options.offload), self.page_format, self.read_tokens, waits=waits)
 
     @property
     def is_open(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -22,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paged_kv.commands.cache_options import has_servers
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.completion_plan import CompletionPlan, make_plan
 from paged_kv.server.completions.conversation import Conversation
@@ -36,6 +34,7 @@ from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import request_id
 from paged_kv.server.http.schema import Body, PrefillBody
+from paged_kv.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +218,8 @@ class Answering:
             thread.cancel(jobs)
 
 
-def _require_servers(options: argparse.Namespace) -> None:
-    if not has_servers(options.store):
+def _require_servers(options: ServerOptions) -> None:
+    if not options.cache.has_servers:
         raise wrong_value(
             "this server shares no tier: start it with --store redis://... or s3://...", "prompt"
         )

@@ -5,7 +5,6 @@ A reader thread does this: the client chooses how long it takes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +46,7 @@ from paged_kv.server.http.schema import (
     PrefillBody,
     TextBody,
 )
+from paged_kv.server.options import ServerOptions
 
 Number = TypeVar("Number", int, float)
 
@@ -86,7 +86,7 @@ def make_plan(
     model: ModelKey,
     salt: Hashable,
     request_id: str,
-    options: argparse.Namespace,
+    options: ServerOptions,
     channel: Channel,
 ) -> CompletionPlan:
     """The jobs of a request, whose events go to the channel. No prompt is tokenized yet.
@@ -137,7 +137,7 @@ def make_plan(
     return CompletionPlan(request, jobs, stop_machine(body.stop_words))
 
 
-def _readers(request: ReadRequest, options: argparse.Namespace) -> list[partial[Prompt]]:
+def _readers(request: ReadRequest, options: ServerOptions) -> list[partial[Prompt]]:
     """What reads each prompt of a request for a loaded model."""
     body = request.body
     if isinstance(body, TextBody):
@@ -152,7 +152,7 @@ def _prompt_field(body: Body) -> str:
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
-def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationArguments:
+def generation_arguments(body: Body, options: ServerOptions) -> GenerationArguments:
     """mlx-lm's generation arguments, from a body and the server's defaults."""
     logprobs, top_logprobs = _logprobs(body)
     temperature = _either(body.temperature, options.temp)
@@ -238,7 +238,7 @@ def _read(
     ending: Ending,
     reader: partial[Prompt],
     scores: tuple[int, int] | None,
-    options: argparse.Namespace,
+    options: ServerOptions,
     param: str | None,
 ) -> Prompt:
     """A job's prompt, behind which an answer fits.
@@ -258,7 +258,7 @@ def _read(
     return prompt
 
 
-def _most_tokens(body: Body, options: argparse.Namespace) -> int:
+def _most_tokens(body: Body, options: ServerOptions) -> int:
     tokens = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
     return LARGEST_COUNT if tokens == NO_LIMIT else tokens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from huggingface_hub.errors import CacheNotFound
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.http.api_errors import APIError, shortened
 from paged_kv.server.http.schema import DEFAULT_MODEL, Body
+from paged_kv.server.options import ServerOptions
 
 # mlx-lm's server lists a repository as a model if it has these files.
 _FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
@@ -26,7 +26,7 @@ class ModelNames:
         options: mlx-lm's, and `served_model_name`, `model_alias`, `allow_model_switch`.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: ServerOptions) -> None:
         self._default: ModelKey = (options.model, options.adapter_path, options.draft_model)
         self._may_switch: bool = options.allow_model_switch
         self._created = int(time.time())

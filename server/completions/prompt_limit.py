@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from mlx_lm.server import GenerationArguments
@@ -10,6 +9,7 @@ from mlx_lm.server import GenerationArguments
 from paged_kv.server.engine.jobs import Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.options import ServerOptions
 
 # A tokenizer takes 260 bytes of memory for each token, or 2 GB for a body of 8 MB: longer texts are
 # first counted in pieces, up to the limit.
@@ -35,7 +35,7 @@ class PromptLimit:
     def __init__(
         self,
         loaded: LoadedModel,
-        options: argparse.Namespace,
+        options: ServerOptions,
         param: str,
         *,
         is_counted: bool = False,
@@ -73,7 +73,7 @@ def fit_context(
     arguments: GenerationArguments,
     prompt: Prompt,
     loaded: LoadedModel,
-    options: argparse.Namespace,
+    options: ServerOptions,
     param: str,
 ) -> None:
     """Lower `max_tokens` to what the model's context holds behind a prompt. An option for longer

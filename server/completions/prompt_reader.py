@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.template_roles import template_text
 from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.schema import ChatBody
+from paged_kv.server.options import ServerOptions
 
 
 def continues(body: ChatBody) -> bool:
@@ -105,7 +105,7 @@ def last_text(body: ChatBody) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
-def require_tools_shown(tokenizer: Any, body: ChatBody, options: argparse.Namespace) -> None:
+def require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions) -> None:
     """Check that a model's prompt names the tools of a request.
 
     Args:
@@ -140,9 +140,7 @@ def shows_tools(tokenizer: Any) -> bool:
 PUBLISHED_TOKENS = 4 * PAGE_SIZE
 
 
-def read_text(
-    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
-) -> Prompt:
+def read_text(loaded: LoadedModel, prompt: str | Sequence[int], options: ServerOptions) -> Prompt:
     """The prompt of a completion.
 
     Raises:
@@ -155,7 +153,7 @@ def read_text(
 
 
 def read_prefill(
-    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
+    loaded: LoadedModel, prompt: str | Sequence[int], options: ServerOptions
 ) -> Prompt:
     """The prompt of another server, cut where its pages are published. All but its last token are
     full pages.
@@ -173,7 +171,7 @@ def read_prefill(
 def read_chat(
     loaded: LoadedModel,
     body: ChatBody,
-    options: argparse.Namespace,
+    options: ServerOptions,
     marks: Sequence[Mark] = (),
     *,
     is_counted: bool = False,
@@ -210,7 +208,7 @@ class _Chat:
 
     loaded: LoadedModel
     body: ChatBody
-    options: argparse.Namespace
+    options: ServerOptions
     tokenizer: LimitedTokenizer
 
     def prompt(self) -> Prompt:

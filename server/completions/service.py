@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.options import ServerOptions
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Service:
         place: names the server among several that share an address; empty for one alone.
     """
 
-    options: argparse.Namespace
+    options: ServerOptions
     thread: GenerationThread
     metrics: ServerMetrics
     names: ModelNames

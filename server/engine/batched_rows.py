@@ -60,18 +60,18 @@ class BatchedRows:
     """
 
     def __init__(self, provider: PagedModelProvider, stream: mx.Stream) -> None:
-        options = provider.cli_args
+        options = provider.options
         self._reuse = provider.reuse
-        self._step_tokens = options.prefill_step_size
+        self._step_tokens = provider.prompt_step
         self._prompts_at_once = options.prompt_concurrency
         self._tokenizer: Any = provider.tokenizer
         self._rows: dict[int, _Row] = {}
         self._reading: set[int] = set()
         self._left: dict[int, int] = {}  # tokens of prompts to compute, by uid
-        sizes = {
+        sizes: dict[str, Any] = {
             "completion_batch_size": options.decode_concurrency,
             "prefill_batch_size": options.prompt_concurrency,
-            "prefill_step_size": options.prefill_step_size,
+            "prefill_step_size": provider.prompt_step,
         }
         self._generator: Any = (
             MaskedBatchGenerator(provider.model, stream=stream, **sizes)

@@ -81,7 +81,7 @@ class GenerationThread:
         self.loaded: Future[None] = Future()
         self.ended: Future[bool] = Future()
         self.jobs: dict[int, Job] = {}
-        self._options = provider.cli_args
+        self._options = provider.options
         self._ranks = provider.ranks
         is_optimistic = self._options.admission == "optimistic"
         self._admission: Admission[Job] = Admission(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import secrets
@@ -19,7 +18,6 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import _download, load, load_config
 
 from paged_kv.admission.pool_size import PoolSize
-from paged_kv.commands.cache_options import store_options
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
@@ -47,6 +45,7 @@ from paged_kv.server.engine.sufficient_budget import budget_named
 from paged_kv.server.engine.template_roles import TemplateRoles, roles_of
 from paged_kv.server.http.access import read_prefill_key
 from paged_kv.server.http.api_errors import APIError, shortened
+from paged_kv.server.options import ServerOptions
 
 # Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
 # mlx-lm's `model_key`.
@@ -97,8 +96,7 @@ class PagedModelProvider(ModelProvider):
     """Loads one model, and maybe its draft model, at a time.
 
     Args:
-        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, and those of the
-            store.
+        options: of the server; mlx-lm's provider calls them `cli_args`.
 
     Raises:
         ValueError, OSError: the key of the server that computes prompts cannot be read.
@@ -108,13 +106,14 @@ class PagedModelProvider(ModelProvider):
             another model is loaded.
         loaded: the loaded model, if there is one; other threads may read this.
         draft: drafts for the loaded model; None without drafts.
+        prompt_step: the most tokens of a prompt step, for which memory is left.
         reuse: the cached prompts of the loaded models.
         fetchers: read prompts' pages from servers in advance, one for each of the factories; none
             if the store has no servers.
         ranks: the processes that share the model.
     """
 
-    def __init__(self, cli_args: argparse.Namespace) -> None:
+    def __init__(self, options: ServerOptions) -> None:
         self.ranks = joined_ranks()
         self.factories: list[PagedCacheFactory] = []
         self.loaded: LoadedModel | None = None
@@ -125,10 +124,13 @@ class PagedModelProvider(ModelProvider):
         self.draft_model: Any = None
         self.prompts: Any = None
         self.why_no_images: str | None = None
-        self._other = _other_server(cli_args)
+        self.options = options
+        self.prompt_step = options.prefill_step_size
+        self._other = _other_server(options)
         self._limits = ExitStack()  # of MLX, while a model is loaded
+        cli_args: Any = options
         super().__init__(cli_args)
-        self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
+        self.default_key: ModelKey = (options.model, options.adapter_path, options.draft_model)
 
     def reset(self) -> None:
         """Unload the model."""
@@ -157,7 +159,7 @@ class PagedModelProvider(ModelProvider):
             load,
             model,
             tokenizer_config=self._tokenizer_config,
-            trust_remote_code=self.cli_args.trust_remote_code,
+            trust_remote_code=self.options.trust_remote_code,
             lazy=True,
         )
         with _loading("model", model):
@@ -202,7 +204,7 @@ class PagedModelProvider(ModelProvider):
                 factory.pool.release_unused()
 
     def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
-        if draft is not None and self.cli_args.kv_bits is not None:
+        if draft is not None and self.options.kv_bits is not None:
             raise ValueError(
                 "--draft-model does not work with --kv-bits, whose requests run one at a time: "
                 "take --page-format q8 or q4 instead, or leave out one of them"
@@ -228,7 +230,7 @@ class PagedModelProvider(ModelProvider):
                 draft,
                 self.draft_model,
                 self.factories,
-                shared_tokens=self.cli_args.draft_shared_tokens,
+                shared_tokens=self.options.draft_shared_tokens,
             )
             self.loaded = self._describe()
         except BaseException:
@@ -245,7 +247,7 @@ class PagedModelProvider(ModelProvider):
         assert model is not None, "there is a name to load"
         options = {
             "--draft-model": draft,
-            "--kv-bits": self.cli_args.kv_bits,
+            "--kv-bits": self.options.kv_bits,
             "--adapter-path": adapter,
         }
         return refusal_of_mlx_vlm(load_config(_download(model)), options)
@@ -254,7 +256,7 @@ class PagedModelProvider(ModelProvider):
         return loading_with_mlx_vlm().load_model(
             _download(model),
             tokenizer_config=self._tokenizer_config,
-            trust_remote_code=self.cli_args.trust_remote_code,
+            trust_remote_code=self.options.trust_remote_code,
             lazy=lazy,
         )
 
@@ -268,7 +270,7 @@ class PagedModelProvider(ModelProvider):
         self.is_batchable = loaded.model.is_batchable
 
     def _describe(self) -> LoadedModel:
-        options = self.cli_args
+        options = self.options
         self.reuse = PromptReuse(
             self.factories,
             options.prompt_cache_size,
@@ -307,29 +309,17 @@ class PagedModelProvider(ModelProvider):
 
     def _limit_freed_buffers(self) -> None:
         """Bound what MLX keeps of freed buffers, until the model is unloaded."""
-        limit = freed_buffers_limit(self.model, self.cli_args.prefill_step_size)
+        limit = freed_buffers_limit(self.model, self.prompt_step)
         self._limits.enter_context(limited_freed_buffers(limit))
 
     def _make_factories(self) -> None:
-        options = self.cli_args
+        options = self.options
         models = [each for each in (self.model, self.draft_model) if each is not None]
         with budget_named(options):
-            self.factories = divided_factories(
-                models,
-                options.max_kv_bytes,
-                dtype=options.dtype,
-                store=options.store,
-                page_format=options.page_format,
-                read_tokens=options.read_tokens,
-                offload=options.offload,
-                wait_for_pages=options.wait_for_pages,
-                store_bytes=options.store_bytes,
-                store_options=store_options(options),
-            )
+            self.factories = divided_factories(models, options.cache, dtype=options.dtype)
         warn_in_command(models[0])
-        for factory in self.factories:
-            step = factory.prompt_step or options.prefill_step_size
-            options.prefill_step_size = min(options.prefill_step_size, step)
+        steps = [factory.prompt_step or options.prefill_step_size for factory in self.factories]
+        self.prompt_step = min(options.prefill_step_size, *steps)
         for factory in self.factories:
             # This makes it learn the size of a block, which promises are computed from.
             with budget_named(options):
@@ -343,7 +333,7 @@ class PagedModelProvider(ModelProvider):
             self.fetchers = [handing, *map(PromptFetcher, drafting)]
 
 
-def _other_server(options: argparse.Namespace) -> OtherServer | None:
+def _other_server(options: ServerOptions) -> OtherServer | None:
     if options.prefill_from is None:
         return None
     return OtherServer(options.prefill_from, read_prefill_key(options.prefill_key))

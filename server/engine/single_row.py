@@ -117,7 +117,7 @@ class SingleRow:
     ) -> None:
         self._vocab_size = loaded.vocab_size
         self._provider = provider
-        self._options = provider.cli_args
+        self._options = provider.options
         self._stream = stream
         self._job: Job | None = None
         self._dropped: set[int] = set()
@@ -247,7 +247,7 @@ class SingleRow:
             sampler=sampling.sampler,
             logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
             prompt_cache=start.cache,
-            prefill_step_size=options.prefill_step_size,
+            prefill_step_size=self._provider.prompt_step,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
@@ -259,7 +259,7 @@ class SingleRow:
     def _read(self, start: _Start, tokens: list[int], scores: PromptScores | None) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
-        done, step_size = start.cached, self._options.prefill_step_size
+        done, step_size = start.cached, self._provider.prompt_step
         if scores is not None:
             step_size = min(step_size, scores.step_tokens)
         steps = FittingSteps(step_size)

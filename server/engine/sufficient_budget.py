@@ -5,10 +5,10 @@ The models are read without their weights, so this takes a fraction of the time 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -20,27 +20,33 @@ from paged_kv.commands.model_names import NO_DRAFT_MODEL
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.server.options import ServerOptions
 from paged_kv.sizes import format_size
 
 
-def require_sufficient_budget(arguments: argparse.Namespace) -> None:
+def require_sufficient_budget(options: ServerOptions) -> None:
     """Check --max-kv-bytes, if it is a number. A model that is not on this machine yet, or that
     mlx-lm cannot read, is checked when it is loaded.
 
     Raises:
         ValueError: the models need more.
     """
-    if not isinstance(arguments.max_kv_bytes, int):
+    budget = options.cache.max_bytes
+    if not isinstance(budget, int):
         return
-    names = [arguments.model, arguments.draft_model]
+    names = [options.model, options.draft_model]
     models = [_without_weights(name) for name in names if name not in NO_DRAFT_MODEL]
     known = [model for model in models if model is not None]
     if known and len(known) == len(models):
-        _require(known, arguments)
+        needed = budget
+        while lacking := _lacking(known, needed, options):
+            needed += lacking
+        if needed > budget:
+            raise _too_small(budget, needed, options)
 
 
 @contextmanager
-def budget_named(arguments: argparse.Namespace) -> Iterator[None]:
+def budget_named(options: ServerOptions) -> Iterator[None]:
     """Let an exhausted pool name the option of the budget.
 
     Raises:
@@ -49,7 +55,7 @@ def budget_named(arguments: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except PoolExhausted as error:
-        raise _too_small(error.budget, error.sufficient_budget, arguments) from None
+        raise _too_small(error.budget, error.sufficient_budget, options) from None
 
 
 def _without_weights(name: str) -> Module | None:
@@ -65,26 +71,12 @@ def _without_weights(name: str) -> Module | None:
     return model
 
 
-def _require(models: list[Module], arguments: argparse.Namespace) -> None:
-    needed = arguments.max_kv_bytes
-    while lacking := _lacking(models, needed, arguments):
-        needed += lacking
-    if needed > arguments.max_kv_bytes:
-        raise _too_small(arguments.max_kv_bytes, needed, arguments)
-
-
-def _lacking(models: list[Module], budget: int, arguments: argparse.Namespace) -> int:
+def _lacking(models: list[Module], budget: int, options: ServerOptions) -> int:
     """The bytes that a budget lacks for a sequence of one token, as far as its pools can tell; 0 if
     it fits."""
     try:
-        factories = divided_factories(
-            models,
-            budget,
-            dtype=arguments.dtype,
-            page_format=arguments.page_format,
-            read_tokens=arguments.read_tokens,
-            trace=os.devnull,
-        )
+        cache = replace(options.cache, max_bytes=budget, store=None, offload=None, trace=os.devnull)
+        factories = divided_factories(models, cache, dtype=options.dtype)
         for factory in factories:
             factory.can_admit(0)  # makes its pool learn the size of a block
     except PoolExhausted as error:
@@ -102,9 +94,10 @@ def _of_all(lacking: int, share: int, budget: int) -> int:
     return -(-lacking * budget // share)
 
 
-def _too_small(budget: int, needed: int | None, arguments: argparse.Namespace) -> ValueError:
-    option = "--max-kv-bytes" if isinstance(arguments.max_kv_bytes, int) else "the machine's memory"
-    models = "the model needs" if arguments.draft_model in NO_DRAFT_MODEL else "the models need"
+def _too_small(budget: int, needed: int | None, options: ServerOptions) -> ValueError:
+    is_given = isinstance(options.cache.max_bytes, int)
+    option = "--max-kv-bytes" if is_given else "the machine's memory"
+    models = "the model needs" if options.draft_model in NO_DRAFT_MODEL else "the models need"
     least = "more" if needed is None else f"at least {format_size(needed)} ({needed:,} bytes)"
     return ValueError(
         f"{option} gives pages {format_size(budget)}, and {models} {least} for a block of "

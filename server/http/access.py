@@ -3,7 +3,6 @@ and by the Host header of pages."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import binascii
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
+from paged_kv.server.http.priorities import PriorityRange, priorities
 
 ENVIRONMENT = "env:"
 
@@ -181,13 +181,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class PriorityRange(NamedTuple):
-    """The priorities that a client may give its requests; lower ones begin sooner."""
-
-    least: int
-    most: int
-
-
 class Limits(NamedTuple):
     """What a client may do.
 
@@ -198,15 +191,6 @@ class Limits(NamedTuple):
 
     priorities: PriorityRange
     requests: int | None = None
-
-
-def priorities(text: str) -> PriorityRange:
-    """A range such as `-10:100`, from the command line or a file of keys."""
-    if found := re.fullmatch(r"(-?[0-9]{1,9}):(-?[0-9]{1,9})", text):
-        least, most = int(found[1]), int(found[2])
-        if least <= 0 <= most:
-            return PriorityRange(least, most)
-    raise argparse.ArgumentTypeError(f"LOW:HIGH is needed, with 0 within, got {text!r}")
 
 
 def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
@@ -227,7 +211,7 @@ def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
             if name == "requests" and re.fullmatch("[1-9][0-9]{0,8}", value):
                 limits = limits._replace(requests=int(value))
             elif name == "priorities":
-                limits = limits._replace(priorities=_priorities(value))
+                limits = limits._replace(priorities=priorities(value))
             else:
                 raise ValueError(
                     "behind a key only requests=NUMBER and priorities=LOW:HIGH are possible, got "
@@ -235,13 +219,6 @@ def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
                 )
         found[key] = limits
     return found
-
-
-def _priorities(text: str) -> PriorityRange:
-    try:
-        return priorities(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"priorities={text}: {error}") from None
 
 
 class ClientLimits:

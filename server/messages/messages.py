@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from paged_kv.server.messages.requests import (
     PromptBody,
 )
 from paged_kv.server.messages.translation import cache_marks, chat_of
+from paged_kv.server.options import ServerOptions
 
 PATH = "/v1/messages"
 COUNT_PATH = f"{PATH}/count_tokens"
@@ -46,9 +46,9 @@ class Messages(Interface):
         "stop": "stop_sequences",
     }
 
-    def __init__(self, kind: type[PromptBody], options: argparse.Namespace) -> None:
+    def __init__(self, kind: type[PromptBody], options: ServerOptions) -> None:
         self._kind = kind
-        self._skipped: list[str] = options.skip_system_lines
+        self._skipped = list(options.skip_system_lines)
 
     def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""

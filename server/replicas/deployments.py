@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,8 +12,10 @@ from typing import Any, NoReturn
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from paged_kv.integrations.cache_options import CacheOptions
+from paged_kv.options import parsed_options
 from paged_kv.server.lifecycle import LAST_S
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import SERVER_OPTIONS, ServerOptions, server_parser
 from paged_kv.server.replicas.agreement import Agreement
 from paged_kv.server.replicas.front import Front
 from paged_kv.server.replicas.prefix_router import PrefixRouter
@@ -74,7 +77,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     return application
 
 
-def server_options(arguments: Mapping[str, Any]) -> argparse.Namespace:
+def server_options(arguments: Mapping[str, Any]) -> ServerOptions:
     """The checked options of each replica, with full paths: Ray starts replicas in other folders.
 
     Raises:
@@ -85,12 +88,21 @@ def server_options(arguments: Mapping[str, Any]) -> argparse.Namespace:
             raise ValueError(f"{name} has no meaning behind Ray Serve: leave it out ({instead})")
     parser = server_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # the usual one ends the process
-    options = parser.parse_args(list(_words(parser, arguments)))
+    given = parser.parse_args(list(_words(parser, arguments)))
+    options = parsed_options(given, SERVER_OPTIONS)
     require_servable(options)
-    for name in ("model", "draft_model", "adapter_path", "api_key", "prefill_key", "store_secret"):
-        setattr(options, name, _full(getattr(options, name)))
-    options.store = options.store and [_full(place) for place in options.store]
-    return options
+    names = ("model", "draft_model", "adapter_path", "api_key", "prefill_key")
+    places: dict[str, Any] = {name: _full(getattr(options, name)) for name in names}
+    return replace(options, cache=_with_full_paths(options.cache), **places)
+
+
+def _with_full_paths(options: CacheOptions) -> CacheOptions:
+    given: Any = options.store
+    store = given and [_full(place) for place in given]
+    secret = _full(options.store_options.secret)
+    return replace(
+        options, store=store, store_options=replace(options.store_options, secret=secret)
+    )
 
 
 def _words(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> Iterator[str]:

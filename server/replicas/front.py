@@ -6,7 +6,6 @@ got nothing. A stream that has begun ends with an error.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -32,6 +31,7 @@ from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import HEADER
 from paged_kv.server.messages import messages
 from paged_kv.server.messages.answers import error_body
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, forwarded_request
 from paged_kv.server.replicas.replica import WholeAnswer
 from paged_kv.server.responses import responses
@@ -58,7 +58,7 @@ class Front:
         options: of `paged-kv server`.
     """
 
-    def __init__(self, replicas: DeploymentHandle, options: argparse.Namespace) -> None:
+    def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
         self._all = replicas
         self._one = replicas.options(stream=True)
         self._options = options

@@ -3,7 +3,6 @@ group, as mlx.launch would."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.lifecycle import follow
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.server_command import prepare_process
 
 
@@ -28,14 +28,14 @@ class Rank:
         """Where it can listen."""
         return free_address()
 
-    def follow(self, rank: int, addresses: list[str], options: argparse.Namespace) -> int:
+    def follow(self, rank: int, addresses: list[str], options: ServerOptions) -> int:
         """Compute what rank 0 decides, until it ends; returns the exit status."""
         prepare_process(options)
         _join(rank, addresses)
         return follow(PagedModelProvider(options))
 
 
-async def start_ranks(options: argparse.Namespace) -> list[Any]:
+async def start_ranks(options: ServerOptions) -> list[Any]:
     """Start the other ranks of this replica, one in each other bundle of its placement group, and
     make this process rank 0. Returns their actors; none if the replica is alone."""
     group = get_current_placement_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from paged_kv.server.app import make_app
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.lifecycle import make_service, require_loaded
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.replicas.agreement import identity_of
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.rank_actors import start_ranks
@@ -48,7 +48,7 @@ class Replica:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, options: argparse.Namespace, agreement: DeploymentHandle
+        self, options: ServerOptions, agreement: DeploymentHandle
     ) -> None:
         prepare_process(options)
         self.place: str = serve.get_replica_context().replica_id.unique_id
@@ -61,7 +61,7 @@ class Replica:
         thread.start()
         try:
             await run_in_threadpool(require_loaded, thread, provider)
-            folder = options.model and Path(_download(options.model))
+            folder = None if options.model is None else Path(_download(options.model))
             identity = await run_in_threadpool(identity_of, folder)
             await agreement.require_same.remote(self.place, identity)
         except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import uuid
 import weakref
@@ -25,6 +24,7 @@ from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.known_fields import require_known
 from paged_kv.server.http.request_body import checked, parsed_json
 from paged_kv.server.http.schema import ChatBody
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.answers import ID_PREFIXES, ResponseAnswers
 from paged_kv.server.responses.requests import (
     ENCRYPTED,
@@ -90,7 +90,7 @@ class KeptResponses:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: ServerOptions,
         clock: Callable[[], float] = monotonic,
         place: str = "",
     ) -> None:

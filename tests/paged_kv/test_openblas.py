@@ -15,6 +15,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory, openblas
 from paged_kv.integrations import slow_products
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.warn_once import warn_once
@@ -252,7 +253,7 @@ def test_a_command_in_16_bits_on_a_cpu_is_told_of_dtype(
 ) -> None:
     monkeypatch.setattr(slow_products, "openblas_version", lambda library: "OpenBLAS 0.3.30")
     model = model_in(dtype)
-    divided_factories([model], "8MB", dtype=converted)[0].close()
+    divided_factories([model], CacheOptions(max_bytes="8MB"), dtype=converted)[0].close()
     assert caplog.messages == []
     slow_products.warn_in_command(model)
     assert [message.startswith(hint or "-") for message in caplog.messages] == [True] * bool(hint)

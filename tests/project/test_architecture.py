@@ -24,12 +24,14 @@ ARROWS: dict[str, set[str]] = {
     "kernels.cpu": {"kernels.pages", "kernels.plain"},
     "kernels.gpu": {"kernels.pages", "kernels.plain"},
     "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
+    "commands.arguments": set(),
     "offload": {"allocator", "kernels.pages", "kernels.plain"},
     "admission": set(),
     "trace.recorder": {"allocator"},
     "pool": {
         "allocator",
         "allocator.prefixes",
+        "commands.arguments",
         "kernels",
         "kernels.pages",
         "offload",
@@ -41,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
         *("offload", "pool", "recognition"),
     },
     "cache": {"kernels.pages", "pool", "recognition", "steps"},
-    "tiers": {"allocator.prefixes", "store"},
+    "tiers": {"allocator.prefixes", "commands.arguments", "store"},
     "prefix": {
         "allocator",
         "allocator.prefixes",
@@ -64,8 +66,8 @@ ARROWS: dict[str, set[str]] = {
         ),
     },
     "commands": {
-        *("kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"),
-        *("tiers", "trace.recorder"),
+        *("commands.arguments", "kernels", "kernels.cpu", "kernels.pages", "monitor", "pool"),
+        *("store", "tiers", "trace", "trace.recorder"),
     },
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
@@ -101,44 +103,55 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.heads", "integrations.states", "kernels.pages", "steps"),
     },
     "integrations.generation": {
+        "commands.arguments",
         *("allocator", "commands", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.speculation", "pool", "tiers"),
         "store",
     },
     "integrations.bench": {
+        "commands.arguments",
         *("cache", "commands", "integrations", "integrations.batching"),
         *("integrations.generation", "kernels", "kernels.pages", "steps"),
     },
     "integrations.plan": {
+        *("commands.arguments", "pool"),
         *("admission", "allocator", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.heads", "integrations.speculation"),
         "kernels.pages",
     },
     "integrations.doctor": {
+        "commands.arguments",
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
         *("kernels.pages", "kernels.plain"),
     },
     "server.http": set(),
+    "server.options": {"commands", "commands.arguments", "integrations", "pool", "server.http"}
+    | {"tiers"},
     "server.engine": {
+        "server.options",
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "server.http", "integrations.speculation"),
         *("integrations.grammar", "integrations.states", "commands", "kernels.pages", "prefix"),
         *("store", "tiers"),
     },
     "server.completions": {
+        "server.options",
         *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
         *("integrations.grammar", "server.engine", "server.http"),
         *("kernels.pages", "prefix"),
     },
     "server.messages": {
+        "server.options",
         "server.completions",
         "server.http",
     },
     "server.responses": {
+        "server.options",
         "server.completions",
         "server.http",
     },
     "server": {
+        "server.options",
         *("allocator", "commands", "integrations.distributed"),
         *("server.completions", "server.engine"),
         *("server.http", "server.messages", "monitor", "pool"),
@@ -146,6 +159,7 @@ ARROWS: dict[str, set[str]] = {
         "server.responses",
     },
     "server.replicas": {
+        *("integrations", "server.options"),
         *("commands", "integrations.distributed", "server", "server.completions", "server.engine"),
         *("server.http", "server.messages", "server.responses"),
     },
@@ -154,7 +168,7 @@ ARROWS: dict[str, set[str]] = {
 SMALL = {
     *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
     *("paged_kv.listeners", "paged_kv.ranks", "paged_kv.sizes"),
-    "paged_kv.__version__",
+    *("paged_kv.__version__", "paged_kv.options"),
     *("paged_kv.blas_in_use", "paged_kv.openblas"),
 }
 KNOWS_NOTHING = ("allocator", "store", "kernels")

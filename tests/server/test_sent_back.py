@@ -23,7 +23,7 @@ from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
 from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.messages.messages import Messages
 from paged_kv.server.messages.requests import MessagesBody
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.responses import KeptResponses, Responses
 from tests.support.agent_model import Script, agent_folder
 from tests.support.running_server import PATIENCE_S, PagedRunningServer, paged_server
@@ -158,7 +158,7 @@ def turn(path: str, draw: Random) -> list[Any]:
 
 
 def test_no_request_that_official_packages_can_send_is_refused() -> None:
-    draw, options = Random(69), server_parser().parse_args([])
+    draw, options = Random(69), ServerOptions()
     interfaces = {
         CHAT: Completions(ChatBody),
         MESSAGES: Messages(MessagesBody, options),

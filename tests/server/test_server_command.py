@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
-from typing import Any
+from argparse import ArgumentParser
+from typing import Any, NoReturn
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import mlx.core as mx
+import mlx_lm.server
 import pytest
 from mlx.utils import tree_flatten
 
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import parsed_server_options
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.ports import free_port
@@ -20,19 +22,37 @@ from tests.support.ports import free_port
 MODEL = MODEL_FOLDERS["stdlib-llama"]
 
 
-def test_all_options_of_mlx_lm_are_taken_beside_ours() -> None:
-    parsed = server_parser().parse_args(
-        ["--model", "m", "--temp", "0.5", "--decode-concurrency", "4", "--max-kv-bytes", "1.5GB"]
-    )
-    assert (parsed.model, parsed.temp, parsed.decode_concurrency) == ("m", 0.5, 4)
-    assert (parsed.max_kv_bytes, parsed.page_format) == (1_500_000_000, "fp16")
-    assert (parsed.prompt_cache_size, parsed.prompt_cache_bytes) == (None, None)
-    assert parsed.admission_timeout == 60
+class Stopped(Exception):
+    """Leaves mlx-lm's `main` where it would parse its options."""
+
+
+def mlx_lm_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of mlx-lm's server, which only its `main` knows, and their defaults."""
+    defaults = {}
+
+    def parsed(parser: ArgumentParser) -> NoReturn:
+        defaults.update(vars(parse_args(parser, [])))
+        raise Stopped
+
+    parse_args = ArgumentParser.parse_args
+    monkeypatch.setattr(ArgumentParser, "parse_args", parsed)
+    with pytest.raises(Stopped):
+        mlx_lm.server.main()
+    monkeypatch.undo()
+    return defaults
+
+
+def test_all_options_of_mlx_lm_are_taken_with_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = mlx_lm_options(monkeypatch)
+    ours = parsed_server_options([])
+    # Here None means as many as memory allows.
+    assert theirs.pop("prompt_cache_size") is not ours.prompt_cache_size is None
+    assert {name: getattr(ours, name) for name in theirs} == theirs | {"allowed_origins": ("*",)}
 
 
 def test_the_model_and_its_draft_are_converted_to_another_number_format() -> None:
     told = ["--model", str(MODEL), "--draft-model", str(MODEL), "--dtype", "float32"]
-    provider = PagedModelProvider(server_parser().parse_args([*told, "--max-kv-bytes", "64MB"]))
+    provider = PagedModelProvider(parsed_server_options([*told, "--max-kv-bytes", "64MB"]))
     provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
     loaded: list[Any] = [provider.model, provider.draft_model]
     for model in loaded:

@@ -18,7 +18,7 @@ from openai import OpenAI
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.lifecycle import PagedServer
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import parsed_server_options
 from tests.support.patience import PATIENCE_S as PATIENCE_S
 from tests.support.patience import wait_until as wait_until
 from tests.support.zoo import small_model
@@ -84,7 +84,7 @@ class PagedRunningServer(RunningServer):
 
     def __init__(self, *options: str) -> None:
         usual = ["--port", "0", "--max-kv-bytes", "256MB"]
-        arguments = server_parser().parse_args([*usual, *options])
+        arguments = parsed_server_options([*usual, *options])
         self.provider = PagedModelProvider(arguments)
         self._arguments = arguments
         self._listening = Event()
@@ -179,7 +179,8 @@ def paged_server(*options: str) -> Iterator[PagedRunningServer]:
 @contextmanager
 def stock_server(*options: str) -> Iterator[StockServer]:
     """The server of `mlx_lm.server` with these options."""
-    provider = server.ModelProvider(server_parser().parse_args(options))
+    cli_args: Any = parsed_server_options(options)
+    provider = server.ModelProvider(cli_args)
     running = StockServer(server.ResponseGenerator(provider, LRUPromptCache(10)))
     try:
         yield running

@@ -15,6 +15,7 @@ from paged_kv.command_line import main
 from paged_kv.embedded import embedded_model
 from paged_kv.extras import install_command
 from paged_kv.integrations.generation import generate_command, text_generation
+from paged_kv.integrations.generation.options import GenerateOptions
 from tests.support.heads import folder_of_head
 
 PROMPT = "def read_file(path):"
@@ -94,9 +95,7 @@ def test_a_long_prompt_shows_progress_on_a_terminal(
 
 def test_all_ranks_take_the_same_steps_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one of them may have a terminal."""
-    generation = text_generation.TextGeneration(
-        embedded_model(), page_format="fp16", max_bytes=None, max_tokens=1, temp=0, seed=None
-    )
+    generation = text_generation.TextGeneration(GenerateOptions(max_tokens=1))
     monkeypatch.setattr(generation, "_ranks", SimpleNamespace(rank=0, size=2))
     shown: list[int] = []
     generation.stream([7] * 900, lambda done, total: shown.append(done))

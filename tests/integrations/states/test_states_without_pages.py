@@ -9,8 +9,9 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.embedded import embedded_model
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.generation import text_generation
+from paged_kv.integrations.generation.options import GenerateOptions
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from tests.support.drafts import PlannedDraft
 from tests.support.generation import assert_same_run, greedy, runs_of
@@ -168,15 +169,8 @@ def test_a_generated_prompt_is_found_every_so_many_tokens(
     prompt = [(7 * i) % 400 + 20 for i in range(2500)]
 
     def cached_of(tokens: list[int]) -> str:
-        generation = text_generation.TextGeneration(
-            embedded_model(),
-            page_format="fp16",
-            max_bytes=None,
-            max_tokens=2,
-            temp=0,
-            seed=None,
-            store=tmp_path,
-        )
+        options = GenerateOptions(max_tokens=2, cache=CacheOptions(store=tmp_path))
+        generation = text_generation.TextGeneration(options)
         generation.stream(tokens, lambda done, total: None)
         generation.close()
         return capsys.readouterr().err.splitlines()[0]

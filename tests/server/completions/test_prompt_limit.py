@@ -7,6 +7,7 @@ import pytest
 
 from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.options import ServerOptions
 
 
 class Tokenizer:
@@ -28,7 +29,7 @@ class Tokenizer:
 
 def limit(option: int | None = None, length: int | None = 1000) -> PromptLimit:
     loaded: Any = Namespace(context_length=length)
-    return PromptLimit(loaded, Namespace(max_prompt_tokens=option), "prompt")
+    return PromptLimit(loaded, ServerOptions(max_prompt_tokens=option), "prompt")
 
 
 def test_the_context_length_is_the_longest_prompt() -> None:

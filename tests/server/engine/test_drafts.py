@@ -12,7 +12,7 @@ from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import parsed_server_options
 from tests.support.heads import folder_of_head
 from tests.support.running_server import (
     FEW_LIKELY,
@@ -151,7 +151,7 @@ def test_drafts_that_cannot_work_are_refused_when_the_model_is_loaded(
     monkeypatch.setattr(f"{drafts}.load", lambda name, **_: (None, Other()))
     monkeypatch.setattr(f"{drafts}.snapshot_download", lambda name, **_: "a folder of no head")
     options = ["--model", tiny, *LARGE, "--draft-model", *draft]
-    provider = PagedModelProvider(server_parser().parse_args(options))
+    provider = PagedModelProvider(parsed_server_options(options))
     with pytest.raises(ValueError, match="kv-bits" if len(draft) > 1 else "vocabulary of 7"):
         provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
     assert provider.loaded is None

@@ -1,19 +1,18 @@
 """A --max-kv-bytes that holds no prompt ends the server before it starts, and it says what is
 needed."""
 
-import argparse
 import re
 
 import pytest
 
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import ServerOptions, parsed_server_options
 from tests.support.tiny_model import tiny_folder
 
 
-def parsed(budget: int, *options: str) -> argparse.Namespace:
-    return server_parser().parse_args(["--max-kv-bytes", str(budget), *options])
+def parsed(budget: int, *options: str) -> ServerOptions:
+    return parsed_server_options(["--max-kv-bytes", str(budget), *options])
 
 
 def needed(*options: str) -> int:

@@ -9,13 +9,9 @@ from openai import BadRequestError, RateLimitError
 
 from paged_kv.admission.admission import Admission
 from paged_kv.admission.demand import Demand
-from paged_kv.server.http.access import (
-    ClientLimits,
-    Limits,
-    PriorityRange,
-    name_of_key,
-)
+from paged_kv.server.http.access import ClientLimits, Limits, name_of_key
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.http.priorities import PriorityRange
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import in_float32, paged_server, wait_until
 

@@ -24,12 +24,12 @@ def test_paths_are_full_as_replicas_start_in_other_folders(
     options = server_options({"model": "model", "api_key": "keys", "store": "pages"})
     assert options.model == str(tmp_path / "model")
     assert options.api_key == str(tmp_path / "keys")
-    assert options.store == [tmp_path / "pages"]
+    assert options.cache.store == [tmp_path / "pages"]
 
 
 @pytest.mark.parametrize("value", [True, "true"])
 def test_an_option_that_needs_no_value_may_have_none(value: Any) -> None:
-    assert server_options({"model": MODEL, "store": value}).store
+    assert server_options({"model": MODEL, "store": value}).cache.store
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_option_that_needs_no_value_may_have_none(value: Any) -> None:
         ({"model": MODEL, "ranks": 1.5}, "ranks=1.5 is not a number from 1 on"),
         ({"model": MODEL, "ranks": 2, "num_cpus": 0}, "ranks need num_cpus or num_gpus"),
         ({"model": MODEL, "ranks": 2, "adapter_path": MODEL}, "--adapter-path does not work"),
-        ({"model": MODEL, "store_bytes": "9GB"}, "--store-bytes limits the folder of --store"),
+        ({"model": MODEL, "store_bytes": "9GB"}, "--store-bytes is an option of --store"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

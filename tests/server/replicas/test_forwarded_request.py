@@ -2,13 +2,13 @@
 
 import json
 import pickle
-from argparse import Namespace
 from itertools import takewhile
 from typing import Any
 
 import pytest
 from starlette.types import Scope
 
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.replicas.forwarded_request import (
     ForwardedRequest,
     Trail,
@@ -67,7 +67,7 @@ def test_what_a_replica_will_refuse_is_forwarded(body: bytes) -> None:
 
 @pytest.mark.parametrize("place", ["", "ab12cd34"])
 def test_ids_that_a_server_makes_name_its_place(place: str) -> None:
-    options = Namespace(max_responses=1, max_response_bytes=1, response_ttl=1.0)
+    options = ServerOptions(max_responses=1, max_response_bytes=1, response_ttl=1.0)
     name = KeptResponses(options, place=place).new_name()
     for made in (f"resp_{name}", f"msg_{name}_0"):
         assert request({"previous_response_id": made}).place == place

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from starlette.types import Message
 
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import parsed_server_options
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.front import MOST_TRIES, Front, merged_metrics
 from paged_kv.server.replicas.replica import WholeAnswer
@@ -132,7 +132,7 @@ def ask(
     options: Sequence[str] = (),
     on_message: Callable[[Message], object] = id,
 ) -> Got:
-    arguments = server_parser().parse_args(["--model", "m", *options])
+    arguments = parsed_server_options(["--model", "m", *options])
     app = Front(replicas, arguments).__serve_build_asgi_app__()
     scope = {
         "type": "http",

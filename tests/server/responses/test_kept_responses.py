@@ -1,18 +1,19 @@
 """Responses are kept for their owners, up to a number, an age and a size."""
 
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.responses import KeptResponses, Turn
 
 
 def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptResponses:
-    options = {"max_responses": 100, "max_response_bytes": 1000, "response_ttl": 60.0, **limits}
-    return KeptResponses(Namespace(**options), clock)
+    options = ServerOptions(max_responses=100, max_response_bytes=1000, response_ttl=60.0)
+    return KeptResponses(replace(options, **limits), clock)
 
 
 def turn(name: str, nbytes: int = 10, previous: Turn | None = None) -> Turn:

@@ -1,0 +1,115 @@
+"""The options of a pool, which are those of a cache that concern its pages."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
+from paged_kv.allocator.prefixes.uses import Use
+from paged_kv.checks import described, whole_number
+from paged_kv.commands.arguments import budget, path, positive
+from paged_kv.options import Options, option
+from paged_kv.sizes import size_in_bytes
+
+if TYPE_CHECKING:
+    from paged_kv.pool.arguments import FormatChoice
+
+AUTO = "auto"
+
+
+# Imports within functions: `--help` works where mlx cannot be loaded.
+def _checked_format(choice: FormatChoice) -> FormatChoice:
+    from paged_kv.pool.arguments import chosen_formats
+
+    chosen_formats(choice)
+    return choice
+
+
+def _checked_read_tokens(read_tokens: int) -> int:
+    from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
+
+    return whole_number("read_tokens", read_tokens, least=LEAST_READ_TOKENS)
+
+
+def _checked_budget(max_bytes: float | str) -> int | str:
+    return AUTO if max_bytes == AUTO else size_in_bytes("max_bytes", max_bytes)
+
+
+def _checked_policy(policy: EvictionPolicy) -> EvictionPolicy:
+    rank = getattr(policy, "rank", None)
+    if isinstance(policy, type) or not callable(rank) or not _is_number(rank(Use(1, 1))):
+        raise TypeError(
+            "eviction_policy must be an object whose rank(use) returns a number, such as "
+            f"LeastRecentlyUsed(), got {described(policy)}"
+        )
+    return policy
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value == value
+
+
+@dataclass(frozen=True)
+class PoolOptions(Options):
+    """How a pool keeps pages.
+
+    `page_format` may also be a pair of names, or a `RequantisationPolicy`. With "q4" a sequence's
+    first page is "q8". The page that is being written, and layers with a sliding window or
+    `max_kv_size`, keep 16 bits. `stats()` shows what `max_bytes` None means; only a factory can
+    measure "auto". `eviction_policy` takes objects with a method `rank`, see `EvictionPolicy`.
+
+    Attributes:
+        page_format: how full pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of
+            these for keys and values, such as q8/q4; or auto, which requantises the oldest pages to
+            q8 and then q4 when memory is short.
+        max_bytes: the most memory for pages, such as 4GB. A draft model gets its share of it.
+            Snapshots of recurrent layers take up to a quarter of it besides, or all of it in a
+            model without pages. With auto, what the machine has, less weights, a prompt step, which
+            is measured, and a tenth for the system.
+        read_tokens: an approximation: in layers that see the whole context, a decode step reads the
+            first and the latest tokens and those that are likely to matter most, N in all, 768 or
+            more; what is no longer is read whole. Prompts are computed exactly.
+        offload: with a limit of tokens that are read: let the oldest pages go to a file in this
+            folder when memory is short, and come back to layers for which they matter.
+        wait_for_pages: let decode steps wait for such pages instead of leaving out those that are
+            late.
+        trace: a new file to record block allocations in, for `paged-kv trace replay`; None means
+            the file that PAGED_KV_TRACE names, if it is set.
+        eviction_policy: which cached prefixes to evict first, in memory and on disk.
+    """
+
+    page_format: FormatChoice = option("fp16", check=_checked_format, metavar="FORMAT")
+    max_bytes: float | str | None = option(
+        None,
+        parse=budget,
+        check=_checked_budget,
+        flag="max_kv_bytes",
+        usual="80% of what the machine recommends, less what is in use",
+        metavar="SIZE",
+    )
+    read_tokens: int | None = option(
+        None, parse=positive, check=_checked_read_tokens, usual="all tokens", metavar="N"
+    )
+    offload: str | os.PathLike[str] | None = option(
+        None, parse=path, needs="read_tokens", usual="pages stay in memory", metavar="FOLDER"
+    )
+    wait_for_pages: bool = option(False, needs="offload")
+    trace: str | os.PathLike[str] | None = option(None, parse=None)
+    eviction_policy: EvictionPolicy = option(LEAST_WORTH, parse=None, check=_checked_policy)
+
+
+class PoolKeywords(TypedDict, total=False):
+    """The same as keyword arguments."""
+
+    page_format: FormatChoice
+    max_bytes: float | str | None
+    read_tokens: int | None
+    offload: str | os.PathLike[str] | None
+    wait_for_pages: bool
+    trace: str | os.PathLike[str] | None
+    eviction_policy: EvictionPolicy
+
+
+POOL_OPTIONS = PoolOptions()
