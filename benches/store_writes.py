@@ -10,9 +10,9 @@ Each load is a week of requests, drawn from a seed:
     mixed       all of these
 
 Lengths are log-normal, numbers of turns geometric; one turn in 20 comes hours later. No model runs:
-blocks of 256 tokens go through an LRU memory of the given number of tokens, the `Sights` and the
-`WriteRule` of the store, and a disk without a limit. As in the store, full blocks are written at
-insertion, and the last, partly filled block of a conversation when it leaves memory.
+blocks of 256 tokens go through an LRU memory of the given number of tokens, the
+`LookupCounts` and the `WriteRule` of the store, and a disk without a limit. As in the store, full
+blocks are written at insertion, and partly filled ones never.
 
     hits     tokens of prompts that are in memory or on disk, beside those of the rule that writes
              everything
@@ -22,7 +22,7 @@ insertion, and the last, partly filled block of a conversation when it leaves me
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from xxhash import xxh64_hexdigest
 
 from benches.results_file import write_result
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.store.sights import Sights, WriteRule
+from paged_kv.store.lookup_counts import LookupCounts, WriteRule
 
 WEEK_S = 7 * 86_400
 MEMORY_TOKENS = (32_768, 131_072, 524_288)
@@ -141,10 +141,9 @@ def compared(load: list[Request], memory_tokens: int) -> dict[str, dict[str, flo
 
 def replayed(load: list[Request], memory_tokens: int, rule: WriteRule) -> tuple[int, int]:
     """The blocks that prompts find, and those that are written."""
-    # The blocks in memory; the last one of a conversation has the length that it was left with.
-    memory: OrderedDict[str, Callable[[], bool]] = OrderedDict()
+    memory: OrderedDict[str, None] = OrderedDict()
     disk: set[str] = set()
-    sights, hits = Sights(), 0
+    counts, hits = LookupCounts(), 0
     for request in load:
         prompt = [request.digest(block) for block in range(request.prompt // PAGE_SIZE)]
         held = next(
@@ -153,29 +152,18 @@ def replayed(load: list[Request], memory_tokens: int, rule: WriteRule) -> tuple[
         )
         hits += held
         for digest in prompt:
-            sights.see(digest)
+            counts.record(digest)
         for block in range(request.length // PAGE_SIZE):
             digest = request.digest(block)
-            if not sights[digest]:
-                sights.see(digest)
-            if rule.is_due(sights[digest], request.length):
+            if not counts[digest]:
+                counts.record(digest)
+            if rule.is_due(counts[digest], request.length):
                 disk.add(digest)
-            memory[digest] = never
+            memory[digest] = None
             memory.move_to_end(digest)
-        tail = xxh64_hexdigest(f"{request.conversation} tail")
-        # A conversation has one last block: the next turn replaces it.
-        memory[tail] = lambda length=request.length: rule.is_due(1, length)  # type: ignore[misc]
-        memory.move_to_end(tail)
         while len(memory) * PAGE_SIZE > memory_tokens:
-            digest, is_due = memory.popitem(last=False)
-            if is_due():
-                disk.add(f"{digest} {request.at}")
+            memory.popitem(last=False)
     return hits, len(disk)
-
-
-def never() -> bool:
-    """A full block was written before it is evicted, or is not to be written."""
-    return False
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def forge(server: RedisServer, secret: Path) -> dict[str, Any]:
     while tried < FORGED:
         for key, data in forged(rng, sound).items():
             client.set(key, data)
-        sizes = tier.ask(wanted, Waits()).sizes
+        sizes = tier.ask(wanted, Waits())
         for place in places:
             tried += 1
             nbytes = sizes.get(place.key, 0)

@@ -380,7 +380,7 @@ class PagedCacheFactory:
 
     def close(self) -> None:
         """Uninstall, make no more caches, and free all memory that no sequence uses. If there is a
-        store, this first writes all cached prompts to it, and waits for that.
+        store, this first waits until what was inserted is written.
 
         Existing caches keep working, and free their pages when they are dropped. With the last of
         them, the model's modules are again as they were before.
@@ -388,8 +388,7 @@ class PagedCacheFactory:
         self._closed = True
         self.uninstall()
         self._model.close()
-        if self.store is not None and self._stored is not None and self.store.is_open:
-            self._stored.keep_all()
+        if self.store is not None:
             self.store.close()
         self.clear()
 

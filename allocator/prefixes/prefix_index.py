@@ -61,8 +61,6 @@ class PrefixIndex:
     ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
-        # Called with each node that is about to be evicted.
-        self.on_evict: Callable[[Node], None] | None = None
         # Called with a node and the one that takes its place, which holds more tokens.
         self.on_replace: Callable[[Node, Node], None] | None = None
         # Whether a prompt can resume within a node; one that is left without any behind it and
@@ -355,8 +353,6 @@ class PrefixIndex:
             if stays(leaf):
                 passed += 1
                 continue
-            if self.on_evict is not None:
-                self.on_evict(leaf)
             self._leaves.history.forget(leaf.path_hash, leaf.use, len(self))
             self._remove(leaf)
             if (parent := leaf.parent) is not None and parent in self._leaves:

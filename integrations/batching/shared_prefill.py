@@ -27,10 +27,10 @@ Tokens = list[int]
 WORTH_SHARING = PAGE_SIZE
 
 # Recurrent layers resume only where a snapshot was taken: where prompts end, or where their last
-# page begins if it may be quantised, where prompts are known to part, and on the way after
-# SNAPSHOT_TOKENS, twice, four times as many tokens and so on: a prompt that parts where nobody has
-# parted before resumes at least half-way. A state can be as large as the pages of a thousand tokens
-# or more. That is mlx-lm's prefill step, so no step gets shorter.
+# page begins if it may be quantised or there is a store, where prompts are known to part, and on
+# the way after SNAPSHOT_TOKENS, twice, four times as many tokens and so on: a prompt that parts
+# where nobody has parted before resumes at least half-way. A state can be as large as the pages of
+# a thousand tokens or more. That is mlx-lm's prefill step, so no step gets shorter.
 SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 
@@ -184,8 +184,8 @@ def cut_at(segments: Iterable[Tokens], ends: Iterable[int]) -> list[Tokens]:
 def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> list[Tokens]:
     """Segments of a prompt, also cut wherever a snapshot of recurrent layers is due.
 
-    With `at_pages`, each is also cut where its last page begins: once full pages are quantised, no
-    prompt can resume from a snapshot within one.
+    With `at_pages`, each is also cut where its last page begins: no prompt can resume from a
+    snapshot within a page that is quantised, and stores hold full pages only.
     """
     cut: list[Tokens] = []
     start = 0

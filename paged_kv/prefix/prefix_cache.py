@@ -97,10 +97,6 @@ class LowerTier(Protocol):
         first `num_tokens` tokens in them may be kept."""
         ...
 
-    def on_evict(self, node: Node) -> None:
-        """Note that the index is about to evict a node."""
-        ...
-
 
 class PrefixCache:
     """The cached prefixes of one pool.
@@ -301,7 +297,6 @@ class PrefixCache:
     def put_below(self, lower: LowerTier) -> None:
         """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
         self._lower = lower
-        self.pool.index.on_evict = lower.on_evict
 
     def _forgotten(self, blocks: int) -> int:
         """Count so many blocks' worth of tokens, and free out-of-window blocks that went with

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,17 +21,17 @@ from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.keys import EntryPlace
 from paged_kv.store.limits import Written
-from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find
+from paged_kv.store.lookup import Wanted
+from paged_kv.store.lookup_counts import LookupCounts
 from paged_kv.store.page_store import FAULTS, PageStore
-from paged_kv.store.sights import Sights
 from paged_kv.store.write_queue import Faults, WriteQueue
 
 # Two reader threads saturate decoding with a disk of 1 GB/s; a few more hide its latency.
 READERS = 4
 READ_PATIENCE_S = 5.0
 QUEUE_BYTES = 512 << 20
-# A process that is killed loses so many sights. Saving them writes 128 kB.
-UNSAVED_SIGHTS = 1000
+# A process that is killed loses so many lookups. Saving them writes 128 kB.
+MOST_UNSAVED = 1000
 
 Result = TypeVar("Result")
 
@@ -102,7 +102,7 @@ class BackgroundStore:
         label: names this kind of tier.
         queue: what waits to be written.
         faults: counts what went wrong.
-        sights: how often blocks of prompts were looked up, in earlier processes too.
+        lookups: how often blocks of prompts were looked up, in earlier processes too.
     """
 
     label = "folder"
@@ -119,28 +119,25 @@ class BackgroundStore:
         self._late: list[Future[Any]] = []
         self.faults = Faults(str(store.path))
         self.queue = WriteQueue(store, queue_bytes, self.faults)
-        self.sights = Sights(self._opened())
+        self.lookups = LookupCounts(self._opened())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         # At interpreter exit too, so that queued entries are written.
-        parts = self.queue, self._readers, store, self.sights
+        parts = self.queue, self._readers, store, self.lookups
         self._close = weakref.finalize(self, _close, *parts)
 
     def close(self) -> None:
         """Write the queued entries and close the folder. Later calls do nothing."""
         self._close()
 
-    def see(self, digest: str) -> None:
-        """Count that a block was seen."""
-        self.sights.see(digest)
-        if self.sights.num_unsaved >= UNSAVED_SIGHTS:
-            self.queue.add_sights(self.sights.unsaved())
+    def record(self, digest: str) -> None:
+        """Count that a block was looked up."""
+        self.lookups.record(digest)
+        if self.lookups.num_unsaved >= MOST_UNSAVED:
+            self.queue.add_lookups(self.lookups.unsaved())
 
-    def find(
-        self, wanted: Wanted, without: Sequence[str] = (), *, beside: Sequence[BlockLookup] = ()
-    ) -> Stored | None:
-        """The stored blocks that a prompt can begin with, here and in other lookups; None if there
-        are none, or the lookup failed."""
-        return self._wait(self._submit(find, wanted, Union([self.store.lookups, *beside]), without))
+    def ask(self, wanted: Wanted, waits: object = None) -> dict[str, int]:
+        """The bytes of what the folder holds for a prompt, by key."""
+        return self._wait(self._submit(self.store.sizes, wanted.places())) or {}
 
     def start(self, place: EntryPlace) -> Future[Entry] | None:
         """Begin to read an entry; None while a reader hangs."""
@@ -162,10 +159,10 @@ class BackgroundStore:
         return stats_of(self._counts + self.queue.counts, self.store.written, self.faults)
 
     def _opened(self) -> bytes:
-        """Bring the folder below the cap; returns the sights that processes have saved."""
+        """Bring the folder below the cap; returns the look-ups that processes have saved."""
         try:
             self.store.keep_below_the_cap()
-            return self.store.read_sights()
+            return self.store.read_lookups()
         except FAULTS as error:
             self.faults.note(error)
             return b""
@@ -202,10 +199,10 @@ class BackgroundStore:
 
 
 def _close(
-    queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore, sights: Sights
+    queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore, lookups: LookupCounts
 ) -> None:
-    if sights.num_unsaved:
-        queue.add_sights(sights.unsaved())
+    if lookups.num_unsaved:
+        queue.add_lookups(lookups.unsaved())
     has_ended = queue.close()
     readers.shutdown(wait=False, cancel_futures=True)
     # A hanging writer may resume later: its folder's descriptor must not be reused by then.

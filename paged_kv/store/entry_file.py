@@ -22,15 +22,13 @@ from safetensors.numpy import save
 from xxhash import xxh3_64
 
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
-from paged_kv.store.keys import EntryPlace, Link, token_bytes
+from paged_kv.store.keys import EntryPlace, Fields, Link, token_bytes
 
 FORMAT, VERSION = "paged-kv page", "1"
 SUFFIX = ".safetensors"
 
 # A header has about 100 bytes a layer; one that claims more than this is damaged.
 MAX_HEADER_BYTES = 1 << 20
-# The header and the tokens, which come first: safetensors puts the widest numbers there.
-MAX_HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
 
 Buffer = bytes | memoryview
 Array = npt.NDArray[Any]
@@ -115,18 +113,18 @@ def decode(data: Buffer, key: str | None) -> Entry:
     return entry
 
 
-def decode_place(data: Buffer) -> tuple[str, str, tuple[int, ...], Mapping[str, str]]:
-    """Parent, part, tokens and identity from the first `MAX_HEAD_BYTES` of a file. The checksum is
-    not verified.
+def decode_place(data: Buffer) -> tuple[str, int, Fields]:
+    """Part, number of tokens and identity from the first `MAX_HEADER_BYTES` of a file. The checksum
+    is not verified.
 
     Raises:
         InvalidEntry: the file is not an entry, or of another version.
     """
     data = memoryview(data)
-    header, tensors, metadata = _header(data)
+    _, tensors, metadata = _header(data)
     try:
-        tokens = tuple(_array(data[len(header) :], tensors["tokens"]).tolist())
-        return metadata["parent"], metadata["part"], tokens, dict(_identity(metadata))
+        (num_tokens,) = tensors["tokens"]["shape"]
+        return metadata["part"], int(num_tokens), _identity(metadata)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidEntry(f"the header lacks something: {error!r}") from None
 
@@ -175,7 +173,7 @@ def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> EntryPlace:
     return EntryPlace(link, metadata["part"])
 
 
-def _identity(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _identity(metadata: Mapping[str, str]) -> Fields:
     """The fields of the identity, sorted for comparison: a file may have them in any order."""
     return tuple(
         sorted(

@@ -85,6 +85,14 @@ class Folder:
         """The names of everything in the folder, and their bytes on disk."""
         return _sizes(self._fd)
 
+    def size(self, name: str) -> int:
+        """The bytes of a file; 0 if there is none, or something else has its name."""
+        try:
+            about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
+        return about.st_size if stat.S_ISREG(about.st_mode) else 0
+
     def free_bytes(self) -> int:
         """Free bytes on the disk."""
         figures = os.fstatvfs(self._fd)

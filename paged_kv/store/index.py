@@ -1,5 +1,4 @@
-"""An sqlite3 index of a store's entries: their parents, tokens and order of use. The tokens let it
-find the stored block with the longest common prefix.
+"""An sqlite3 index of a store's entries and the order of their use.
 
 The index may be lost at any time: the files are the truth, and `PageStore` brings the index in line
 with them whenever it locks the folder. So the index is never flushed, and a damaged one is replaced
@@ -15,7 +14,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -30,24 +29,18 @@ FILES = (NAME, NAME + "-wal", NAME + "-shm")
 # Rows of one transaction, each of which may touch a few pages of 4 kB.
 _ROWS = 16
 ROOM = 1 << 20
-# The most that the file grows by for one row: the table and its index both hold the tokens, each
-# with up to ten bytes. With a vocabulary of 150,000 it is 2.3 kB.
-ROW_BYTES = 12 << 10
+# The most that the file grows by for one row.
+ROW_BYTES = 1 << 10
 
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _SCHEMA = """
     CREATE TABLE entries (
-        key TEXT PRIMARY KEY, parent TEXT NOT NULL, part TEXT NOT NULL, num_tokens INTEGER NOT NULL,
+        key TEXT PRIMARY KEY, part TEXT NOT NULL, num_tokens INTEGER NOT NULL,
         nbytes INTEGER NOT NULL, first_used INTEGER NOT NULL, last_used INTEGER NOT NULL,
-        uses INTEGER NOT NULL, model TEXT NOT NULL, page_format TEXT NOT NULL,
-        tokens BLOB NOT NULL
+        uses INTEGER NOT NULL, model TEXT NOT NULL, page_format TEXT NOT NULL
     ) WITHOUT ROWID;
-    CREATE INDEX by_parent ON entries (parent, tokens, num_tokens);
 """
-_COLUMNS = "key, parent, part, num_tokens, nbytes, model, page_format"
-# Blocks to look at on either side of the prompt's position in the order. The nearest share the
-# longest prefix, but some of their parts may not be stored.
-_NEIGHBOURS = 4
+_COLUMNS = "key, part, num_tokens, nbytes, model, page_format"
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,6 @@ class Row:
 
     Attributes:
         key: names its file.
-        parent: the digest of the block before.
         part: which part of the block it holds.
         num_tokens: of the block.
         nbytes: bytes that the file takes on disk.
@@ -65,7 +57,6 @@ class Row:
     """
 
     key: str
-    parent: str
     part: str
     num_tokens: int
     nbytes: int
@@ -110,23 +101,6 @@ class Index:
         found = self._all(f"SELECT {_COLUMNS} FROM entries ORDER BY last_used DESC")
         return [Row(*each) for each in found]
 
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        """Token counts and keys of the entries whose block follows `parent`."""
-        return self._all("SELECT num_tokens, key FROM entries WHERE parent = ?", parent)
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The tokens of blocks that follow `parent`: those with the longest common prefix with
-        `tokens`, and a few more."""
-        found: list[tuple[bytes]] = []
-        for compared, order in ((">=", "ASC"), ("<", "DESC")):
-            found += self._all(
-                f"SELECT DISTINCT tokens FROM entries WHERE parent = ? AND tokens {compared} ? "
-                f"ORDER BY tokens {order} LIMIT {_NEIGHBOURS}",
-                parent,
-                packed(tokens),
-            )
-        return [unpacked(data) for (data,) in found]
-
     def in_order(self, policy: EvictionPolicy) -> list[str]:
         """The keys of all entries, in the order in which a policy evicts them."""
         found = self._all("SELECT key, first_used, last_used, uses FROM entries")
@@ -134,18 +108,14 @@ class Index:
         ranked = [(rank(Use(*use)), use[1], key) for key, *use in found]
         return [key for *_, key in sorted(ranked)]
 
-    def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Add entries, each with the tokens of its block, as the most recently used, the first of
-        them most recently."""
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add entries as the most recently used, the first of them most recently."""
         with self._lock:
             uses = self._next_uses(len(rows))
             self._write(
-                f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, first_used, last_used, uses) "
-                "VALUES (?,?,?,?,?,?,?,?,?,?,1)",
-                [
-                    (*astuple(row), packed(tokens), use, use)
-                    for (row, tokens), use in zip(rows, uses, strict=True)
-                ],
+                f"INSERT OR REPLACE INTO entries ({_COLUMNS}, first_used, last_used, uses) "
+                "VALUES (?,?,?,?,?,?,?,?,1)",
+                [(*astuple(row), use, use) for row, use in zip(rows, uses, strict=True)],
             )
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -165,7 +135,7 @@ class Index:
         ((latest,),) = self._all("SELECT coalesce(max(last_used), 0) FROM entries")
         return range(latest + count, latest, -1)
 
-    def _write(self, statement: str, rows: Sequence[tuple[str | int | bytes, ...]]) -> None:
+    def _write(self, statement: str, rows: Sequence[tuple[str | int, ...]]) -> None:
         with self._opened() as connection:
             for start in range(0, len(rows), _ROWS):
                 connection.execute("BEGIN IMMEDIATE")
@@ -177,7 +147,7 @@ class Index:
                     raise
                 _fetched(connection, "PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _all(self, statement: str, *values: str | bytes) -> list[tuple[Any, ...]]:
+    def _all(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
         with self._opened() as connection:
             return _fetched(connection, statement, *values)
 
@@ -225,9 +195,7 @@ def _connected(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _fetched(
-    connection: sqlite3.Connection, statement: str, *values: str | bytes
-) -> list[tuple[Any, ...]]:
+def _fetched(connection: sqlite3.Connection, statement: str, *values: str) -> list[tuple[Any, ...]]:
     with closing(connection.execute(statement, values)) as cursor:
         return cursor.fetchall()
 
@@ -247,33 +215,3 @@ def _require_no_links(folder: Path) -> None:
 def _identity(path: Path) -> tuple[int, int]:
     about = os.lstat(path)
     return about.st_dev, about.st_ino
-
-
-def packed(tokens: Iterable[int]) -> bytes:
-    """Token ids, any integers, as bytes: two or three per token of a usual vocabulary.
-
-    A token is a zigzag varint: groups of seven bits, the lowest first; the highest bit says that
-    another group follows. Zigzag keeps small negative ids short. No token's bytes are a prefix of
-    another's, so in the order of the bytes a list's neighbours share the longest prefix with it.
-    """
-    data = bytearray()
-    for token in tokens:
-        number = token << 1 if token >= 0 else ~(token << 1)
-        while number > 0x7F:
-            data.append(number & 0x7F | 0x80)
-            number >>= 7
-        data.append(number)
-    return bytes(data)
-
-
-def unpacked(data: bytes) -> tuple[int, ...]:
-    """The token ids that `packed` was given."""
-    tokens = []
-    number = shift = 0
-    for byte in data:
-        number |= (byte & 0x7F) << shift
-        shift += 7
-        if byte <= 0x7F:
-            tokens.append(~(number >> 1) if number & 1 else number >> 1)
-            number = shift = 0
-    return tuple(tokens)

@@ -92,11 +92,6 @@ class Link:
         return _digest("block", self.parent.encode(), token_bytes(self.tokens))
 
     @property
-    def is_full(self) -> bool:
-        """Whether it has a page's worth of tokens."""
-        return len(self.tokens) == int(dict(self.identity)["page_size"])
-
-    @property
     def end(self) -> int:
         """The position after the last token."""
         return self.start + len(self.tokens)

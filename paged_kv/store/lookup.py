@@ -1,54 +1,22 @@
 """Finds the stored blocks that a prompt can begin with.
 
-The lookup finds full blocks by their digests, one after the other. A last block can have any number
-of tokens, so it asks the index for the token counts of the blocks after each block.
-
-As in memory, a prompt can also reuse the first tokens of a block that continues differently, for
-example with an answer, unless that block is quantised. So the lookup also asks the index for the
-blocks with the longest common prefix. A stored state belongs after its block's last token; no
-prompt can resume from it earlier.
+Only full blocks are stored. So the prompt's tokens name everything that may be of use, and one
+question to each tier says what of it is there. A stored state belongs after its block's last token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import EntryPlace, Link
 
 CHECKPOINT = "checkpoint"
 """The part of a block that holds the states of layers without pages after its last token."""
-
-
-class BlockLookup(Protocol):
-    """Looks up the blocks stored after a block, by its digest. Both may raise sqlite3.Error."""
-
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        """Token counts and keys of the entries whose block follows `parent`."""
-        ...
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        """The tokens of some blocks that follow `parent`, with those that have the longest common
-        prefix with `tokens` among them."""
-        ...
-
-
-@dataclass(frozen=True)
-class Union:
-    """Several lookups as one."""
-
-    lookups: Sequence[BlockLookup]
-
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        return list({each for lookup in self.lookups for each in lookup.children(parent)})
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        return [each for lookup in self.lookups for each in lookup.closest(parent, tokens)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +33,6 @@ class Wanted:
         page_size: tokens a block.
         rings: the part and ring of each group with a window: that part is needed of all blocks in
             the ring at the hit's end, held or not.
-        splits_full_blocks: whether it can resume within a full block: not if those are quantised.
     """
 
     root: Link
@@ -76,15 +43,30 @@ class Wanted:
     needs_checkpoint: bool
     page_size: int
     rings: tuple[tuple[str, Ring], ...] = ()
-    splits_full_blocks: bool = True
+
+    def links(self) -> Iterator[Link]:
+        """The prompt's full blocks."""
+        link = self.root
+        while link.end + self.page_size <= len(self.tokens):
+            link = link.then(self.tokens[link.end : link.end + self.page_size])
+            yield link
+
+    def places(self) -> Iterator[EntryPlace]:
+        """Everything that a hit may need, the first blocks first."""
+        rings = [part for part, _ in self.rings]
+        for link in self.links():
+            pages = self.parts if link.end > self.held else ()
+            states = [CHECKPOINT] if self.needs_checkpoint and link.end > self.beyond else []
+            for part in (*pages, *rings, *states):
+                yield EntryPlace(link, part)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored blocks that a prompt can begin with. The last one may hold tokens of another prompt.
+    """Stored blocks that a prompt can begin with.
 
     Attributes:
-        links: all blocks, with those that are held; only the last may be partly filled.
+        links: all blocks, with those that are held.
         places: what to read: the blocks' parts, in order; the parts of each ring, in the order of
             its entries; the checkpoint, if one is needed.
     """
@@ -108,85 +90,27 @@ class Stored:
         return [place.key for place in self.places if place.link == self.links[-1]][-1]
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The blocks stored after a path of a prompt's blocks.
+def find(wanted: Wanted, there: Container[str], without: Container[str] = ()) -> Stored | None:
+    """The longest beginning of a prompt of which everything needed is `there` and not in `without`,
+    both keys of entries; None if none is useful."""
 
-    Attributes:
-        path: the path, from the root on.
-        there: the keys of the entries after its last block.
-        exact: blocks that hold the prompt's next tokens and no others; the shortest first.
-    """
+    def has_all(places: Iterable[EntryPlace]) -> bool:
+        return all(place.key in there and place.key not in without for place in places)
 
-    path: tuple[Link, ...]
-    there: Collection[str]
-    exact: Sequence[Link]
-
-
-def find(wanted: Wanted, stored: BlockLookup, without: Collection[str] = ()) -> Stored | None:
-    """The stored blocks that hold the longest prefix of a prompt, ignoring the entries `without`;
-    None if no stored block is useful.
-
-    Raises:
-        sqlite3.Error: the index cannot be read.
-    """
-    levels = list(_levels(wanted, stored, without))
-    there = {key for level in levels for key in level.there}
-    for level in reversed(levels):
-        if level.path[-1].end + wanted.page_size <= wanted.beyond:
+    links: list[Link] = []
+    for link in wanted.links():
+        if not has_all(_pages(wanted, [link])):
             break
-        for last in _ends(wanted, stored, level):
-            links = (*level.path[1:], last)
-            at_end = _needed_at_end(wanted, links)
-            if all(place.key in there for place in at_end):
-                return Stored(links, (*_needed_of_all(wanted, links), *at_end))
+        links.append(link)
+    while links and links[-1].end > wanted.beyond:
+        at_end = _needed_at_end(wanted, links)
+        if has_all(at_end):
+            return Stored(tuple(links), (*_pages(wanted, links), *at_end))
+        links.pop()
     return None
 
 
-def _levels(wanted: Wanted, stored: BlockLookup, without: Collection[str]) -> Iterator[_Level]:
-    """The levels after the root and after each full block of the prompt's tokens."""
-    path: tuple[Link, ...] = (wanted.root,)
-    while True:
-        left = _left(wanted, path[-1])
-        behind = [each for each in stored.children(path[-1].digest) if each[1] not in without]
-        there = {key for _, key in behind}
-        # A held block, and one without parts, need not be stored: try the full size as well.
-        counts = {count for count, _ in behind} | {wanted.page_size}
-        fitting = [path[-1].then(left[:n]) for n in sorted(counts) if 0 < n <= len(left)]
-        exact = [link for link in fitting if _has_pages(wanted, link, there)]
-        yield _Level(path, there, exact)
-        if not exact or len(exact[-1].tokens) < wanted.page_size:
-            return
-        path = (*path, exact[-1])
-
-
-def _ends(wanted: Wanted, stored: BlockLookup, level: _Level) -> list[Link]:
-    """The blocks of a level that may end a hit, those with most of the prompt's tokens first."""
-    before, left = level.path[-1], _left(wanted, level.path[-1])
-    ends = {link: len(link.tokens) for link in level.exact}
-    # Held blocks match the prompt exactly, so only blocks after them may match in part.
-    if not wanted.needs_checkpoint and before.end >= wanted.held:
-        for tokens in stored.closest(before.digest, left):
-            common, link = common_prefix(tokens, left), before.then(tokens)
-            is_split = common < len(tokens) == wanted.page_size
-            if is_split and not wanted.splits_full_blocks:
-                continue
-            if common and _has_pages(wanted, link, level.there):
-                ends[link] = common
-    useful = [link for link in ends if before.end + ends[link] > wanted.beyond]
-    return sorted(useful, key=ends.__getitem__, reverse=True)
-
-
-def _left(wanted: Wanted, link: Link) -> Sequence[int]:
-    """The prompt's next tokens after a block, at most one block of them."""
-    return wanted.tokens[link.end : link.end + wanted.page_size]
-
-
-def _has_pages(wanted: Wanted, link: Link, there: Collection[str]) -> bool:
-    return all(place.key in there for place in _needed_of_all(wanted, (link,)))
-
-
-def _needed_of_all(wanted: Wanted, links: Sequence[Link]) -> list[EntryPlace]:
+def _pages(wanted: Wanted, links: Iterable[Link]) -> list[EntryPlace]:
     return [
         EntryPlace(link, part) for link in links if link.end > wanted.held for part in wanted.parts
     ]

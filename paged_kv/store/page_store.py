@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.store import index as index_file
 from paged_kv.store.entry_file import (
-    MAX_HEAD_BYTES,
+    MAX_HEADER_BYTES,
     SUFFIX,
     Buffer,
     Entry,
@@ -37,7 +37,7 @@ from paged_kv.store.entry_file import (
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusable
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
 from paged_kv.store.index import Index, Row
-from paged_kv.store.keys import EntryPlace
+from paged_kv.store.keys import EntryPlace, Fields
 from paged_kv.store.limits import (
     LEDGER,
     Limits,
@@ -46,20 +46,17 @@ from paged_kv.store.limits import (
     victims,
     write_written,
 )
-from paged_kv.store.sights import SAVED_BYTES
+from paged_kv.store.lookup_counts import SAVED_BYTES
 
 MIN_BYTES = 8 << 20
 MIN_FREE_BYTES = 1 << 30
-SIGHTS = "sights"
+LOOKUPS = "lookups"
 # Bytes that the index, the folder itself and its two small files may grow by while one file is
 # written; a small file and its replacement are there at once.
 _MARGIN = index_file.ROOM + (64 << 10) + 2 * SAVED_BYTES + (16 << 10)
 
 FAULTS = (OSError, sqlite3.Error, MemoryError, InvalidEntry)
 """The errors that a faulty disk can cause."""
-
-Known = tuple[Row, Sequence[int]]
-"""An entry's row of the index, and the tokens of its block."""
 
 
 class Outcome(Enum):
@@ -187,6 +184,11 @@ class PageStore:
             raise OtherEntry("the file holds other tokens, or pages of another model")
         return entry
 
+    def sizes(self, places: Iterable[EntryPlace]) -> dict[str, int]:
+        """The bytes of the files of those entries that are there, by key."""
+        found = {place.key: self.folder.size(file_name(place.key)) for place in places}
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
+
     def stored_keys(self) -> set[str]:
         """The keys of all entries."""
         return self.lookups.keys()
@@ -202,10 +204,10 @@ class PageStore:
         with self.exclusive() as contents:
             before = self.written = read_written(self.folder)
             try:
-                for known, data in map(_file_of, entries):
-                    outcomes.append(self._put(contents, known[0], data, keep))
+                for row, data in map(_file_of, entries):
+                    outcomes.append(self._put(contents, row, data, keep))
                     if outcomes[-1] is Outcome.STORED:
-                        added.append(known)
+                        added.append(row)
             finally:
                 self._index.add(added)
                 if self.written != before:
@@ -217,17 +219,17 @@ class PageStore:
         """Whether the day's budget holds so many bytes more."""
         return self._daily_bytes is None or (self.written.bytes_today + nbytes <= self._daily_bytes)
 
-    def read_sights(self) -> bytes:
-        """The sights that processes have saved, the latest last."""
+    def read_lookups(self) -> bytes:
+        """The look-ups that processes have saved, the latest last."""
         try:
-            return self.folder.read(SIGHTS, SAVED_BYTES)
+            return self.folder.read(LOOKUPS, SAVED_BYTES)
         except FileNotFoundError:
             return b""
 
-    def add_sights(self, sights: bytes) -> None:
-        """Append sights to the saved ones; the earliest are dropped."""
+    def add_lookups(self, lookups: bytes) -> None:
+        """Append look-ups to the saved ones; the earliest are dropped."""
         with self._alone():
-            self.folder.write(SIGHTS, [(self.read_sights() + sights)[-SAVED_BYTES:]])
+            self.folder.write(LOOKUPS, [(self.read_lookups() + lookups)[-SAVED_BYTES:]])
 
     def eviction_order(self) -> list[str]:
         """The keys of all entries, the first to evict first."""
@@ -323,7 +325,7 @@ class PageStore:
             self._remove_index()
             self._align(files)
         own = {file_name(key) for key in files} | set(index_file.FILES)
-        own |= {LOCK, TAG, LEDGER, SIGHTS}
+        own |= {LOCK, TAG, LEDGER, LOOKUPS}
         others = {name: size for name, size in sizes.items() if name not in own}
         # Scan again: the index may have grown.
         return Contents(sum(self.folder.scan().values()), files, others)
@@ -334,19 +336,19 @@ class PageStore:
             known = self._index.keys()
             self._index.remove(list(known - files.keys()))
             found = [self._found(key, files[key]) for key in files.keys() - known]
-            self._index.add([known for known in found if known is not None])
+            self._index.add([row for row in found if row is not None])
         except sqlite3.DatabaseError:
             if not self._index.is_damaged:
                 raise
             return False
         return True
 
-    def _found(self, key: str, nbytes: int) -> Known | None:
+    def _found(self, key: str, nbytes: int) -> Row | None:
         """The row of a file that the index lacks. Removes a file that is not an entry; keeps a file
         of another version, which counts against the cap."""
         try:
-            data = self.folder.read(file_name(key), MAX_HEAD_BYTES)
-            return _known(key, nbytes, *decode_place(data))
+            data = self.folder.read(file_name(key), MAX_HEADER_BYTES)
+            return _row(key, nbytes, *decode_place(data))
         except NewerVersion:
             return None
         except (InvalidEntry, KeyError) as error:
@@ -364,21 +366,13 @@ class PageStore:
             self.folder.remove(name)
 
 
-def _file_of(entry: Entry) -> tuple[Known, Sequence[Buffer]]:
-    """An entry's row and tokens, with the bytes of its file."""
-    place, link, data = entry.place, entry.place.link, encode(entry)
+def _file_of(entry: Entry) -> tuple[Row, Sequence[Buffer]]:
+    """An entry's row, and the bytes of its file."""
+    place, data = entry.place, encode(entry)
     nbytes = size_on_disk(sum(map(len, data)))
-    about = link.parent, place.part, link.tokens, dict(link.identity)
-    return _known(place.key, nbytes, *about), data
+    return _row(place.key, nbytes, place.part, len(place.link.tokens), place.link.identity), data
 
 
-def _known(
-    key: str,
-    nbytes: int,
-    parent: str,
-    part: str,
-    tokens: Sequence[int],
-    identity: Mapping[str, str],
-) -> Known:
-    model, page_format = identity["model"], identity["page_format"]
-    return Row(key, parent, part, len(tokens), nbytes, model, page_format), tokens
+def _row(key: str, nbytes: int, part: str, num_tokens: int, identity: Fields) -> Row:
+    of = dict(identity)
+    return Row(key, part, num_tokens, nbytes, of["model"], of["page_format"])

@@ -21,12 +21,12 @@ NO_ROOM = "there is no room, and nothing that could go"
 @dataclass(frozen=True)
 class _Job:
     """A job for the writer: store an entry, note entries as used, remove damaged ones, or save
-    sights."""
+    look-ups."""
 
     entry: Entry | None = None
     path: Sequence[str] = ()
     damaged: Sequence[str] | None = None
-    sights: bytes = b""
+    lookups: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -162,16 +162,11 @@ class WriteQueue(Writer[_Job]):
     def __init__(self, store: PageStore, max_bytes: int, faults: Faults) -> None:
         super().__init__("paged-kv-write", max_bytes, faults)
         self._store = store
-        self._stored = self._stored_keys()
-        self._known = set(self._stored)
+        self._known = self._stored_keys()
 
     def knows(self, key: str) -> bool:
         """Whether an entry is stored or queued, as far as this process has seen."""
         return key in self._known
-
-    def has_stored(self, key: str) -> bool:
-        """Whether an entry was there after the last write."""
-        return key in self._stored
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the queue takes `nbytes` now; if not, this counts a drop."""
@@ -199,9 +194,9 @@ class WriteQueue(Writer[_Job]):
         self._known.difference_update(keys)
         self._note(_Job(damaged=keys))
 
-    def add_sights(self, sights: bytes) -> None:
-        """Queue sights to be saved."""
-        self._note(_Job(sights=sights))
+    def add_lookups(self, lookups: bytes) -> None:
+        """Queue look-ups to be saved."""
+        self._note(_Job(lookups=lookups))
 
     def mend(self) -> None:
         """Queue a repair of the index, if it is damaged."""
@@ -225,8 +220,8 @@ class WriteQueue(Writer[_Job]):
                 outcomes = self._store.put(entries, {key for path in paths for key in path})
             for path in dict.fromkeys(map(tuple, paths)):
                 self._store.touch(path)
-            if sights := b"".join(job.sights for job in jobs):
-                self._store.add_sights(sights)
+            if lookups := b"".join(job.lookups for job in jobs):
+                self._store.add_lookups(lookups)
         except Exception as error:
             self._faults.note(error)
             if lost := len(entries) - len(outcomes):
@@ -246,10 +241,10 @@ class WriteQueue(Writer[_Job]):
         if spent := outcomes.count(Outcome.BUDGET_SPENT):
             self._faults.drop(Outcome.BUDGET_SPENT.value, spent)
         if entries:
-            self._stored = self._stored_keys()
+            stored_keys = self._stored_keys()
             with self._changed:
                 jobs = [job.entry.place.key for job in self._jobs if job.entry is not None]
-                self._known = self._stored.union(jobs)
+                self._known = stored_keys.union(jobs)
 
     def _stored_keys(self) -> set[str]:
         try:

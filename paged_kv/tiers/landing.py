@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace
-from paged_kv.tiers.remote_tier import Presence
+from paged_kv.store.lookup import Wanted
 
 LANDING_BYTES = 1 << 30
 
@@ -47,14 +47,10 @@ class Landing:
             for key in keys:
                 self._pop(key)
 
-    def presence(self) -> Presence:
-        """What is there."""
+    def ask(self, wanted: Wanted, waits: object = None) -> dict[str, int]:
+        """The bytes of what is there, by key."""
         with self._lock:
-            entries = list(self._entries.values())
-        presence = Presence()
-        for entry in entries:
-            presence.add(entry.place, entry.nbytes)
-        return presence
+            return {key: entry.nbytes for key, entry in self._entries.items()}
 
     def start(self, place: EntryPlace) -> Future[Entry]:
         """Take an entry out; `Entry | None` is known at once."""

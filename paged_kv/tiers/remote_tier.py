@@ -1,7 +1,6 @@
 """A tier on a server that several machines share.
 
-It holds what follows from a prompt's tokens alone: the parts of its full blocks. So one question
-asks for a whole prompt. Blocks that end within a page stay in folders.
+One question asks for a whole prompt, as its tokens alone name everything that may be of use.
 
 Every failure is a miss, and the server is left alone for a while after it. A prompt waits half a
 second for its question, and as long for all its entries together, besides what they take at
@@ -14,16 +13,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from paged_kv.store.background import StoreStats, stats_of
 from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import CHECKPOINT, Wanted
+from paged_kv.store.keys import EntryPlace
+from paged_kv.store.lookup import Wanted
 from paged_kv.store.write_queue import Faults
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs, round_trips
 from paged_kv.tiers.remote_writer import RemoteWriter
@@ -69,30 +68,6 @@ class RemoteRead:
             self._begun.update(zip(places, self._begin(batch), strict=True))
             self._num_begun += 1
         return self._begun.pop(place)
-
-
-@dataclass
-class Presence:
-    """The entries that a tier holds. It is a `BlockLookup`.
-
-    Attributes:
-        sizes: bytes of each, by key.
-        after: token counts and keys of those whose block follows one, by its digest.
-    """
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    after: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-
-    def add(self, place: EntryPlace, nbytes: int) -> None:
-        """Note that an entry is there."""
-        self.sizes[place.key] = nbytes
-        self.after.setdefault(place.link.parent, []).append((len(place.link.tokens), place.key))
-
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        return self.after.get(parent, [])
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        return ()
 
 
 PATIENCE_S = 0.5
@@ -154,21 +129,21 @@ class RemoteTier:
         """Write the queued entries and close the connections. Later calls do nothing."""
         self._close()
 
-    def ask(self, wanted: Wanted, waits: Waits) -> Presence:
-        """Which full blocks of a prompt the server holds, in one question."""
-        places = list(_askable(wanted))[:_MOST_ASKED]
+    def ask(self, wanted: Wanted, waits: Waits) -> dict[str, int]:
+        """The bytes of what the server holds for a prompt, by key, in one question."""
+        places = list(islice(wanted.places(), _MOST_ASKED))
         names = [self._seal.name(place.key) for place in places]
         patience = waits.asking(self, self._patience_s)
         sizes = self._wait(self._submit(self._blobs.sizes, names), patience)
-        presence = Presence()
+        found = {}
         for place, nbytes in zip(places, sizes or (), strict=False):
             is_there = HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES
             self.queue.note(place.key, is_there=is_there)
             if is_there:
-                presence.add(place, nbytes)
+                found[place.key] = nbytes
             elif nbytes:
                 self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
-        return presence
+        return found
 
     def read(self, wanted: Iterable[Sized], waits: Waits) -> RemoteRead:
         """A read of entries for a prompt, which begins when the first of them is started."""
@@ -258,18 +233,6 @@ class WrongSize(InvalidEntry):
     """An entry that claims more bytes than any page has, or fewer than its header."""
 
     kind = "wrong size"
-
-
-def _askable(wanted: Wanted) -> Iterable[EntryPlace]:
-    """The parts of a prompt's full blocks that a hit may need."""
-    rings = [part for part, _ in wanted.rings]
-    states = [CHECKPOINT] if wanted.needs_checkpoint else []
-    link: Link = wanted.root
-    while link.end + wanted.page_size <= len(wanted.tokens):
-        link = link.then(wanted.tokens[link.end : link.end + wanted.page_size])
-        pages = wanted.parts if link.end > wanted.held else ()
-        for part in (*pages, *rings, *(states if link.end > wanted.beyond else ())):
-            yield EntryPlace(link, part)
 
 
 def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:

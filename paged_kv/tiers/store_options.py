@@ -12,7 +12,7 @@ from paged_kv.checks import file_path, whole_number
 from paged_kv.commands.arguments import path, positive
 from paged_kv.options import Options, option
 from paged_kv.sizes import parse_size, size_in_bytes
-from paged_kv.store.sights import WriteRule
+from paged_kv.store.lookup_counts import WriteRule
 
 
 def store_size(text: str) -> int:

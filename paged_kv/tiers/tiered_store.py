@@ -6,7 +6,7 @@ to all of them, each behind its own queue.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,10 +15,10 @@ from threading import Event
 from paged_kv.store.background import BackgroundStore, StoreStats
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import Stored, Union, Wanted, find, read_ahead
-from paged_kv.store.sights import Sights
+from paged_kv.store.lookup import Stored, Wanted, find, read_ahead
+from paged_kv.store.lookup_counts import LookupCounts
 from paged_kv.tiers.landing import Landing
-from paged_kv.tiers.remote_tier import Presence, RemoteRead, RemoteTier
+from paged_kv.tiers.remote_tier import RemoteRead, RemoteTier
 from paged_kv.tiers.waits import Waits
 
 Tier = BackgroundStore | RemoteTier
@@ -32,14 +32,14 @@ class Offer:
     Attributes:
         stored: the blocks.
         tier: the slowest tier that is needed.
-        remote: what servers have said to hold, of the tiers up to that one, and what has landed.
+        held: the bytes of what each holds, by key, of the tiers up to that one.
         has_landed: whether some of it has landed, and need not be waited for.
         waits: how long its prompt may still wait for servers.
     """
 
     stored: Stored
     tier: str
-    remote: Mapping[Source, Presence]
+    held: Mapping[Source, Mapping[str, int]]
     has_landed: bool = False
     waits: Waits = field(default_factory=Waits)
 
@@ -55,7 +55,7 @@ class TieredStore:
         servers: the tiers that machines share.
         landing: what was read from servers in advance. If it is set, `offers` asks no server unless
             it is told to.
-        sights: how often blocks of prompts were looked up; without a folder, in this process.
+        lookups: how often blocks of prompts were looked up; without a folder, in this process.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -64,21 +64,14 @@ class TieredStore:
         self.folder = folders[0] if folders else None
         self.servers = [tier for tier in tiers if isinstance(tier, RemoteTier)]
         self.landing: Landing | None = None
-        self.sights = self.folder.sights if self.folder else Sights()
+        self.lookups = self.folder.lookups if self.folder else LookupCounts()
         self._labels = {tier: _label(tier, at, self._tiers) for at, tier in enumerate(tiers)}
         self._tokens_found: Counter[str] = Counter()
-        self._is_open = True
 
     def close(self) -> None:
         """Write what is queued and close all tiers. Later calls do nothing."""
-        self._is_open = False
         for tier in self._tiers:
             tier.close()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether `close` has not been called yet."""
-        return self._is_open
 
     @property
     def is_reachable(self) -> bool:
@@ -106,9 +99,9 @@ class TieredStore:
         if self.folder is not None:
             self.folder.queue.touch(keys)
 
-    def see(self, digest: str) -> None:
-        """Count that a block was seen."""
-        (self.folder or self.sights).see(digest)
+    def record(self, digest: str) -> None:
+        """Count that a block was looked up."""
+        (self.folder or self.lookups).record(digest)
 
     def offers(
         self,
@@ -123,26 +116,19 @@ class TieredStore:
         all full blocks. Whoever asks again for the same prompt gives the same `waits`."""
         waits = waits or Waits()
         found: list[Offer] = []
-        remote: dict[Source, Presence] = {}
-        folder: BackgroundStore | None = None
+        held: dict[Source, Mapping[str, int]] = {}
         asks = self.landing is None if ask is None else ask
         landing = [] if self.landing is None else [self.landing]
-        for tier in (*landing, *self._tiers):
-            match tier:
-                case BackgroundStore():
-                    folder = tier
-                case Landing():
-                    remote[tier] = tier.presence()
-                case RemoteTier() if asks:
-                    remote[tier] = tier.ask(wanted, waits)
-            if tier is not folder and not (tier in remote and remote[tier].sizes):
+        for source in (*landing, *self._tiers):
+            if isinstance(source, RemoteTier) and not asks:
                 continue
-            stored = _found(folder, remote, wanted, without)
+            held[source] = source.ask(wanted, waits)
+            stored = find(wanted, ChainMap(*map(dict, held.values())), without)
             longest = found[0].stored.num_tokens if found else 0
             if stored is not None and stored.num_tokens > longest:
-                landed = _landed(stored, remote)
-                label = landed.label if landed else self._labels[tier]  # type: ignore[index]  # not a landing that has landed nothing
-                found.insert(0, Offer(stored, label, dict(remote), landed is not None, waits))
+                landed = _landed(stored, held)
+                label = landed.label if landed else self._labels[source]  # type: ignore[index]  # not a landing that has landed nothing
+                found.insert(0, Offer(stored, label, dict(held), landed is not None, waits))
                 longest = stored.num_tokens
             if longest >= len(wanted.tokens) // wanted.page_size * wanted.page_size:
                 break
@@ -221,36 +207,14 @@ class TieredStore:
 
     def _holders(self, place: EntryPlace, offer: Offer) -> list[Source]:
         """The tiers that hold an entry, quickest first."""
-        landing = [] if self.landing is None else [self.landing]
-        holders: list[Source] = []
-        for tier in (*landing, *self._tiers):
-            if isinstance(tier, BackgroundStore):
-                if tier.queue.has_stored(place.key):
-                    holders.append(tier)
-            elif place.key in offer.remote.get(tier, Presence()).sizes:
-                holders.append(tier)
-        # What nobody else holds was found in the folder: another process has just written it.
-        return holders or [tier for tier in self._tiers if tier is self.folder]
+        return [source for source, held in offer.held.items() if place.key in held]
 
 
-def _found(
-    folder: BackgroundStore | None,
-    remote: Mapping[Source, Presence],
-    wanted: Wanted,
-    without: Sequence[str],
-) -> Stored | None:
-    if folder is not None:
-        stored = folder.find(wanted, without, beside=list(remote.values()))
-        if stored is not None:
-            return stored
-    return find(wanted, Union(list(remote.values())), without) if remote else None
-
-
-def _landed(stored: Stored, remote: Mapping[Source, Presence]) -> Landing | None:
+def _landed(stored: Stored, held: Mapping[Source, Mapping[str, int]]) -> Landing | None:
     """Where some of these blocks have landed."""
-    for tier, presence in remote.items():
-        if isinstance(tier, Landing) and not presence.sizes.keys().isdisjoint(stored.keys):
-            return tier
+    for source, theirs in held.items():
+        if isinstance(source, Landing) and not theirs.keys().isdisjoint(stored.keys):
+            return source
     return None
 
 
@@ -260,14 +224,12 @@ def _is_local(holders: Sequence[Source]) -> bool:
 
 def _read(places: Sequence[EntryPlace], server: RemoteTier, offer: Offer) -> RemoteRead:
     """A read of what a server has said to hold."""
-    wanted = [(place, offer.remote[server].sizes[place.key]) for place in places]
+    wanted = [(place, offer.held[server][place.key]) for place in places]
     return server.read(wanted, offer.waits)
 
 
 def _takers(tiers: Sequence[Tier], place: EntryPlace, nbytes: int) -> list[Tier]:
-    # Servers are asked for full blocks only.
-    able = [tier for tier in tiers if isinstance(tier, BackgroundStore) or place.link.is_full]
-    lacking = [tier for tier in able if not tier.queue.knows(place.key)]
+    lacking = [tier for tier in tiers if not tier.queue.knows(place.key)]
     return [tier for tier in lacking if tier.queue.has_room(nbytes)]
 
 

@@ -325,6 +325,6 @@ def _checked(loaded: LoadedModel, prompt: Prompt, limit: PromptLimit) -> Prompt:
         prompt = replace(prompt, media=loaded.prompts.tokens(tokens))
     if loaded.has_states:
         segments = cut_at(prompt.segments, {each.num_tokens for each in prompt.held})
-        segments = cut_for_snapshots(segments, at_pages=loaded.quantises)
+        segments = cut_for_snapshots(segments, at_pages=loaded.at_pages)
         prompt = replace(prompt, segments=segments)
     return prompt

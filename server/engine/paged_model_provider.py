@@ -68,7 +68,7 @@ class LoadedModel:
         context_length: the most tokens that it was made for; None if its config does not say.
         is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
-        quantises: whether its full pages are quantised, or may be.
+        at_pages: whether prompts resume only after full pages, which are quantised or stored.
         text_machine: separates reasoning and tool calls from text.
         callless_machine: separates reasoning from text, for requests without tools.
         roles: those that its chat template takes.
@@ -85,7 +85,7 @@ class LoadedModel:
     context_length: int | None
     is_batchable: bool
     has_states: bool
-    quantises: bool
+    at_pages: bool
     text_machine: TextStateMachine
     callless_machine: TextStateMachine
     roles: TemplateRoles
@@ -300,7 +300,7 @@ class PagedModelProvider(ModelProvider):
             context_length=_context_length(key[0]),
             is_batchable=can_batch and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
-            quantises=any(factory.pool.quantises for factory in self.factories),
+            at_pages=any(each.pool.quantises or each.store for each in self.factories),
             text_machine=make_text_state_machine(tokenizer),
             callless_machine=_callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),

@@ -217,5 +217,5 @@ def test_saved_caches_and_prefixes_hold_offloaded_pages(model: Any, tmp_path: Pa
     kept.close()
     whole = offloading(model, tmp_path / "pages", 16, store=tmp_path / "store", **options)
     found, count = whole.fetch_cache([*PROMPT, 9])
-    assert count == len(PROMPT)
-    assert_same_run(greedy(model, [9], found, 4), wanted, TOLERANCE)
+    assert count == len(PROMPT) // 256 * 256
+    assert_same_run(greedy(model, [*PROMPT[count:], 9], found, 4), wanted, TOLERANCE)

@@ -32,7 +32,7 @@ def test_salts_share_nothing(folder: Path) -> None:
     factory = stored_factory(model, folder)
     for salt in ("bob", None, b"alice", ("alice",)):
         assert factory.fetch_cache(TEXT[:300], salt=salt)[1] == 0
-    assert factory.fetch_cache(TEXT[:300], salt="alice")[1] == 299
+    assert factory.fetch_cache(TEXT[:300], salt="alice")[1] == 256
     factory.close()
 
 
@@ -71,7 +71,7 @@ def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path) -> None:
         assert found(changed, folder, TEXT[:300]) == 0
     for page_format in ("q8", "q4", "auto"):
         assert found(model, folder, TEXT[:300], page_format=page_format) == 0
-    assert found(small_model("qwen3"), folder, TEXT[:300]) == 299
+    assert found(small_model("qwen3"), folder, TEXT[:300]) == 256
 
 
 def changes_of(model: Any) -> dict[str, tuple[Any, str, float]]:
@@ -105,7 +105,7 @@ def test_changed_settings_share_nothing_and_are_known_again(
         assert warm_and_insert(adapted, factory, TEXT[:300]) == cached
     factory.close()
     setattr(module, attribute, before)
-    assert found(adapted, folder, TEXT[:300]) == 299
+    assert found(adapted, folder, TEXT[:300]) == 256
 
 
 def warm_and_insert(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> int:
@@ -163,4 +163,4 @@ def test_pages_are_stored_as_of_the_version_that_computed_them(folder: Path) -> 
     factory.close()
     assert found(model, folder, prompt) == 0
     projection.weight = projection.weight / 2
-    assert found(model, folder, prompt) == 299
+    assert found(model, folder, prompt) == 256

@@ -13,7 +13,6 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
-from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
 
@@ -112,27 +111,6 @@ def test_blocks_are_cached_until_evicted_and_the_least_recently_used_goes_first(
     found = {first: indexed.index.match("", [first] * 9).num_tokens for first in (1, 2, 3)}
     assert found == {1: 8, 2: 0, 3: 4}
     indexed.allocator.check()
-
-
-def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
-    indexed = Indexed()
-    blocks = indexed.insert([1, 2, 3, 4, 5, 6, 7])
-    told = []
-
-    def on_evict(node: Node) -> None:
-        block = node.blocks[indexed.allocator]
-        assert indexed.allocator.ref_count(block) == 1
-        told.append((block, node.tokens))
-
-    indexed.index.on_evict = on_evict
-    assert indexed.index.evict(lambda: len(indexed.index) <= 1) == len(blocks) - 1
-    assert [block for block, _ in told] == list(reversed(blocks[1:]))
-    indexed.index.clear()
-    assert [block for block, _ in told] == list(reversed(blocks))
-    # A node that a longer one replaces does not count as evicted: its tokens are still known.
-    indexed.insert([1, 2])
-    indexed.insert([1, 2, 3])
-    assert len(told) == len(blocks)
 
 
 def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:

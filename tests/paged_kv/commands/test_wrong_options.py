@@ -90,10 +90,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "store": [
         ("list --store missing", "there is no page store in missing"),
         ("gc --store store --store-bytes 1", "argument --store-bytes: '1' is"),
-        ("export text --store store", "text exists, and export overwrites"),
-        ("export no/tar --store store", "there is no folder no for tar: make it first"),
-        ("import missing --store made", "missing: No such file or directory"),
-        ("import empty --store made", "empty is not an export of a page store"),
     ],
 }
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory
+from paged_kv.store.entry_file import decode
 from paged_kv.store.lookup import CHECKPOINT
-from paged_kv.store.maintenance import clear
 from tests.support.folders import ROOT
 from tests.support.generation import assert_same_run, greedy
 from tests.support.store_entries import open_store
@@ -32,24 +32,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+# With the four tokens of an answer, prompts end where a page does.
 FEW: list[tuple[Any, ...]] = [
-    ("qwen3", "auto", 300),
+    ("qwen3", "auto", 252),
     ("gemma3_text", "q4", 764),
-    ("gpt_oss", "fp16", 40),
-    ("falcon_h1", "fp16", 300),
+    ("gpt_oss", "fp16", 252),
+    ("falcon_h1", "fp16", 252),
 ]
 MORE: list[tuple[Any, ...]] = [
     ("qwen3", ("q8", "q4"), 764),
-    ("gemma3_text", "fp16", 300),
-    ("qwen3_next", "q8", 300),
+    ("gemma3_text", "fp16", 252),
+    ("qwen3_next", "q8", 252),
     # These keep mlx-lm's KVCache beside pages.
-    ("minimax_m3_vl", "fp16", 300),
-    ("deepseek_v32", "fp16", 300),
+    ("minimax_m3_vl", "fp16", 252),
+    ("deepseek_v32", "fp16", 252),
     # Layers that attend by chunks.
-    ("llama4", "fp16", 300),
+    ("llama4", "fp16", 252),
     # No pages.
-    ("mamba", "fp16", 300),
-    ("rwkv7", "fp16", 40),
+    ("mamba", "fp16", 252),
+    ("rwkv7", "fp16", 252),
 ]
 
 
@@ -86,54 +87,19 @@ def test_a_restart_goes_on_as_if_there_had_been_none(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
-def test_a_process_that_is_ended_has_stored_what_it_inserted(folder: Path, name: str) -> None:
+def test_a_process_that_is_ended_has_stored_the_full_pages_that_it_inserted(
+    folder: Path, name: str
+) -> None:
     model = shallow_model(name)
     factory = stored_factory(model, folder)
-    computed(model, factory, TEXT[:600])
+    for length in (512, 600):
+        computed(model, factory, TEXT[:length])
     store_of(factory).flush()
     # The other process still runs, and has closed nothing.
-    cached = found(model, folder, [*TEXT[:600], 1, 2])
-    # Models whose layers can all resume from any token have stored whole blocks so far, the others
-    # everything.
-    assert cached == (512 if name == "qwen3" else 600)
-    factory.close()
-    assert found(model, folder, [*TEXT[:600], 1, 2]) == 600
-
-
-def test_nothing_is_stored_that_ends_within_a_quantised_page(folder: Path) -> None:
-    """A state is kept after 45 tokens, whose page is quantised before it could be stored again."""
-    model = shallow_model("falcon_h1")
-    factory = stored_factory(model, folder, page_format="q8")
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:45]]), cache=cache)
-    assert factory.insert_cache(TEXT[:45], cache) == 45
-    store_of(factory).flush()
-    with open_store(folder) as store:
-        assert {row.num_tokens for row in store.rows()} == {45}
-        clear(store)
-    model(mx.array([TEXT[45:300]]), cache=cache)
-    factory.insert_cache(TEXT[:300], cache)
-    del cache
+    assert found(model, folder, [*TEXT[:600], 1, 2]) == 512
     factory.close()
     with open_store(folder) as store:
-        assert {row.num_tokens for row in store.rows()} == {256, 44}
-    assert found(model, folder, [*TEXT[:250], 1, 2], page_format="q8") == 0
-    assert found(model, folder, TEXT[:400], page_format="q8") == 300
-
-
-@pytest.mark.parametrize(("page_format", "known"), [("fp16", 270), ("q8", 256)])
-def test_a_quantised_block_that_goes_on_differently_is_not_read(
-    folder: Path, page_format: str, known: int
-) -> None:
-    model = shallow_model("qwen3")
-    factory = stored_factory(model, folder, page_format=page_format)
-    computed(model, factory, TEXT[:600])
-    factory.close()
-    factory = stored_factory(model, folder, page_format=page_format)
-    _, cached = factory.fetch_cache([*TEXT[:270], 1, 2])
-    assert cached == store_of(factory).stats().tokens_found == known
-    assert factory.stats().blocks_cached + factory.stats().blocks_used == -(-known // 256)
-    factory.close()
+        assert {row.num_tokens for row in store.rows()} == {256}
 
 
 @pytest.mark.parametrize(
@@ -144,19 +110,18 @@ def test_a_quantised_block_that_goes_on_differently_is_not_read(
 def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str) -> None:
     model = shallow_model(name)
     factory = stored_factory(model, folder)
-    for length in (300, 700):
+    for length in (256, 768):
         computed(model, factory, TEXT[:length])
     factory.close()
-    prompt = [*TEXT[:700], 1, 2]
-    assert found(model, folder, prompt) == 700
-    with open_store(folder) as store:
-        rows = [row for row in store.rows() if row.part == part]
-    (last,) = [row for row in rows if row.num_tokens == 700 - 512]
-    path = folder / f"{last.key}.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    prompt = [*TEXT[:768], 1, 2]
+    assert found(model, folder, prompt) == 768
+    for path in folder.glob("*.safetensors"):
+        place = decode(path.read_bytes(), None).place
+        if (place.part, place.link.end) == (part, 768):
+            path.write_bytes(path.read_bytes()[:-1])
     factory = stored_factory(model, folder)
     run, cached = warm(model, factory, prompt)
-    assert cached == 300
+    assert cached == 256
     cold = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 4)
     assert_same_run(run, cold, 1e-3)
     factory.close()
@@ -170,7 +135,7 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
     def fail(*arguments: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    for name in ("read", "write", "scan"):
+    for name in ("read", "size", "write", "scan"):
         assert store.folder is not None
         monkeypatch.setattr(store.folder.store.folder, name, fail)
     cold = greedy(model, TEXT[:600], PagedCacheFactory(model).make_cache(), 4)

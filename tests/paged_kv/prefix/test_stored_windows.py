@@ -77,22 +77,12 @@ def test_a_restart_goes_on_behind_every_block(
         run_of(model, factory, TEXT[:1301], step=step)
         prompts = [[*TEXT[:length], 1, 2, 3] for length in (1280, 512, 256)]
         expected = [run_of(model, factory, prompt, keep=False)[0] for prompt in prompts]
-        # Within a block of 16 bits, as far as its page and the pages before hold the window.
-        within = [[*TEXT[:length], 4, 5] for length in (700, 520)]
-        in_memory = [run_of(model, factory, prompt, keep=False)[1] for prompt in within]
-    assert in_memory[0] == (700 if page_format == "fp16" else 512)
     for prompt, before in zip(prompts, expected, strict=True):
         with stored_factory(model, folder, page_format=page_format) as factory:
             run, cached = run_of(model, factory, prompt, keep=False)
         assert cached == len(prompt) - 3
         assert run.tokens == before.tokens
         assert mx.array_equal(run.logprobs, before.logprobs)
-        if page_format == "fp16":
-            assert_same_run(run, cold(model, prompt), TOLERANCE)
-    for prompt, known in zip(within, in_memory, strict=True):
-        with stored_factory(model, folder, page_format=page_format) as factory:
-            run, cached = run_of(model, factory, prompt, keep=False)
-        assert cached == known
         if page_format == "fp16":
             assert_same_run(run, cold(model, prompt), TOLERANCE)
 
@@ -111,7 +101,6 @@ class StoredTold(Told):
         return identity(salt=namespace)
 
     def close(self) -> None:
-        self.stored.keep_all()
         self.store.close()
 
 

@@ -283,7 +283,7 @@ def test_a_first_page_that_is_filled_after_a_conversion_has_8_bits() -> None:
     assert formats(cache) == ["q8", "q4", "fp16"]
 
 
-@pytest.mark.parametrize(("name", "cached"), [("q4", 0), ("q8", 599)])
+@pytest.mark.parametrize(("name", "cached"), [("q4", 0), ("q8", 512)])
 def test_what_earlier_versions_stored_is_found_if_its_pages_are_the_same(
     name: str, cached: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

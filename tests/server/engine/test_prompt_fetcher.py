@@ -78,7 +78,7 @@ def test_others_are_generated_while_a_prompt_is_fetched(
     assert told == [expected]
     assert second.service.metrics.cached_tokens == 1024
     store = store_of(second)
-    wait_until(lambda: not store.landing.presence().sizes)
+    wait_until(lambda: not store.landing.ask(None))
 
 
 @pytest.mark.slow
@@ -140,4 +140,4 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     monkeypatch.setattr(ModelDraft, "prepare", later)
     assert completion(second, TOKENS)[0] == expected
     assert drafting.stats().store_hits == {"redis": 1024}
-    wait_until(lambda: not store.landing.presence().sizes)
+    wait_until(lambda: not store.landing.ask(None))

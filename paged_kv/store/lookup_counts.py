@@ -14,10 +14,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 # 16 million tokens of prompts, in about 8 MB of memory.
-MOST_SIGHTS = 1 << 16
+MOST_COUNTED = 1 << 16
 # Of these so many outlive the process, in a file of 128 kB.
-SAVED_SIGHTS = 1 << 14
-SAVED_BYTES = 8 * SAVED_SIGHTS
+MOST_SAVED = 1 << 14
+SAVED_BYTES = 8 * MOST_SAVED
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class WriteRule:
 
     Attributes:
         after: once so many prompts have begun with it.
-        at_once: at its first sight if it has at least so many tokens; None for no such number. No
+        at_once: at its first look-up if it has at least so many tokens; None for no such number. No
             number is worth its bytes in all of the replayed loads of benches/store_writes.py.
     """
 
     after: int = 1
     at_once: int | None = None
 
-    def is_due(self, sights: int, num_tokens: int) -> bool:
-        """Whether to write blocks of a prefix of `num_tokens` tokens, seen so often."""
+    def is_due(self, lookups: int, num_tokens: int) -> bool:
+        """Whether to write blocks of a prefix of `num_tokens` tokens, looked up so often."""
         is_long = self.at_once is not None and num_tokens >= self.at_once
-        return is_long or sights >= self.after
+        return is_long or lookups >= self.after
 
 
 WRITE_ALL = WriteRule()
 
 
-class Sights:
-    """How often blocks were seen, by their digests. One thread uses it at a time.
+class LookupCounts:
+    """How often blocks were looked up, by their digests. One thread uses it at a time.
 
     Args:
         saved: what `unsaved` returned in earlier processes, joined.
@@ -56,28 +56,28 @@ class Sights:
             self._count(block)
 
     def __getitem__(self, digest: str) -> int:
-        """How often a block was seen."""
+        """How often a block was looked up."""
         return self._counts.get(_word(digest), 0)
 
-    def see(self, digest: str) -> None:
+    def record(self, digest: str) -> None:
         """Count a block."""
         self._count(_word(digest))
         self._unsaved.append(_word(digest))
-        del self._unsaved[:-SAVED_SIGHTS]
+        del self._unsaved[:-MOST_SAVED]
 
     @property
     def num_unsaved(self) -> int:
-        """How many sights `unsaved` would return."""
+        """How many look-ups `unsaved` would return."""
         return len(self._unsaved)
 
     def unsaved(self) -> bytes:
-        """The sights since the last call, to append to the saved ones."""
+        """The look-ups since the last call, to append to the saved ones."""
         words, self._unsaved = array("Q", self._unsaved), []
         return words.tobytes()
 
     def _count(self, block: int) -> None:
         self._counts[block] = self._counts.pop(block, 0) + 1
-        if len(self._counts) > MOST_SIGHTS:
+        if len(self._counts) > MOST_COUNTED:
             self._counts.popitem(last=False)
 
 
