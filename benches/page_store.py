@@ -36,10 +36,10 @@ from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.store.background import READERS
-from paged_kv.store.entry_file import Entry
+from paged_kv.store.entry_file import Entry, decode, encode
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import EntryPlace, Identity, Link
-from paged_kv.store.page_store import PageStore
+from paged_kv.tiers.tier import READERS
 
 PROMPT = 4096
 TURNS = {"float32": 5, "bfloat16": 3}
@@ -171,21 +171,31 @@ def throughput(folder: Path) -> dict[str, Any]:
     def timed(name: str, work: Callable[[], object]) -> None:
         times.setdefault(name, []).append(seconds(work))
 
-    with PageStore(folder / "store", CAP) as store, ThreadPoolExecutor(READERS) as readers:
+    with FolderStore(folder / "store", CAP) as store, ThreadPoolExecutor(READERS) as readers:
         entries = [
             Entry(place, {"layer.0": words}, "")
             for place, words in zip(places, contents, strict=True)
         ]
+        keys = [place.key for place in places]
         paths = [plain / f"{at}.safetensors" for at in range(FILES)]
+
+        def write_all() -> None:
+            store.put([(entry.place.key, encode(entry)) for entry in entries])
+
+        def read(key: str) -> Entry:
+            (nbytes,) = store.sizes([key])
+            (data,) = store.get([(key, nbytes)])
+            return decode(data, key)
+
         for _ in range(ROUNDS):
             timed("plain_write", lambda: list(map(write_plainly, paths, contents)))
-            timed("store_write", lambda: store.put(entries))
+            timed("store_write", write_all)
             left = max(drop_from_page_cache(place) for place in (plain, store.path))
             shares.append(left)
             timed("plain_read", lambda: list(readers.map(Path.read_bytes, paths)))
-            timed("store_read", lambda: list(readers.map(store.get, places)))
-            timed("store_read_from_page_cache", lambda: list(readers.map(store.get, places)))
-            store.discard([place.key for place in places])
+            timed("store_read", lambda: list(readers.map(read, keys)))
+            timed("store_read_from_page_cache", lambda: list(readers.map(read, keys)))
+            store.remove(keys)
             for path in paths:
                 path.unlink()
     nbytes = FILES * FILE_BYTES
@@ -219,11 +229,11 @@ def bytes_per_token(folder: Path, page_format: str) -> dict[str, float]:
     factory.insert_cache(tokens, cache)
     in_memory = factory.pool.groups[0].block_bytes / PAGE_SIZE
     factory.close()
-    with PageStore(folder, CAP) as store:
-        rows = store.rows()
-    assert sum(row.num_tokens for row in rows) == len(tokens)
+    with FolderStore(folder, CAP) as store:
+        sizes = [blob.nbytes for blob in store.entries()]
+    assert len(sizes) * PAGE_SIZE == len(tokens)
     return {
-        "disk": min(row.nbytes for row in rows) / PAGE_SIZE,
+        "disk": min(sizes) / PAGE_SIZE,
         "memory": in_memory,
     }
 

@@ -63,7 +63,7 @@ def put_all(store: TieredStore) -> None:
     """Queue all entries."""
     for link in links(TOKENS):
         made = entry(link, words=WORDS)
-        store.save(made, store.takers(made.place, made.nbytes))
+        store.save(made, store.tiers_missing(made.place, made.nbytes))
 
 
 def read_all(store: TieredStore) -> tuple[int, int, float]:

@@ -88,7 +88,7 @@ def read(folder: Path, address: str, options: StoreOptions) -> dict[str, Any]:
     }
     for store in stores.values():
         for entry in entries:
-            store.save(entry, store.takers(entry.place, 0))
+            store.save(entry, store.tiers_missing(entry.place, 0))
             store.flush()
 
     def read_all(store: TieredStore) -> None:

@@ -400,7 +400,7 @@ class PagedCacheFactory:
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
         ours = [folder_of_rank(each, self.ranks) for each in tiers]
         most = size_in_bytes("store_bytes", options.store_bytes)
-        self.store = open_tiers(ours, most, options.store_options, options.eviction_policy)
+        self.store = open_tiers(ours, most, options.store_options)
         self.pool.counts.of_store = self.store.counts_by_tier
         if not self.pool.is_open:
             self._model.open_layers(self.pool)

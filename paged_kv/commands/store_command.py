@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import examples, path
@@ -16,8 +17,8 @@ from paged_kv.store.folder import TAG, default_folder
 from paged_kv.tiers.store_options import StoreOptions, store_size, tier
 
 if TYPE_CHECKING:
-    from paged_kv.store.index import Row
-    from paged_kv.store.page_store import Finding
+    from paged_kv.store.blob_store import Finding
+    from paged_kv.tiers.maintenance import Place
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -56,17 +57,11 @@ def add_store_parser(subparsers: Subparsers) -> None:
 def run_list(arguments: argparse.Namespace) -> int:
     """List the entries."""
     with _opened(arguments) as place:
-        if isinstance(arguments.store, str):
-            found = dict(place.blobs.names())
-            content = [{"name": name, "nbytes": nbytes} for name, nbytes in found.items()]
-            return _print(arguments, content, [_amount(arguments, list(found.values()))])
-        rows = place.rows()
-    groups = [
-        f"  {model}, {page_format}, {part}: {_summary(theirs)}"
-        for (model, page_format, part), theirs in _grouped(rows).items()
-    ]
-    lines = [f"{arguments.store}: {_summary(rows)}", *groups]
-    return _print(arguments, [asdict(row) for row in rows], lines)
+        blobs = list(place.blobs.entries())[::-1]
+    times = [blob.last_used for blob in blobs if blob.last_used]
+    amount = f"{arguments.store}: {_amount([blob.nbytes for blob in blobs])}"
+    lines = [amount, f"  used from {_day(times[-1])} to {_day(times[0])}"] if times else [amount]
+    return _print(arguments, [asdict(blob) for blob in blobs], lines)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -87,7 +82,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
     with _opened(arguments) as place:
         removed = gc(place, arguments.store_bytes)
-    total = _amount(arguments, [each.nbytes for each in removed], "removed")
+    total = _amount([each.nbytes for each in removed], "removed")
     content = [asdict(each) for each in removed]
     return _print(arguments, content, [*map(_finding, removed), total])
 
@@ -99,8 +94,8 @@ def run_clear(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as place:
         sizes = clear(place, dry_run=arguments.dry_run)
     verb = "would be removed" if arguments.dry_run else "removed"
-    content = {"files": len(sizes), "nbytes": sum(sizes), "dry_run": arguments.dry_run}
-    return _print(arguments, content, [_amount(arguments, sizes, verb)])
+    content = {"entries": len(sizes), "nbytes": sum(sizes), "dry_run": arguments.dry_run}
+    return _print(arguments, content, [_amount(sizes, verb)])
 
 
 def _add(
@@ -127,63 +122,39 @@ def _add(
         "--store-unauthenticated", action="store_true", help="servers have no secret"
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
-    parser.set_defaults(run=lambda arguments: _run(run, arguments), store_bytes=NO_LIMIT)
+    parser.set_defaults(run=run, store_bytes=NO_LIMIT)
     return parser
 
 
-def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    try:
-        return run(arguments)
-    except sqlite3.Error as error:
-        raise OSError(f"the index of {arguments.store} cannot be used: {error}") from None
-
-
 @contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[Any]:
-    """The `PageStore` of a folder, or the `Server` at an address.
+def _opened(arguments: argparse.Namespace) -> Iterator[Place]:
+    """The folder or server that the arguments name.
 
     Raises:
         ValueError: a server lacks a secret, or a package is missing.
         OSError: there is no store in the folder, or the server fails.
     """
-    from paged_kv.store.page_store import PageStore
-    from paged_kv.tiers.maintenance import opened_server
+    from paged_kv.tiers.maintenance import opened_place
 
-    place = arguments.store
-    if isinstance(place, str):
-        options = StoreOptions(
-            secret=arguments.store_secret, unauthenticated=arguments.store_unauthenticated
-        )
-        with opened_server(place, options) as server:
-            yield server
-        return
-    if not (place / TAG).exists():
+    store = arguments.store
+    if isinstance(store, Path) and not (store / TAG).exists():
         raise FileNotFoundError(
-            f"there is no page store in {place}: name with --store the folder that the store was "
+            f"there is no page store in {store}: name with --store the folder that the store was "
             "made in"
         )
-    # Listing and cleaning up need no free disk space.
-    with PageStore(place, arguments.store_bytes, min_free_bytes=0) as store:
-        yield store
+    secret, unauthenticated = arguments.store_secret, arguments.store_unauthenticated
+    options = StoreOptions(secret=secret, unauthenticated=unauthenticated)
+    with opened_place(store, arguments.store_bytes, options) as place:
+        yield place
 
 
-def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.model, row.page_format, row.part), []).append(row)
-    return groups
+def _amount(sizes: Sequence[int], verb: str = "") -> str:
+    """How many entries there are, and their bytes."""
+    return f"{counted(len(sizes), 'entry')} {verb}".rstrip() + f", {format_size(sum(sizes))}"
 
 
-def _summary(rows: Sequence[Row]) -> str:
-    tokens = sum(row.num_tokens for row in rows)
-    nbytes = format_size(sum(row.nbytes for row in rows))
-    return f"{counted(len(rows), 'entry')}, {counted(tokens, 'token')}, {nbytes}"
-
-
-def _amount(arguments: argparse.Namespace, sizes: Sequence[int], verb: str = "") -> str:
-    """How many files or entries there are, and their bytes."""
-    noun = "entry" if isinstance(arguments.store, str) else "file"
-    return f"{counted(len(sizes), noun)} {verb}".rstrip() + f", {format_size(sum(sizes))}"
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _finding(finding: Finding) -> str:

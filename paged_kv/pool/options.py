@@ -77,7 +77,7 @@ class PoolOptions(Options):
             late.
         trace: a new file to record block allocations in, for `paged-kv trace replay`; None means
             the file that PAGED_KV_TRACE names, if it is set.
-        eviction_policy: which cached prefixes to evict first, in memory and on disk.
+        eviction_policy: which cached prefixes to evict first from memory.
     """
 
     page_format: FormatChoice = option("fp16", check=_checked_format, metavar="FORMAT")

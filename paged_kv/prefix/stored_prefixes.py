@@ -115,7 +115,7 @@ class StoredPrefixes:
                 return
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
-                if not offer.has_landed:
+                if not offer.is_prefetched:
                     reading = self._prefixes.rates.reading(offer.tier)
                     reading.note(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
@@ -150,7 +150,7 @@ class StoredPrefixes:
         """What this rank has stored, fits its pool and is quicker to read than to compute."""
         for offer in self._store.offers(wanted, failed, waits):
             if self._pool.can_admit(offer.stored.num_tokens) and (
-                offer.has_landed or self.is_quicker(offer, wanted)
+                offer.is_prefetched or self.is_quicker(offer, wanted)
             ):
                 return offer
         return None
@@ -239,14 +239,14 @@ class StoredPrefixes:
         """Store the parts that are not stored yet; returns the keys of all of them."""
         path = [part.place.key for part in parts]
         for part in parts:
-            if takers := self._store.takers(part.place, part.nbytes, servers=to_servers):
+            if missing := self._store.tiers_missing(part.place, part.nbytes, servers=to_servers):
                 try:
                     entry = part.entry()
                 except (MemoryError, TypeError) as error:
                     # A step may be running: drop the entry instead of failing the step.
                     self._store.drop(f"no bytes could be made of them: {error}")
                 else:
-                    self._store.save(entry, takers, path)
+                    self._store.save(entry, missing, path)
         return path
 
     def _parts(self, link: Link, node: Node) -> Iterator[_Part]:

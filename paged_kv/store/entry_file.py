@@ -113,22 +113,6 @@ def decode(data: Buffer, key: str | None) -> Entry:
     return entry
 
 
-def decode_place(data: Buffer) -> tuple[str, int, Fields]:
-    """Part, number of tokens and identity from the first `MAX_HEADER_BYTES` of a file. The checksum
-    is not verified.
-
-    Raises:
-        InvalidEntry: the file is not an entry, or of another version.
-    """
-    data = memoryview(data)
-    _, tensors, metadata = _header(data)
-    try:
-        (num_tokens,) = tensors["tokens"]["shape"]
-        return metadata["part"], int(num_tokens), _identity(metadata)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidEntry(f"the header lacks something: {error!r}") from None
-
-
 def _header(data: memoryview) -> tuple[bytes, dict[str, Any], dict[str, str]]:
     """The bytes before the tensors, and the tensors' descriptions and the metadata in them."""
     header = bytes(data[: _header_end(data)])

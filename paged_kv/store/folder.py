@@ -12,6 +12,8 @@ import re
 import secrets
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from paged_kv.store.entry_file import SUFFIX, Buffer
@@ -23,6 +25,8 @@ _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder holds pages of paged_kv: computed again when they are lost, and not worth a backup.
 # See https://bford.info/cachedir/
 """
+# What earlier versions kept beside the pages.
+_OBSOLETE = ("index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "sights")
 _PAGE_FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
 _BLOCK = 4096
@@ -47,6 +51,19 @@ def is_temporary(name: str) -> bool:
 def size_on_disk(nbytes: int) -> int:
     """The most that a file of `nbytes` takes on disk."""
     return -(-nbytes // _BLOCK) * _BLOCK
+
+
+@dataclass(frozen=True)
+class FileAbout:
+    """What is known of a file.
+
+    Attributes:
+        nbytes: bytes on disk; a folder's include its content.
+        used_ns: its time of modification, in nanoseconds since 1970.
+    """
+
+    nbytes: int
+    used_ns: int
 
 
 class Folder:
@@ -81,9 +98,9 @@ class Folder:
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise FileNotFoundError(f"{self.path} was replaced by another folder")
 
-    def scan(self) -> dict[str, int]:
-        """The names of everything in the folder, and their bytes on disk."""
-        return _sizes(self._fd)
+    def scan(self) -> dict[str, FileAbout]:
+        """Everything in the folder, by name."""
+        return _scanned(self._fd)
 
     def size(self, name: str) -> int:
         """The bytes of a file; 0 if there is none, or something else has its name."""
@@ -116,8 +133,9 @@ class Folder:
         finally:
             os.close(fd)
 
-    def write(self, name: str, data: Sequence[Buffer]) -> None:
-        """Write a whole file. It survives a loss of power only after `sync`."""
+    def write(self, name: str, data: Sequence[Buffer], used_ns: int | None = None) -> None:
+        """Write a whole file, with a time of modification in nanoseconds since 1970 or the present
+        one. It survives a loss of power only after `sync`."""
         temporary = _temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
@@ -125,6 +143,8 @@ class Folder:
             try:
                 for part in data:
                     _write_all(fd, memoryview(part))
+                if used_ns is not None:
+                    os.utime(fd, ns=(used_ns, used_ns))
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -132,6 +152,11 @@ class Folder:
         except BaseException:
             self.remove(temporary)
             raise
+
+    def set_time(self, name: str, used_ns: int) -> None:
+        """Give a file, if it is there, another time of modification."""
+        with suppress(FileNotFoundError):
+            os.utime(name, ns=(used_ns, used_ns), dir_fd=self._fd, follow_symlinks=False)
 
     def sync(self) -> None:
         """Make earlier writes and removals survive a loss of power."""
@@ -158,6 +183,8 @@ class Folder:
             os.fchmod(self._fd, 0o700)
         if TAG not in os.listdir(self._fd):
             self.write(TAG, [_TAG_TEXT])
+        for name in _OBSOLETE:
+            self.remove(name)
         self.write(probe := _temporary_name(), [])
         self.remove(probe)
 
@@ -195,25 +222,26 @@ def _opened(path: Path) -> int:
         raise unusable(path, error) from None
 
 
-def _sizes(fd: int) -> dict[str, int]:
-    """The names in a folder, and the bytes of each; a folder's include its content."""
-    sizes = {}
+def _scanned(fd: int) -> dict[str, FileAbout]:
+    """Everything in a folder, by name."""
+    found = {}
     with os.scandir(fd) as entries:
         for entry in entries:
             try:
                 about = os.lstat(entry.name, dir_fd=fd)
-                sizes[entry.name] = max(about.st_size, about.st_blocks * 512)
+                nbytes = max(about.st_size, about.st_blocks * 512)
                 if stat.S_ISDIR(about.st_mode):
-                    sizes[entry.name] += _size_of_folder(entry.name, fd)
+                    nbytes += _size_of_folder(entry.name, fd)
+                found[entry.name] = FileAbout(nbytes, about.st_mtime_ns)
             except FileNotFoundError:
                 continue
-    return sizes
+    return found
 
 
 def _size_of_folder(name: str, parent: int) -> int:
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
-        return sum(_sizes(fd).values())
+        return sum(about.nbytes for about in _scanned(fd).values())
     finally:
         os.close(fd)
 

@@ -1,11 +1,10 @@
-"""How much a store may take and write: the cap, what to evict for it, and the bytes written today
+"""How much a store may take and write: the cap, and the bytes written today
 and in all, over restarts and by all processes that share the folder."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from paged_kv.sizes import format_size
@@ -33,7 +32,7 @@ class Limits:
 
     def lack(self, used: int, free: int, more: int) -> str:
         """Which limit `more` bytes exceed, and what to change, for people to read."""
-        needs = f"an entry and what the index may grow by need {format_size(more)}"
+        needs = f"an entry needs {format_size(more)}"
         if self.min_free_bytes - free > used - self.max_bytes:
             return (
                 f"{needs}, and the disk has {format_size(free)} free, of which "
@@ -45,21 +44,6 @@ class Limits:
             f"{format_size(self.max_bytes)}, and what could be evicted is less: raise "
             "--store-bytes (store_bytes=)"
         )
-
-
-def victims(
-    entries: Iterable[tuple[str, int]], needed: int, keep: Collection[str]
-) -> list[str] | None:
-    """The keys of the first entries that free `needed` bytes, or None if all of them free less.
-    `entries` are in the order of eviction; those in `keep` are skipped."""
-    chosen = []
-    for key, nbytes in entries:
-        if needed <= 0:
-            break
-        if key not in keep:
-            chosen.append(key)
-            needed -= nbytes
-    return chosen if needed <= 0 else None
 
 
 @dataclass(frozen=True)

@@ -1,102 +1,112 @@
-"""Looks after entries in folders and on servers: verify, gc and clear."""
+"""Looks after the entries of a tier: verify, gc and clear. It needs no model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paged_kv.store import maintenance as folders
+from tqdm import tqdm
+
+from paged_kv.store.blob_store import Blob, BlobStore, Finding, RemoteFault
 from paged_kv.store.entry_file import decode
-from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.page_store import Finding, PageStore
+from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.tiers.address import parse_address
-from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
 from paged_kv.tiers.opening import open_blobs, read_seal
-from paged_kv.tiers.remote_tier import WrongSize
-from paged_kv.tiers.seal import HEADER_BYTES, Seal
+from paged_kv.tiers.seal import UNSEALED, Sealing
 from paged_kv.tiers.store_options import StoreOptions
+from paged_kv.tiers.tier import MOST_ENTRY_BYTES, WrongSize
 
 
 @dataclass(frozen=True)
-class Server:
-    """The entries on a server, and what verifies them. Every function may raise RemoteFault."""
+class Place:
+    """Where entries are, and what verifies them."""
 
-    blobs: Blobs
-    seal: Seal
-
-    def verify(self, name: str, nbytes: int) -> None:
-        """Read an entry.
-
-        Raises:
-            InvalidEntry: it is damaged, or was not written with the secret.
-        """
-        if not HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES:
-            raise WrongSize(f"it has {nbytes:,} bytes")
-        (data,) = self.blobs.get([(name, nbytes)])
-        entry = decode(self.seal.opened(name, data), None)
-        if self.seal.name(entry.place.key) != name:
-            raise OtherEntry("it has the name of another entry")
-
-
-Place = PageStore | Server
+    blobs: BlobStore
+    seal: Sealing = UNSEALED
 
 
 @contextmanager
-def opened_server(place: str, options: StoreOptions) -> Iterator[Server]:
-    """The server at an address, with the secret of the options.
+def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> Iterator[Place]:
+    """A folder, or the server at an address with the secret of the options.
 
     Raises:
         ValueError: there is no secret, or a package is missing.
-        OSError: the server fails.
+        OSError: the folder or server fails.
     """
+    if isinstance(place, Path):
+        # Listing and cleaning up need no free disk space.
+        with FolderStore(place, max_bytes, min_free_bytes=0) as folder:
+            yield Place(folder)
+        return
     address = parse_address(place)
     assert not isinstance(address, Path), "the caller knows that this is a server"
     blobs = open_blobs(address)
     try:
-        yield Server(blobs, read_seal(options))
+        yield Place(blobs, read_seal(options))
     finally:
         blobs.close()
 
 
 def verify(place: Place) -> tuple[int, list[Finding]]:
-    """Read every entry; returns how many there are, and what is wrong with some."""
-    if isinstance(place, PageStore):
-        findings = folders.verify(place)
-        return len(place.stored_keys()), findings
-    names, findings = list(place.blobs.names()), []
-    for name, nbytes in folders.shown("verify", names):
+    """Read every entry; returns how many there are, and what is wrong with what is there. What is
+    useless goes at once from a folder, as with every writer; the findings name it.
+
+    Writers may run meanwhile: an entry that disappears before its turn was evicted.
+    """
+    findings = place.blobs.oddities()
+    blobs = list(place.blobs.entries())
+    for blob in _shown(blobs):
         try:
-            place.verify(name, nbytes)
+            _verify(place, blob)
         except InvalidEntry as error:
-            findings.append(Finding(name, f"{error.kind}: {error}", nbytes, True))
-    return len(names), findings
+            problem, is_useless = f"{error.kind}: {error}", error.kind != NewerVersion.kind
+            findings.append(Finding(blob.name, problem, blob.nbytes, is_useless))
+        except RemoteFault:
+            raise
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            findings.append(Finding(blob.name, problem, blob.nbytes, False))
+    return len(blobs), sorted(findings, key=lambda finding: finding.name)
 
 
 def gc(place: Place, max_bytes: int) -> list[Finding]:
-    """Remove entries that cannot be used, and of the others those above a cap: of a folder, whose
-    cap is its own, the first in its order; of a server the oldest, if it tells their age. Returns
-    what was removed."""
-    if isinstance(place, PageStore):
-        return folders.gc(place)
-    _, removed = verify(place)
-    useless = {finding.name for finding in removed}
-    kept = [each for each in place.blobs.names() if each[0] not in useless]
-    excess = sum(nbytes for _, nbytes in kept) - max_bytes
-    for name, nbytes in kept:
-        if excess > 0:
-            removed.append(Finding(name, "more than the cap allows", nbytes, True))
-            excess -= nbytes
+    """Remove what cannot be used, and of the rest what exceeds a cap, the least recently used
+    first; returns what was removed."""
+    removed = [finding for finding in verify(place)[1] if finding.removable]
     place.blobs.remove([finding.name for finding in removed])
-    return removed
+    over = place.blobs.shrink(max_bytes)
+    excess = [Finding(blob.name, "more than the cap allows", blob.nbytes, True) for blob in over]
+    return removed + excess
 
 
 def clear(place: Place, *, dry_run: bool = False) -> list[int]:
     """Remove all entries, also those of other versions of this package; returns their bytes."""
-    if isinstance(place, PageStore):
-        return folders.clear(place, dry_run=dry_run)
-    found = dict(place.blobs.names())
+    found = list(place.blobs.entries())
     if not dry_run:
-        place.blobs.remove(list(found))
-    return list(found.values())
+        place.blobs.remove([blob.name for blob in found])
+    return [blob.nbytes for blob in found]
+
+
+def _verify(place: Place, blob: Blob) -> None:
+    """Read an entry.
+
+    Raises:
+        InvalidEntry: it is damaged, or was not written with the secret.
+    """
+    (nbytes,) = place.blobs.sizes([blob.name])
+    if not nbytes:
+        return
+    if not place.seal.header_bytes < nbytes <= MOST_ENTRY_BYTES:
+        raise WrongSize(f"it has {nbytes:,} bytes")
+    (data,) = place.blobs.get([(blob.name, nbytes)])
+    entry = decode(place.seal.opened(blob.name, data), None)
+    if place.seal.name(entry.place.key) != blob.name:
+        raise OtherEntry(f"it holds entry {entry.place.key}")
+
+
+def _shown(blobs: Iterable[Blob]) -> Iterable[Blob]:
+    """The entries, with a progress bar if standard error is a terminal."""
+    return tqdm(blobs, "verify", unit=" entries", leave=False, disable=None)

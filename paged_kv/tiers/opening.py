@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
 from paged_kv.checks import file_path
 from paged_kv.extras import extra_module
-from paged_kv.store.background import BackgroundStore
-from paged_kv.store.page_store import PageStore
+from paged_kv.store.blob_store import BlobStore
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.tiers.address import Address, RedisAddress, RemoteAddress, parse_address
-from paged_kv.tiers.blobs import Blobs
-from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteTier
-from paged_kv.tiers.seal import Seal, read_secret
+from paged_kv.tiers.seal import UNSEALED, Seal, Sealing, read_secret
 from paged_kv.tiers.store_options import StoreOptions
-from paged_kv.tiers.tiered_store import Tier, TieredStore
+from paged_kv.tiers.tier import Tier
+from paged_kv.tiers.tiered_store import TieredStore
 
+FOLDER_PATIENCE_S, FOLDER_QUEUE_BYTES = 5.0, 512 << 20
+PATIENCE_S, SERVER_QUEUE_BYTES = 0.5, 256 << 20
 # An entry of a large model may take some seconds from a bucket. Whoever waits gives up earlier.
 _LONGEST_S = 10.0
 
@@ -43,12 +43,7 @@ def store_addresses(store: TierPlace | Sequence[TierPlace]) -> list[Address]:
     return addresses
 
 
-def open_tiers(
-    addresses: Sequence[Address],
-    max_bytes: int,
-    options: StoreOptions,
-    policy: EvictionPolicy = LEAST_WORTH,
-) -> TieredStore:
+def open_tiers(addresses: Sequence[Address], max_bytes: int, options: StoreOptions) -> TieredStore:
     """Open all tiers. A server that does not answer counts as one that holds nothing.
 
     Raises:
@@ -56,18 +51,16 @@ def open_tiers(
         OSError: the secret cannot be read.
         StoreError: the folder cannot be used.
     """
-    seal = read_seal(options) if any(not isinstance(each, Path) for each in addresses) else None
+    seal = UNSEALED if all(isinstance(each, Path) for each in addresses) else read_seal(options)
     tiers: list[Tier] = []
     try:
         for address in addresses:
             if isinstance(address, Path):
                 daily = options.most_bytes_a_day
-                pages = PageStore(address, max_bytes, policy=policy, daily_bytes=daily)
-                tiers.append(BackgroundStore(pages))
+                tiers.append(folder_tier(FolderStore(address, max_bytes, daily_bytes=daily)))
             else:
-                assert seal is not None
                 blobs = open_blobs(address)
-                tiers.append(RemoteTier(address.label, str(address), blobs, seal))
+                tiers.append(server_tier(address.label, str(address), blobs, seal))
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -75,7 +68,42 @@ def open_tiers(
     return TieredStore(tiers)
 
 
-def open_blobs(address: RemoteAddress) -> Blobs:
+def folder_tier(
+    folder: FolderStore,
+    queue_bytes: int = FOLDER_QUEUE_BYTES,
+    patience_s: float = FOLDER_PATIENCE_S,
+) -> Tier:
+    """The tier of a folder, which this brings below its cap if it was higher before."""
+    tier = Tier(
+        "folder",
+        str(folder.path),
+        folder,
+        UNSEALED,
+        queue_bytes=queue_bytes,
+        patience_s=patience_s,
+        is_shared=False,
+    )
+    try:
+        folder.shrink(folder.limits.max_bytes)
+    except (OSError, MemoryError) as error:
+        tier.faults.note(error)
+    return tier
+
+
+def server_tier(label: str, name: str, blobs: BlobStore, seal: Sealing) -> Tier:
+    """The tier of a server."""
+    return Tier(
+        label,
+        name,
+        blobs,
+        seal,
+        queue_bytes=SERVER_QUEUE_BYTES,
+        patience_s=PATIENCE_S,
+        is_shared=True,
+    )
+
+
+def open_blobs(address: RemoteAddress) -> BlobStore:
     """A client of a server; it connects at its first call.
 
     Raises:
@@ -83,7 +111,7 @@ def open_blobs(address: RemoteAddress) -> Blobs:
     """
     if isinstance(address, RedisAddress):
         module = extra_module("paged_kv.tiers.redis_blobs", "redis")
-        blobs: Blobs = module.RedisBlobs(address, PATIENCE_S)
+        blobs: BlobStore = module.RedisBlobs(address, PATIENCE_S)
     else:
         module = extra_module("paged_kv.tiers.s3_blobs", "s3")
         blobs = module.S3Blobs(address, PATIENCE_S, _LONGEST_S)

@@ -6,7 +6,7 @@ Needs the extra "redis".
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, RedisError
 from redis.retry import Retry
 
+from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault, round_trips
 from paged_kv.store.entry_file import Buffer
 from paged_kv.tiers.address import RedisAddress
-from paged_kv.tiers.blobs import RemoteFault, round_trips
 
 PREFIX = "paged-kv:"
 # Of reads of 4 MB on loopback, 64 kB gave 2.4 GB/s, 1 MiB 4.4 GB/s and 4 MiB 3.0 GB/s.
@@ -32,8 +32,8 @@ _Piece = tuple[int, int, int]
 """Of which entry, from where, and to where."""
 
 
-class RedisBlobs:
-    """See `Blobs`.
+class RedisBlobs(BlobStore):
+    """See `BlobStore`.
 
     Args:
         address: of the server.
@@ -92,15 +92,20 @@ class RedisBlobs:
                         found[at] = _joined(found[at], data, start, wanted[at][1])
         return [memoryview(data)[:end] for data, end in zip(found, ends, strict=True)]
 
-    def put(self, name: str, data: Sequence[Buffer]) -> None:
-        with _faults():
-            self._client.set(PREFIX + name, b"".join(data))
+    def put(
+        self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
+    ) -> list[Outcome]:
+        for name, data in entries:
+            with _faults():
+                self._client.set(PREFIX + name, b"".join(data))
+            self.written = self.written.plus(sum(map(len, data)))
+        return [Outcome.STORED] * len(entries)
 
-    def names(self) -> Iterator[tuple[str, int]]:
+    def entries(self) -> Iterator[Blob]:
         with _faults():
             found = [each.decode() for each in self._client.scan_iter(PREFIX + "*", count=1000)]
         names = [each.removeprefix(PREFIX) for each in found]
-        yield from zip(names, self.sizes(names), strict=True)
+        yield from map(Blob, names, self.sizes(names))
 
     def remove(self, names: Sequence[str]) -> None:
         with _faults():

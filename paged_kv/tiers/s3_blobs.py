@@ -5,7 +5,7 @@ Needs the extra "s3".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,17 +16,17 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault
 from paged_kv.store.entry_file import Buffer
 from paged_kv.tiers.address import S3Address
-from paged_kv.tiers.blobs import RemoteFault
 
 FOLDER = "paged-kv/"
 # The protocol has no call for many names at once, so calls run side by side.
 _ASKED_AT_ONCE = 32
 
 
-class S3Blobs:
-    """See `Blobs`.
+class S3Blobs(BlobStore):
+    """See `BlobStore`. Calls end with their time-outs, and cannot be interrupted.
 
     Args:
         address: of the bucket.
@@ -68,22 +68,25 @@ class S3Blobs:
     def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
         return list(self._askers.map(self._get, wanted))
 
-    def put(self, name: str, data: Sequence[Buffer]) -> None:
-        with _faults():
-            obstore.put(self._store, FOLDER + name, b"".join(data), use_multipart=False)
+    def put(
+        self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
+    ) -> list[Outcome]:
+        for name, data in entries:
+            with _faults():
+                obstore.put(self._store, FOLDER + name, b"".join(data), use_multipart=False)
+            self.written = self.written.plus(sum(map(len, data)))
+        return [Outcome.STORED] * len(entries)
 
-    def names(self) -> Iterator[tuple[str, int]]:
+    def entries(self) -> Iterator[Blob]:
         with _faults():
             found = [each for some in obstore.list(self._store, FOLDER) for each in some]
         for each in sorted(found, key=lambda each: each["last_modified"]):
-            yield each["path"].rpartition("/")[2], each["size"]
+            name, used = each["path"].rpartition("/")[2], each["last_modified"].timestamp()
+            yield Blob(name, each["size"], used)
 
     def remove(self, names: Sequence[str]) -> None:
         with _faults():
             obstore.delete(self._store, [FOLDER + name for name in names])
-
-    def interrupt(self) -> None:
-        pass  # calls end with their time-outs
 
     def close(self) -> None:
         self._askers.shutdown(wait=False, cancel_futures=True)

@@ -17,7 +17,7 @@ from paged_kv.store.lookup_counts import WriteRule
 
 def store_size(text: str) -> int:
     """The bytes that a page store may take."""
-    from paged_kv.store.page_store import MIN_BYTES
+    from paged_kv.store.folder_store import MIN_BYTES
 
     nbytes = parse_size(text)
     if nbytes < MIN_BYTES:

@@ -1,8 +1,8 @@
 """Reads pages of prompts from servers before the prompts begin, while others are generated.
 
-A job whose prompt may be on a server waits aside until its pages have landed in memory. With
+A job whose prompt may be on a server waits aside until its pages are in memory. With
 --prefill-from, what no tier holds of a long prompt is computed by another server, which publishes
-pages as they are filled; they land here as they come. Whatever fails or takes too long costs that
+pages as they are filled; they are read as they come. Whatever fails or takes too long costs that
 time, and the prompt is computed here.
 
 mlx-lm's server keeps whole prompt caches. Here prompts share pages, every prompt reuses the longest
@@ -26,7 +26,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import Keeping, keeping_of
 from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.landing import Landing
+from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Fetch:
     """A prompt whose pages are fetched.
 
     Attributes:
-        landed: the keys of entries that were read.
+        keys: the keys of entries that were read.
         tokens: how many tokens they hold.
         tier: where they came from.
         seconds: how long reading them took.
@@ -55,7 +55,7 @@ class _Fetch:
     prompt: list[int]
     salt: Hashable
     wanted: Wanted
-    landed: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     tokens: int = 0
     tier: str = ""
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class PromptFetcher:
         assert factory.store is not None, "there are tiers to fetch from"
         self._factory = factory
         self._store = factory.store
-        self._store.landing = self._landing = Landing()
+        self._store.prefetched = self._prefetched = PrefetchBuffer()
         self._other = other
         self._over = over
         self._fetches: dict[int, _Fetch] = {}
@@ -113,7 +113,7 @@ class PromptFetcher:
         if fetch is None:
             return
         fetch.is_cancelled.set()
-        self._landing.discard(fetch.landed)
+        self._prefetched.discard(fetch.keys)
         if fetch.seconds:
             rate = self._factory.prefixes.rates.reading(fetch.tier)
             rate.note(fetch.tokens, fetch.seconds)
@@ -123,7 +123,7 @@ class PromptFetcher:
     def _run(self, fetch: _Fetch) -> None:
         try:
             began = monotonic()
-            known = self._land(fetch, fetch.wanted)
+            known = self._prefetch(fetch, fetch.wanted)
             if known > fetch.wanted.beyond:
                 fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
             is_long = len(fetch.prompt) - known > self._over
@@ -133,19 +133,19 @@ class PromptFetcher:
             log.exception("a prompt could not be fetched; it is computed here")
         finally:
             if fetch.is_cancelled.is_set():
-                self._landing.discard(fetch.landed)
+                self._prefetched.discard(fetch.keys)
 
-    def _land(self, fetch: _Fetch, wanted: Wanted, *, is_awaited: bool = False) -> int:
+    def _prefetch(self, fetch: _Fetch, wanted: Wanted, *, is_awaited: bool = False) -> int:
         """Read what servers hold of a prompt; returns how many of its tokens are known then."""
         rates = self._factory.prefixes.rates
         for offer in self._store.offers(wanted, ask=True):
             tokens = offer.stored.num_tokens
             if is_awaited or rates.is_reading_quicker(tokens - wanted.beyond, offer.tier):
-                landed = self._store.land(offer, fetch.is_cancelled)
-                fetch.landed += landed
+                keys = self._store.prefetch(offer, fetch.is_cancelled)
+                fetch.keys += keys
                 fetch.tier = offer.tier
                 # If an entry could not be read, the blocks before it are still of use.
-                return min(tokens, len(fetch.prompt)) if landed else wanted.beyond
+                return min(tokens, len(fetch.prompt)) if keys else wanted.beyond
         return wanted.beyond
 
     def _prefill(self, fetch: _Fetch, other: OtherServer, known: int) -> None:
@@ -173,7 +173,7 @@ class PromptFetcher:
             computed = full if has_ended else done // PAGE_SIZE * PAGE_SIZE
             is_behind = computed > known and (is_piecewise or computed >= full)
             if is_behind:
-                reached = self._land(fetch, replace(wanted, beyond=known), is_awaited=True)
+                reached = self._prefetch(fetch, replace(wanted, beyond=known), is_awaited=True)
                 if reached > known:
                     news, known = monotonic(), reached
                     continue

@@ -1,13 +1,13 @@
 """A server of entries, in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault
 from paged_kv.store.entry_file import Buffer
-from paged_kv.tiers.blobs import RemoteFault
 
 
-class Memory:
-    """Entries in memory, as `Blobs`.
+class Memory(BlobStore):
+    """Entries in memory.
 
     Attributes:
         calls: the kinds of calls so far, and of how many names.
@@ -15,26 +15,30 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
         self.calls: list[tuple[str, int]] = []
         self.is_full = False
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         self.calls.append(("sizes", len(names)))
-        return [len(self.entries.get(name, b"")) for name in names]
+        return [len(self.blobs.get(name, b"")) for name in names]
 
     def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
         self.calls.append(("get", len(wanted)))
-        return [self.entries[name][:nbytes] for name, nbytes in wanted]
+        return [self.blobs[name][:nbytes] for name, nbytes in wanted]
 
-    def put(self, name: str, data: Sequence[Buffer]) -> None:
-        self.calls.append(("put", 1))
+    def put(
+        self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
+    ) -> list[Outcome]:
+        self.calls.append(("put", len(entries)))
         if self.is_full:
             raise RemoteFault(MemoryError(), is_full=True)
-        self.entries[name] = b"".join(data)
+        self.blobs |= {name: b"".join(data) for name, data in entries}
+        return [Outcome.STORED] * len(entries)
 
-    def interrupt(self) -> None:
-        """Nothing waits."""
+    def entries(self) -> Iterator[Blob]:
+        yield from [Blob(name, len(data)) for name, data in self.blobs.items()]
 
-    def close(self) -> None:
-        """There are no connections."""
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.blobs.pop(name, None)

@@ -1,15 +1,16 @@
 """Entries whose content follows from their place, so that a wrong read shows."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paged_kv.store.entry_file import Entry
+from paged_kv.store.blob_store import Outcome
+from paged_kv.store.entry_file import SUFFIX, Entry, decode, encode
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import EntryPlace, Identity, Link, Salt
-from paged_kv.store.page_store import PageStore
 
 PAGES = "pages 0"
 PAGE_SIZE = 256
@@ -74,9 +75,9 @@ def is_right(found: Entry) -> bool:
     )
 
 
-def open_store(folder: Path, max_bytes: int = 64 << 20, **options: Any) -> PageStore:
+def open_store(folder: Path, max_bytes: int = 64 << 20, **options: Any) -> FolderStore:
     """A store that accepts a nearly full disk, which a test machine may have."""
-    return PageStore(folder, max_bytes, **{"min_free_bytes": 0, **options})
+    return FolderStore(folder, max_bytes, **{"min_free_bytes": 0, **options})
 
 
 def bytes_in(folder: Path) -> int:
@@ -89,3 +90,25 @@ def bytes_in(folder: Path) -> int:
             continue
         found[about.st_ino] = max(about.st_size, about.st_blocks * 512)
     return sum(found.values())
+
+
+def put(store: FolderStore, entries: Iterable[Entry], keep: Iterable[Entry] = ()) -> list[Outcome]:
+    """Store entries; none of `keep` is evicted for them."""
+    files = [(each.place.key, encode(each)) for each in entries]
+    return store.put(files, {each.place.key for each in keep})
+
+
+def stored_keys(store: FolderStore) -> set[str]:
+    return {blob.name for blob in store.entries()}
+
+
+def stored_entry(store: FolderStore, key: str) -> Entry | None:
+    """The entry of a key, verified; None if there is none."""
+    (nbytes,) = store.sizes([key])
+    (data,) = store.get([(key, nbytes)])
+    return decode(data, key) if data else None
+
+
+def stored_entries(folder: Path) -> list[Entry]:
+    """All entries of a folder."""
+    return [decode(path.read_bytes(), None) for path in sorted(folder.glob(f"*{SUFFIX}"))]

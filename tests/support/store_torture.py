@@ -22,10 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.store import folder as folder_module
-from paged_kv.store.entry_file import decode, file_name
-from paged_kv.store.maintenance import verify
-from paged_kv.store.page_store import MIN_BYTES
-from tests.support.store_entries import bytes_in, entry, is_right, links, open_store, prompt
+from paged_kv.store.folder_store import MIN_BYTES
+from paged_kv.tiers.maintenance import Place, verify
+from tests.support.store_entries import (
+    bytes_in,
+    entry,
+    is_right,
+    links,
+    open_store,
+    prompt,
+    put,
+    stored_entry,
+    stored_keys,
+)
 from tests.support.system_calls import CALLS, SystemCalls
 
 CAP = MIN_BYTES
@@ -76,9 +85,9 @@ def kill_at_each_call(folder: Path, cycles: int, seed: int, every: int) -> dict[
             calls = SystemCalls(number, lambda: os.kill(os.getpid(), signal.SIGKILL), CALLS)
             vars(folder_module)["os"] = calls
             with open_store(folder, CAP) as store:
-                store.put(
-                    [entry(links(prompt(seed + number + at))[0], words=WORDS) for at in (0, 1)]
-                )
+                first = [links(prompt(seed + number + at))[0] for at in (0, 1)]
+                put(store, [entry(link, words=WORDS) for link in first])
+                store.touch(sorted(stored_keys(store))[:5])
             os._exit(0)
         _, status = os.waitpid(writer, 0)
         counts["most_bytes"] = max(counts["most_bytes"], bytes_in(folder))
@@ -96,8 +105,8 @@ def write_for_ever(folder: Path, seed: int) -> None:
         with open_store(folder, CAP) as store:
             for at in range(1 << 30):
                 chain = links(prompt(1000 * seed + at, 700))
-                store.put([entry(link, words=WORDS) for link in chain])
-                store.touch(sorted(store.stored_keys())[:5])
+                put(store, [entry(link, words=WORDS) for link in chain])
+                store.touch(sorted(stored_keys(store))[:5])
     finally:
         # Never return into the loop of the process that forked this one.
         os._exit(1)
@@ -106,11 +115,11 @@ def write_for_ever(folder: Path, seed: int) -> None:
 def look(folder: Path, counts: Counter[str]) -> None:
     """Read every entry, and count those that are wrong."""
     with open_store(folder, CAP) as store:
-        for key in store.stored_keys():
-            found = decode(store.folder.read(file_name(key)), key)
+        for key in stored_keys(store):
+            found = stored_entry(store, key)
             counts["reads"] += 1
-            counts["wrong_reads"] += not is_right(found)
-        for finding in verify(store):
+            counts["wrong_reads"] += found is None or not is_right(found)
+        for finding in verify(Place(store))[1]:
             was_left = finding.problem == "left by a writer that died"
             is_gone = not (folder / finding.name).exists()
             counts["left_behind" if was_left and is_gone else "other_findings"] += 1

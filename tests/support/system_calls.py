@@ -7,7 +7,7 @@ from typing import Any
 # The system calls of a folder that count. Closing does not: it cleans up after faults.
 CALLS = (
     *("open", "read", "write", "fsync", "rename", "unlink", "scandir", "listdir"),
-    *("stat", "lstat", "fstat", "fstatvfs", "fchmod"),
+    *("stat", "lstat", "fstat", "fstatvfs", "fchmod", "utime"),
 )
 
 

@@ -1,6 +1,5 @@
 """Eviction policies: one decides for prefixes, out-of-window blocks, snapshots and the store."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from paged_kv.allocator.prefixes.eviction import EvictionOrder
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.uses import Use
 from tests.support.examples import examples
-from tests.support.store_entries import entry, links, open_store, prompt
 from tests.support.zoo import small_model
 
 PAGE = 4
@@ -99,41 +97,16 @@ def test_whatever_a_policy_says_all_goes_that_may_go(
     assert set(index.nodes()) == kept
 
 
-@pytest.mark.parametrize("policy", [*FIRST, Broken(RuntimeError("broken"))])
-def test_the_store(policy: EvictionPolicy, tmp_path: Path) -> None:
-    # A folder keeps no half-lives.
-    known = LeastRecentlyUsed() if policy not in FIRST or policy == LeastWorth() else policy
-    assert _stored_order(policy, tmp_path) == FIRST[known]
-
-
-def _stored_order(policy: EvictionPolicy, folder: Path) -> str:
-    keys: dict[str, str] = {}
-    with open_store(folder, policy=policy) as store:
-        for seed, name in enumerate("abc"):
-            (link, *_) = links(prompt(seed))
-            store.put([entry(link)])
-            (keys[name],) = {row.key for row in store.rows()} - set(keys.values())
-        for name in USES:
-            store.touch([keys[name]])
-        names = {key: name for name, key in keys.items()}
-        return "".join(names[key] for key in store.eviction_order())
-
-
-def test_a_factory_hands_its_policy_to_all_of_them(tmp_path: Path) -> None:
+def test_a_factory_hands_its_policy_to_all_of_them() -> None:
     policy = FirstInFirstOut()
-    factory = PagedCacheFactory(
-        small_model("lfm2"), max_bytes=1 << 24, store=tmp_path / "s", eviction_policy=policy
-    )
+    factory = PagedCacheFactory(small_model("lfm2"), max_bytes=1 << 24, eviction_policy=policy)
     assert factory.pool.eviction_policy is policy
-    assert factory.store is not None
     orders: list[Any] = [
         factory.pool.index._leaves,
         factory.pool.out_of_window._order,
         factory.prefixes.snapshots._order,
     ]
     assert all(order._rank.policy is policy for order in orders)
-    assert factory.store.folder is not None
-    assert factory.store.folder.store._policy is policy
     factory.close()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from tests.support.store_entries import entry, links, open_store, prompt
+from tests.support.store_entries import entry, links, open_store, prompt, put, stored_keys
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     with open_store(folder) as store:
         for seed, length in ((1, 600), (2, 256)):
-            store.put([entry(link) for link in links(prompt(seed, length))])
+            put(store, [entry(link) for link in links(prompt(seed, length))])
     return folder
 
 
@@ -30,13 +30,17 @@ def run_json(capsys: Any, folder: Path, *arguments: str) -> tuple[int, Any]:
 
 
 def test_list_and_verify_a_sound_store(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    status, rows = run_json(capsys, folder, "list")
-    assert (status, len(rows)) == (0, 4)
-    assert {row["model"] for row in rows} == {"llama"}
-    assert sum(row["num_tokens"] for row in rows) == 856
+    (last,) = links(prompt(3))
+    with open_store(folder) as store:
+        put(store, [entry(last)])
+        keys = stored_keys(store)
+    status, blobs = run_json(capsys, folder, "list")
+    assert status == 0
+    assert {blob["name"] for blob in blobs} == keys
+    assert blobs[0]["name"] == entry(last).place.key
     assert run(folder, "ls") == 0
-    assert "llama, fp16, pages 0: 4 entries, 856 tokens" in capsys.readouterr().out
-    assert run_json(capsys, folder, "verify") == (0, {"entries": 4, "findings": []})
+    assert "5 entries, " in capsys.readouterr().out
+    assert run_json(capsys, folder, "verify") == (0, {"entries": 5, "findings": []})
 
 
 def test_verify_names_everything_that_is_wrong_and_gc_removes_it(
@@ -51,17 +55,17 @@ def test_verify_names_everything_that_is_wrong_and_gc_removes_it(
     status, found = run_json(capsys, folder, "verify")
     assert status == 1
     problems = {each["name"]: each["problem"] for each in found["findings"]}
-    assert problems.keys() == {one.name, two.name, three.name, "notes.txt", "a" * 32 + ".tmp"}
-    assert problems[one.name].startswith("damaged: the checksum is wrong")
-    assert problems[two.name].startswith("other entry: the file holds entry")
-    assert problems[three.name].startswith("other version: it has format version '2'")
+    assert problems.keys() == {one.stem, two.stem, three.stem, "notes.txt", "a" * 32 + ".tmp"}
+    assert problems[one.stem].startswith("damaged: the checksum is wrong")
+    assert problems[two.stem].startswith("other entry: it holds entry")
+    assert problems[three.stem].startswith("other version: it has format version '2'")
     assert "counts against the cap" in problems["notes.txt"]
     assert problems["a" * 32 + ".tmp"] == "left by a writer that died"
     assert run(folder, "verify") == 1
     assert "4 entries read, 4 faults found" in capsys.readouterr().out
 
     assert run(folder, "gc") == 0
-    assert "2 files removed" in capsys.readouterr().out
+    assert "2 entries removed" in capsys.readouterr().out
     assert not one.exists()
     assert not two.exists()
     assert three.exists()

@@ -14,7 +14,7 @@ from paged_kv.store.entry_file import decode
 from paged_kv.store.lookup import CHECKPOINT
 from tests.support.folders import ROOT
 from tests.support.generation import assert_same_run, greedy
-from tests.support.store_entries import open_store
+from tests.support.store_entries import stored_entries
 from tests.support.stored_prompts import (
     TEXT,
     computed,
@@ -98,8 +98,7 @@ def test_a_process_that_is_ended_has_stored_the_full_pages_that_it_inserted(
     # The other process still runs, and has closed nothing.
     assert found(model, folder, [*TEXT[:600], 1, 2]) == 512
     factory.close()
-    with open_store(folder) as store:
-        assert {row.num_tokens for row in store.rows()} == {256}
+    assert {len(each.place.link.tokens) for each in stored_entries(folder)} == {256}
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,13 @@ def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str)
 def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shallow_model("qwen3")
     factory = stored_factory(model, folder)
-    store = store_of(factory)
+    store: Any = store_of(factory)
 
     def fail(*arguments: Any) -> Any:
         raise OSError(5, "Input/output error")
 
     for name in ("read", "size", "write", "scan"):
-        assert store.folder is not None
-        monkeypatch.setattr(store.folder.store.folder, name, fail)
+        monkeypatch.setattr(store.tiers[0].blobs.folder, name, fail)
     cold = greedy(model, TEXT[:600], PagedCacheFactory(model).make_cache(), 4)
     for _ in range(2):
         run, _ = warm(model, factory, TEXT[:600])
@@ -146,7 +144,7 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
         store.flush()
     factory.close()
     assert store.stats().errors.keys() == {"OSError"}
-    assert store.stats().dropped["the disk failed"] >= 2 + 2
+    assert sum(store.stats().dropped.values()) >= 2 + 2
     assert store.stats().entries_written == store.stats().tokens_found == 0
 
 
@@ -154,7 +152,7 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
 def test_the_core_of_the_store_loads_no_mlx() -> None:
     code = """
 import sys
-import paged_kv.store.background, paged_kv.store.maintenance, paged_kv.commands.store_command
+import paged_kv.tiers.opening, paged_kv.tiers.maintenance, paged_kv.commands.store_command
 print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

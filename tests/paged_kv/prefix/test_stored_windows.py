@@ -15,9 +15,9 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.store.background import BackgroundStore
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import Identity
-from paged_kv.store.page_store import PageStore
+from paged_kv.tiers.opening import folder_tier
 from paged_kv.tiers.tiered_store import TieredStore
 from tests.paged_kv.prefix.test_window_reuse import Told
 from tests.support import stored_prompts
@@ -92,8 +92,7 @@ class StoredTold(Told):
 
     def __init__(self, folder: Path, blocks: int, **options: Any) -> None:
         super().__init__(blocks, **options)
-        pages = BackgroundStore(PageStore(folder, 1 << 30, min_free_bytes=0))
-        self.store = TieredStore([pages])
+        self.store = TieredStore([folder_tier(FolderStore(folder, 1 << 30, min_free_bytes=0))])
         self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, StoredStates())
         self.prefixes.put_below(self.stored)
 

@@ -2,23 +2,17 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from paged_kv.store import keys
-from paged_kv.store.entry_file import decode, decode_place, encode
+from paged_kv.store.entry_file import decode, encode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.keys import EntryPlace, Link
+from paged_kv.store.keys import Link
 from tests.support.store_damage import KINDS, damaged
 from tests.support.store_entries import (
-    PAGES,
     entry,
-    identity,
     is_right,
     links,
-    open_store,
-    others,
     prompt,
 )
 
@@ -34,7 +28,6 @@ def test_an_entry_comes_back_as_it_was() -> None:
     key, data = file_of(links(prompt(0, 300))[1])
     found = decode(data, key)
     assert is_right(found)
-    assert decode_place(data[:4000]) == (PAGES, 44, identity().as_fields())
 
 
 def test_a_thousand_damaged_files_are_all_refused() -> None:
@@ -67,27 +60,3 @@ def test_a_sound_file_under_another_name_is_refused() -> None:
     (first, _), (_, data) = [file_of(link) for link in links(prompt(3, 512))]
     with pytest.raises(OtherEntry):
         decode(data, first)
-
-
-@pytest.fixture
-def _one_hash_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stub:
-        def __init__(self, data: bytes) -> None:
-            pass
-
-        def hexdigest(self) -> str:
-            return "5" * 64
-
-    monkeypatch.setattr(keys, "sha256", Stub)
-
-
-@pytest.mark.usefixtures("_one_hash_for_all")
-def test_what_collides_is_told_apart(tmp_path: Path) -> None:
-    """All share one sha256, so decoding must compare tokens, parent and identity."""
-    stored = Link.root(identity()).then([1, 2]).then([3, 4])
-    with open_store(tmp_path / "store") as store:
-        store.put([entry(stored)])
-        assert is_right(store.get(EntryPlace(stored, PAGES)))
-        for asked in others():
-            with pytest.raises(OtherEntry):
-                store.get(EntryPlace(asked, PAGES))

@@ -4,25 +4,28 @@ import errno
 import logging
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paged_kv.store import folder as folder_module
-from paged_kv.store.background import BackgroundStore
-from paged_kv.store.entry_file import Entry
+from paged_kv.store.blob_store import Outcome
+from paged_kv.store.entry_file import Buffer
 from paged_kv.store.errors import StoreError
+from paged_kv.store.folder_store import MIN_BYTES, FolderStore
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import Wanted, find, read_ahead
-from paged_kv.store.maintenance import verify
-from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
+from paged_kv.store.lookup import Wanted, find
+from paged_kv.tiers.maintenance import Place, verify
+from paged_kv.tiers.opening import folder_tier
+from paged_kv.tiers.tier import Tier
+from paged_kv.tiers.waits import Waits
+from paged_kv.tiers.writer import SLOW
 from tests.support.folders import ROOT
 from tests.support.patience import wait_until
 from tests.support.store_entries import (
@@ -34,6 +37,9 @@ from tests.support.store_entries import (
     links,
     open_store,
     prompt,
+    put,
+    stored_entry,
+    stored_keys,
 )
 from tests.support.system_calls import CALLS, SystemCalls
 
@@ -52,19 +58,23 @@ def wanted(tokens: list[int]) -> Wanted:
     return Wanted(Link.root(identity()), tokens, 0, 0, (PAGES,), False, PAGE_SIZE)
 
 
-def found(store: BackgroundStore, tokens: list[int]) -> int:
+def found(store: Tier, tokens: list[int]) -> int:
     """The number of a prompt's stored tokens; everything that is read is right."""
-    stored = find(wanted(tokens), store.ask(wanted(tokens)))
+    waits = Waits()
+    held = store.ask(wanted(tokens), waits)
+    stored = find(wanted(tokens), held)
     if stored is None:
         return 0
-    for read in read_ahead(stored.places, store.start, store.finish):
+    reading = store.read([(place, held[place.key]) for place in stored.places], waits)
+    for place in stored.places:
+        read = store.finish(reading.start(place), place, waits)
         if read is None:
             return 0
         assert is_right(read)
     return stored.num_tokens
 
 
-def save(store: BackgroundStore, tokens: list[int], words: int = 1000) -> None:
+def save(store: Tier, tokens: list[int], words: int = 1000) -> None:
     for link in links(tokens):
         made = entry(link, words=words)
         if not store.queue.knows(made.place.key) and store.queue.has_room(made.nbytes):
@@ -74,10 +84,12 @@ def save(store: BackgroundStore, tokens: list[int], words: int = 1000) -> None:
 def assert_sound(folder: Path) -> None:
     """The next process can read all entries, and none of them is wrong."""
     with open_store(folder, MIN_BYTES) as store:
-        for link in links(TEXT):
-            with suppress(FileNotFoundError):
-                assert is_right(store.get(EntryPlace(link, PAGES)))
-        assert {finding.problem for finding in verify(store)} <= {"left by a writer that died"}
+        for key in stored_keys(store):
+            read = stored_entry(store, key)
+            assert read is not None
+            assert is_right(read)
+        _, findings = verify(Place(store))
+        assert {finding.problem for finding in findings} <= {"left by a writer that died"}
 
 
 @pytest.mark.slow
@@ -92,7 +104,7 @@ def test_every_system_call_may_fail_in_the_background(
         monkeypatch.setattr(folder_module, "os", calls)
         store = None
         with suppress(StoreError):
-            store = BackgroundStore(open_store(folder, MIN_BYTES))
+            store = folder_tier(open_store(folder, MIN_BYTES))
         if store is None:
             refused += 1
         else:
@@ -113,65 +125,15 @@ def test_every_system_call_may_fail_in_the_background(
     assert ended > 40
 
 
-@contextmanager
-def statement_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list[int]]:
-    """The n-th statement to the index fails as on a broken disk."""
-    count = [0]
-
-    class Connection(sqlite3.Connection):
-        def execute(self, *arguments: Any) -> Any:
-            self._count()
-            return super().execute(*arguments)
-
-        def executemany(self, *arguments: Any) -> Any:
-            self._count()
-            return super().executemany(*arguments)
-
-        def _count(self) -> None:
-            count[0] += 1
-            if count[0] == number:
-                raise sqlite3.OperationalError("disk I/O error")
-
-    real = sqlite3.connect
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            sqlite3,
-            "connect",
-            lambda *arguments, **named: real(*arguments, factory=Connection, **named),
-        )
-        yield count
-
-
-@pytest.mark.slow
-def test_every_statement_to_the_index_may_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = 0
-    for number in range(1, 1000):
-        folder = tmp_path / "store"
-        with statement_fails(monkeypatch, number) as count, suppress(StoreError):
-            store = BackgroundStore(open_store(folder, MIN_BYTES))
-            save(store, TEXT)
-            store.queue.flush()
-            assert found(store, TEXT) in (0, 256, 512, 768)
-            store.close()
-        assert_sound(folder)
-        shutil.rmtree(folder)
-        if count[0] < number:
-            ended = number
-            break
-    assert ended > 20
-
-
 def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path / "store") as store:
-        calls = SystemCalls(0, lambda: None, ("write", "fsync", "rename"))
+        calls = SystemCalls(0, lambda: None, ("write", "utime", "fsync", "rename"))
         monkeypatch.setattr(folder_module, "os", calls)
-        store.put([entry(link) for link in links(TEXT[:512])])
+        put(store, [entry(link) for link in links(TEXT[:512])])
     assert calls.names_called == [
-        *(2 * ["write", "write", "fsync", "rename"]),  # the entries
+        *(2 * ["write", "write", "utime", "fsync", "rename"]),  # the entries
         *("write", "fsync", "rename"),  # the count of bytes
         "fsync",
     ]
@@ -197,7 +159,7 @@ def test_a_disk_that_cannot_be_written_is_refused_by_name(
 
 def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    with_store = BackgroundStore(open_store(folder))
+    with_store = folder_tier(open_store(folder))
     save(with_store, TEXT)
     with_store.queue.flush()
     middle = folder / f"{EntryPlace(links(TEXT)[1], PAGES).key}.safetensors"
@@ -218,17 +180,20 @@ def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_answer_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = BackgroundStore(open_store(tmp_path / "store"), patience_s=0.1)
+    store = folder_tier(open_store(tmp_path / "store"))
     save(store, TEXT)
-    store.queue.flush()
+    store.close()
     answers = threading.Event()
-    real = PageStore.get
+    real = FolderStore.get
 
-    def get(self: PageStore, place: EntryPlace) -> Entry:
+    def get(self: FolderStore, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
         answers.wait()
-        return real(self, place)
+        return real(self, wanted)
 
-    monkeypatch.setattr(PageStore, "get", get)
+    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
+    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
+    store = folder_tier(open_store(tmp_path / "store"), patience_s=0.1)
+    monkeypatch.setattr(FolderStore, "get", get)
     assert [found(store, TEXT) for _ in range(20)] == [0] * 20
     # Only the first of them waited.
     assert store.stats().errors == {"TimeoutError": 1}
@@ -240,22 +205,22 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = BackgroundStore(open_store(tmp_path / "store"), queue_bytes=100_000)
+    store = folder_tier(open_store(tmp_path / "store"), queue_bytes=100_000)
     begins, answers = threading.Event(), threading.Event()
-    real = PageStore.put
+    real = FolderStore.put
 
-    def put(self: PageStore, *arguments: Any) -> list[Outcome]:
+    def slow(self: FolderStore, *arguments: Any) -> list[Outcome]:
         begins.set()
         answers.wait()
         return real(self, *arguments)
 
-    monkeypatch.setattr(PageStore, "put", put)
+    monkeypatch.setattr(FolderStore, "put", slow)
     save(store, prompt(999))
     begins.wait()
     with caplog.at_level(logging.WARNING):
         for seed in range(100):
             save(store, prompt(seed))
-    dropped = store.stats().dropped["the disk is slower than what it is given"]
+    dropped = store.stats().dropped[SLOW]
     # A file holds 4,000 bytes.
     assert dropped == 101 - 100_000 // 4000
     assert len(caplog.records) == 1
@@ -272,13 +237,13 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
 def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from paged_kv.store.background import BackgroundStore
+from paged_kv.tiers.opening import folder_tier
 from tests.support.store_entries import *
-store = BackgroundStore(open_store(Path({str(tmp_path / "store")!r})))
+store = folder_tier(open_store(Path({str(tmp_path / "store")!r})))
 for seed in range(50):
     store.queue.save(entry(links(prompt(seed))[0], words=50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     with open_store(tmp_path / "store") as after:
-        assert len(after.stored_keys()) == 50
+        assert len(stored_keys(after)) == 50

@@ -6,16 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions, Unstored
 from paged_kv.store import limits
-from paged_kv.store.page_store import Outcome
+from paged_kv.store.blob_store import Outcome
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server
 from tests.support.server_process import metrics
-from tests.support.store_entries import entry, links, open_store, prompt
+from tests.support.store_entries import (
+    entry,
+    is_right,
+    links,
+    open_store,
+    prompt,
+    put,
+    stored_entries,
+    stored_entry,
+)
 from tests.support.stored_prompts import TEXT, found, shallow_model, store_of, stored_factory
 
 SECOND = StoreOptions(after=2)
@@ -30,8 +38,8 @@ def ask(model: Any, factory: PagedCacheFactory, tokens: list[int], salt: Any = N
 
 
 def stored_tokens(folder: Path) -> int:
-    with open_store(folder) as store:
-        return sum(row.num_tokens for row in store.rows() if row.part.startswith("pages 0"))
+    places = [each.place for each in stored_entries(folder)]
+    return sum(len(place.link.tokens) for place in places if place.part == "pages 0")
 
 
 @pytest.fixture
@@ -83,19 +91,10 @@ def test_nothing_of_an_unstored_prompt_is_written(folder: Path, name: str, is_fi
     # In memory they share what is cached.
     assert factory.fetch_cache(TEXT[:1000], salt="a")[1] == 768
     factory.close()
-    with open_store(folder) as store:
-        blocks = {links(TEXT[:n], salt="a")[-1].tokens for n in (256, 512)}
-        told = {store.get(place).place.link.tokens for place in places_of(store)}
+    blocks = {links(TEXT[:n], salt="a")[-1].tokens for n in (256, 512)}
+    told = {each.place.link.tokens for each in stored_entries(folder)}
     assert told <= blocks
     assert blocks <= told or not is_first or name != "qwen3"
-
-
-def places_of(store: Any) -> Iterator[Any]:
-    """The places of all entries, which only their files know."""
-    from paged_kv.store.entry_file import decode, file_name
-
-    for key in store.stored_keys():
-        yield decode(store.folder.read(file_name(key)), key).place
 
 
 def test_unstored_prompts_are_not_counted_either(folder: Path) -> None:
@@ -115,29 +114,28 @@ def test_a_day_has_a_budget_that_outlives_the_process(
     monkeypatch.setattr(limits, "today", lambda: day[0])
     entries = [entry(link) for link in links(prompt(0, 1024))]
     with open_store(folder) as store:
-        store.put(entries[:1])
+        put(store, entries[:1])
         one = store.written.in_all
     assert one > 0
     with open_store(folder, daily_bytes=2 * one) as store:
         assert store.written.bytes_today == one
-        outcomes = store.put(entries[1:3])
+        outcomes = put(store, entries[1:3])
         assert outcomes == [Outcome.STORED, Outcome.BUDGET_SPENT]
-        assert not store.may_write(1)
+        assert store.refusal(1) is Outcome.BUDGET_SPENT
     with open_store(folder, daily_bytes=2 * one) as store:
-        assert store.put(entries[2:3]) == [Outcome.BUDGET_SPENT]
-        assert np.array_equal(
-            store.get(entries[0].place).arrays["layer.0"], entries[0].arrays["layer.0"]
-        )
+        assert put(store, entries[2:3]) == [Outcome.BUDGET_SPENT]
+        assert (read := stored_entry(store, entries[0].place.key)) is not None
+        assert is_right(read)
         day[0] += 1
-        assert store.put(entries[2:3]) == [Outcome.STORED]
+        assert put(store, entries[2:3]) == [Outcome.STORED]
         assert (store.written.bytes_today, store.written.in_all) == (one, 3 * one)
 
 
 def test_two_writers_share_one_budget(folder: Path) -> None:
     entries = [entry(link) for link in links(prompt(0, 1024))]
     with open_store(folder) as one, open_store(folder) as other:
-        one.put(entries[:2])
-        other.put(entries[2:])
+        put(one, entries[:2])
+        put(other, entries[2:])
         assert other.written.in_all == 2 * one.written.in_all
 
 

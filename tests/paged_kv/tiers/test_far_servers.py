@@ -4,18 +4,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from paged_kv.store.blob_store import BlobStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers import remote_tier, waits
+from paged_kv.tiers import waits
 from paged_kv.tiers.address import RedisAddress, parse_address
-from paged_kv.tiers.blobs import Blobs
-from paged_kv.tiers.opening import open_blobs
-from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteTier
+from paged_kv.tiers.opening import PATIENCE_S, open_blobs, server_tier
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Patience, Waits
@@ -30,8 +29,8 @@ WANTED = Wanted(Link.root(identity()), TOKENS, 0, 0, (PAGES,), False, PAGE_SIZE)
 
 
 @contextmanager
-def store_with(blobs: Blobs) -> Iterator[TieredStore]:
-    store = TieredStore([RemoteTier("there", "there", blobs, Seal(SECRET))])
+def store_with(blobs: BlobStore) -> Iterator[TieredStore]:
+    store = TieredStore([server_tier("there", "there", blobs, Seal(SECRET))])
     try:
         yield store
     finally:
@@ -41,7 +40,7 @@ def store_with(blobs: Blobs) -> Iterator[TieredStore]:
 def fill(store: TieredStore) -> None:
     for link in links(TOKENS):
         made = entry(link)
-        store.save(made, store.takers(made.place, made.nbytes))
+        store.save(made, store.tiers_missing(made.place, made.nbytes))
     assert store.flush()
 
 
@@ -79,10 +78,9 @@ def test_a_prompt_waits_for_all_its_blocks_as_long_as_for_one(
         now[0] += min(seconds, 0.16)
         return type("Waited", (), {"done": {future} if seconds >= 0.16 else set()})
 
-    monkeypatch.setattr(remote_tier, "BATCH_BYTES", 1)
+    monkeypatch.setattr(Memory, "get_bytes", 1)
     monkeypatch.setattr(waits, "wait", late)
-    memory = Memory()
-    with store_with(cast("Blobs", memory)) as store:
+    with store_with(Memory()) as store:
         fill(store)
         assert len(read(store, Waits(lambda: now[0]))) == PATIENCE_S // 0.16
         assert store.servers[0].is_paused

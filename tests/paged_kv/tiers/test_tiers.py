@@ -12,11 +12,11 @@ import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.extras import install_command
-from paged_kv.tiers import remote_tier
+from paged_kv.tiers import tier
 from paged_kv.tiers.address import RedisAddress, S3Address, parse_address
 from paged_kv.tiers.opening import open_blobs, open_tiers
-from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
+from paged_kv.tiers.writer import FULL, PAUSED
 from tests.support.generation import greedy
 from tests.support.patience import wait_until
 from tests.support.store_damage import forged
@@ -78,13 +78,13 @@ def test_what_a_server_holds_is_kept_on_disk_too(
 ) -> None:
     model, folder = shallow_model("qwen3"), tmp_path / "pages"
     filled(model, secret, redis.address, TEXT[:600])
-    for tier in ("redis", "folder"):
+    for kind in ("redis", "folder"):
         # Also what this machine sees for the first time: another one has seen it.
         factory = remote_factory(model, secret, folder, redis.address, after=3)
         _, cached = factory.fetch_cache(TEXT[:600])
         assert cached == 512
         hits = factory.stats().store_hits
-        assert hits == {"folder": 0, "redis": 0} | {tier: 512}
+        assert hits == {"folder": 0, "redis": 0} | {kind: 512}
         factory.close()
 
 
@@ -160,7 +160,7 @@ def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
         factory.clear()
     stats = store_of(factory).stats()
     assert stats.entries_read == 0
-    assert set(stats.errors) == {Forged.kind, remote_tier.WrongSize.kind}
+    assert set(stats.errors) == {Forged.kind, tier.WrongSize.kind}
     for key, data in entries.items():
         client.set(key, data)
     assert factory.fetch_cache(TEXT[:1100])[1] == 1024
@@ -173,7 +173,7 @@ def test_an_entry_that_claims_too_much_is_not_read(
 ) -> None:
     model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:600])
-    monkeypatch.setattr(remote_tier, "MOST_ENTRY_BYTES", 1000)
+    monkeypatch.setattr(tier, "MOST_ENTRY_BYTES", 1000)
     factory = remote_factory(model, secret, redis.address)
     assert factory.fetch_cache(TEXT[:600])[1] == 0
     stats = store_of(factory).stats()
@@ -186,7 +186,7 @@ def test_an_entry_that_grows_after_the_question_takes_no_more_memory(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = open_blobs(RedisAddress("127.0.0.1", redis.port))
-    blobs.put("a" * 64, [b"x" * 1000])
+    blobs.put([("a" * 64, [b"x" * 1000])])
     (size,) = blobs.sizes(["a" * 64])
     redis.client().append("paged-kv:" + "a" * 64, b"y" * 10**6)
     (data,) = blobs.get([("a" * 64, size)])

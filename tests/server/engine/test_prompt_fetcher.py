@@ -11,7 +11,7 @@ import pytest
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow
 from paged_kv.integrations.speculation.model_draft import ModelDraft
-from paged_kv.tiers.remote_tier import RemoteTier
+from paged_kv.tiers.tier import Tier
 from tests.support.running_server import PagedRunningServer, paged_server, wait_until
 from tests.support.tier_servers import SECRET, redis_server
 from tests.support.tiny_model import completion, tiny_folder, tokens_of
@@ -47,14 +47,14 @@ def store_of(server: PagedRunningServer) -> Any:
 def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Events: a server was asked for pages, which is noted, and may answer, which is to be set."""
     is_asked, may_answer = threading.Event(), threading.Event()
-    asked = RemoteTier.ask
+    asked = Tier.ask
 
-    def slow(tier: RemoteTier, *wanted: Any) -> Any:
+    def slow(tier: Tier, *wanted: Any) -> Any:
         is_asked.set()
         assert may_answer.wait(60)
         return asked(tier, *wanted)
 
-    monkeypatch.setattr(RemoteTier, "ask", slow)
+    monkeypatch.setattr(Tier, "ask", slow)
     return is_asked, may_answer
 
 
@@ -78,7 +78,7 @@ def test_others_are_generated_while_a_prompt_is_fetched(
     assert told == [expected]
     assert second.service.metrics.cached_tokens == 1024
     store = store_of(second)
-    wait_until(lambda: not store.landing.ask(None))
+    wait_until(lambda: not store.prefetched.ask(None, None))
 
 
 @pytest.mark.slow
@@ -140,4 +140,4 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     monkeypatch.setattr(ModelDraft, "prepare", later)
     assert completion(second, TOKENS)[0] == expected
     assert drafting.stats().store_hits == {"redis": 1024}
-    wait_until(lambda: not store.landing.ask(None))
+    wait_until(lambda: not store.prefetched.ask(None, None))

@@ -5,8 +5,8 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from paged_kv.store.maintenance import clear, gc, verify
-from paged_kv.store.page_store import MIN_BYTES
+from paged_kv.store.folder_store import MIN_BYTES
+from paged_kv.tiers.maintenance import Place, clear, gc, verify
 from tests.support.state_machine.batch_rules import INDEX
 from tests.support.state_machine.prompt_rules import PromptRules
 from tests.support.store_damage import damaged
@@ -52,12 +52,12 @@ class StoreRules(PromptRules):
                 continue
 
     @precondition(has_store)
-    @rule(work=st.sampled_from([verify, gc, clear]))
+    @rule(work=st.sampled_from([verify, lambda place: gc(place, MIN_BYTES), clear]))
     def maintain(self, work: object) -> None:
         """Verify, shrink or clear the store as the command line does, while factories use it."""
         assert callable(work)
         with open_store(self.folder / "store", MIN_BYTES) as store:
-            work(store)
+            work(Place(store))
 
     @invariant()
     def store_keeps_its_cap(self) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import Wanted
+from paged_kv.tiers.tier import Sized
+from paged_kv.tiers.waits import Waits
 
-LANDING_BYTES = 1 << 30
+_MOST_BYTES = 1 << 30
 
 
-class Landing:
-    """The quickest tier: entries in memory, each until it is read. Threads may share it.
+class PrefetchBuffer:
+    """The quickest `Source`: entries in memory, each until it is read. Threads may share it.
 
     Args:
         max_bytes: the most that they may take; the earliest go first.
@@ -24,7 +26,7 @@ class Landing:
         label: the tier that the latest entries came from.
     """
 
-    def __init__(self, max_bytes: int = LANDING_BYTES) -> None:
+    def __init__(self, max_bytes: int = _MOST_BYTES) -> None:
         self.label = ""
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -47,25 +49,27 @@ class Landing:
             for key in keys:
                 self._pop(key)
 
-    def ask(self, wanted: Wanted, waits: object = None) -> dict[str, int]:
-        """The bytes of what is there, by key."""
+    def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         with self._lock:
             return {key: entry.nbytes for key, entry in self._entries.items()}
 
-    def start(self, place: EntryPlace) -> Future[Entry]:
-        """Take an entry out; `Entry | None` is known at once."""
-        taken: Future[Entry] = Future()
+    def read(self, wanted: Iterable[Sized], waits: Waits) -> PrefetchBuffer:
+        return self
+
+    def start(self, place: EntryPlace) -> Future[Entry] | None:
+        """Take an entry out; None if it has gone."""
         with self._lock:
             entry = self._pop(place.key)
         if entry is None:
-            taken.set_exception(KeyError(place.key))
-        else:
-            taken.set_result(entry)
+            return None
+        taken: Future[Entry] = Future()
+        taken.set_result(entry)
         return taken
 
-    def finish(self, taken: Future[Entry] | None, place: EntryPlace, waits: object) -> Entry | None:
-        """The entry that `start` has taken out; None if it had gone."""
-        return None if taken is None or taken.exception() else taken.result()
+    def finish(
+        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
+    ) -> Entry | None:
+        return None if reading is None else reading.result()
 
     def _pop(self, key: str) -> Entry | None:
         entry = self._entries.pop(key, None)

@@ -1,17 +1,15 @@
 """What a tier on a server takes for stored, and for what was asked."""
 
-from typing import cast
-
 import pytest
 
 from paged_kv.store import keys
 from paged_kv.store.errors import OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.tiers.blobs import Blobs
-from paged_kv.tiers.remote_tier import RemoteTier
-from paged_kv.tiers.remote_writer import FULL, PAUSED
+from paged_kv.tiers.opening import server_tier
 from paged_kv.tiers.seal import Seal
+from paged_kv.tiers.tier import Tier
 from paged_kv.tiers.waits import Waits
+from paged_kv.tiers.writer import FULL, PAUSED
 from tests.support.memory_blobs import Memory
 from tests.support.store_entries import PAGES, entry, identity, is_right, links, others, prompt
 from tests.support.tier_servers import SECRET
@@ -19,8 +17,8 @@ from tests.support.tier_servers import SECRET
 CHAIN = [entry(link) for link in links(prompt(0, 256 * 3))]
 
 
-def tier_of(memory: Memory) -> RemoteTier:
-    return RemoteTier("there", "there", cast("Blobs", memory), Seal(SECRET))
+def tier_of(memory: Memory) -> Tier:
+    return server_tier("there", "there", memory, Seal(SECRET))
 
 
 def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
@@ -53,7 +51,7 @@ def test_what_collides_is_told_apart() -> None:
     try:
         tier.queue.save(stored)
         assert tier.queue.flush()
-        (nbytes,) = map(len, memory.entries.values())
+        (nbytes,) = map(len, memory.blobs.values())
         asked = [(stored.place, True), *((EntryPlace(link, PAGES), False) for link in others())]
         for place, is_there in asked:
             found = tier.finish(tier.read([(place, nbytes)], waits).start(place), place, waits)

@@ -1,67 +1,101 @@
-"""A tier on a server that several machines share.
+"""A place that keeps entries, as prompts see it: a folder, or a server that machines share.
 
 One question asks for a whole prompt, as its tokens alone name everything that may be of use.
 
-Every failure is a miss, and the server is left alone for a while after it. A prompt waits half a
-second for its question, and as long for all its entries together, besides what they take at
-20 MB/s. So servers are of use that answer within half a second, however many blocks are read.
+Every failure is a miss, and the tier is left alone for a while after it, and a folder for as long
+as a call still hangs. A prompt waits `patience_s` for its question, and as long for all its entries
+together, besides what they take at 20 MB/s. So servers are of use that answer within half a second,
+however many blocks are read.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from paged_kv.store.background import StoreStats, stats_of
+from paged_kv.store.blob_store import BlobStore, round_trips
 from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
 from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import Wanted
-from paged_kv.store.write_queue import Faults
-from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs, round_trips
-from paged_kv.tiers.remote_writer import RemoteWriter
-from paged_kv.tiers.seal import HEADER_BYTES, Seal
+from paged_kv.tiers.faults import Faults, StoreStats
+from paged_kv.tiers.seal import Sealing
 from paged_kv.tiers.waits import Patience, Pause, Waits
+from paged_kv.tiers.writer import Writer
 
-# What one round trip brings, if no entry is larger. At 0.2 s each, those on the way bring 240 MB/s;
-# on loopback they keep as many threads busy with verifying.
-BATCH_BYTES = 16 << 20
+# Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
+MOST_ENTRY_BYTES = 512 << 20
 MOST_IN_BATCH = 1024
-# Round trips on the way behind the one whose entries are used.
+# Round trips on the way behind the one whose entries are used. With 16 MB in each, at 0.2 s, those
+# on the way bring 240 MB/s; on loopback they keep as many threads busy with verifying.
 _BATCHES_AHEAD = 2
+_SLOWEST_BYTES_A_SECOND = 20 << 20
+# Two threads saturate a disk of 1 GB/s, or Redis on loopback; more hide latency.
+READERS = 4
+# Of a prompt of 262,144 tokens with two groups of layers and states.
+_MOST_ASKED = 4096
 
 Sized = tuple[EntryPlace, int]
-"""An entry's place, and the bytes that its server has said to hold."""
+"""An entry's place, and the bytes that its tier has said to hold."""
+
+Result = TypeVar("Result")
 
 
-class RemoteRead:
-    """Entries of a server, in the order in which they are used.
+class Reading(Protocol):
+    """A read of some entries for a prompt, in the order in which they are used."""
+
+    def start(self, place: EntryPlace) -> Future[Entry] | None:
+        """The read of an entry, which begins now if it has not before; None if it cannot."""
+        ...
+
+
+class Source(Protocol):
+    """What entries are read from. No method raises because of it."""
+
+    label: str
+
+    def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
+        """The bytes of what it holds for a prompt, by key."""
+        ...
+
+    def read(self, wanted: Iterable[Sized], waits: Waits) -> Reading:
+        """A read of entries for a prompt."""
+        ...
+
+    def finish(
+        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
+    ) -> Entry | None:
+        """The entry whose read was started; None if it cannot be had."""
+        ...
+
+
+class BatchedReading:
+    """Entries in few round trips.
 
     Args:
-        wanted: the entries.
+        batches: the entries, by round trip.
         begin: begins one round trip; returns a future for each of its entries, or None during a
             pause.
     """
 
     def __init__(
         self,
-        wanted: Iterable[Sized],
+        batches: Sequence[Sequence[Sized]],
         begin: Callable[[Sequence[Sized]], Sequence[Future[Entry] | None]],
     ) -> None:
-        self._batches = round_trips(wanted, itemgetter(1), BATCH_BYTES, MOST_IN_BATCH)
-        self._batch_of = {place: at for at, batch in enumerate(self._batches) for place, _ in batch}
+        self._batches = batches
+        self._batch_of = {place: at for at, batch in enumerate(batches) for place, _ in batch}
         self._begin = begin
         self._num_begun = 0
         self._begun: dict[EntryPlace, Future[Entry] | None] = {}
 
     def start(self, place: EntryPlace) -> Future[Entry] | None:
-        """The read of an entry, which begins now if it has not before; None during a pause."""
         until = self._batch_of[place] + 1 + _BATCHES_AHEAD
         for batch in self._batches[self._num_begun : until]:
             places = [place for place, _ in batch]
@@ -70,30 +104,21 @@ class RemoteRead:
         return self._begun.pop(place)
 
 
-PATIENCE_S = 0.5
-_SLOWEST_BYTES_A_SECOND = 20 << 20
-# Two threads saturate Redis on loopback; more hide the latency of servers far away.
-_READERS = 4
-QUEUE_BYTES = 256 << 20
-# Of a prompt of 262,144 tokens with two groups of layers and states.
-_MOST_ASKED = 4096
-
-Result = TypeVar("Result")
-
-
-class RemoteTier:
-    """Entries on a server. No method raises because of it.
+class Tier:
+    """See `Source`.
 
     Args:
         label: names the tier in statistics.
         name: names it in logs, without passwords.
-        blobs: the server; `close` closes it.
-        seal: makes and verifies entries.
+        blobs: its entries; `close` closes them.
+        seal: names and verifies entries.
+        queue_bytes: the most bytes that wait to be written.
         patience_s: seconds that a prompt waits for its question, and for its entries besides what
             they take at 20 MB/s.
+        is_shared: whether other machines use it too.
 
     Attributes:
-        label: as given.
+        label, blobs, is_shared: as given.
         queue: what waits to be written.
         faults: counts what went wrong.
     """
@@ -102,42 +127,45 @@ class RemoteTier:
         self,
         label: str,
         name: str,
-        blobs: Blobs,
-        seal: Seal,
+        blobs: BlobStore,
+        seal: Sealing,
         *,
-        queue_bytes: int = QUEUE_BYTES,
-        patience_s: float = PATIENCE_S,
+        queue_bytes: int,
+        patience_s: float,
+        is_shared: bool,
     ) -> None:
-        self.label = label
+        self.label, self.blobs, self.is_shared = label, blobs, is_shared
         self._counts: Counter[str] = Counter()
         self.faults = Faults(name)
-        self.queue = RemoteWriter(blobs, seal, self.faults, queue_bytes)
-        self._blobs = blobs
+        # A disk may be uncommonly slow at the end, and a server waits for the next process.
+        self.queue = Writer(blobs, seal, self.faults, queue_bytes, 10.0 if is_shared else 60.0)
         self._seal = seal
         self._patience_s = patience_s
         self._pause = Pause()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="paged-kv-read")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
+        self._calls: set[Future[Any]] = set()
+        self._late: set[Future[Any]] = set()
+        # At interpreter exit too, so that queued entries are written.
         parts = self.queue, self._readers, blobs
         self._close = weakref.finalize(self, _close, *parts)
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is left alone, as it has failed a moment ago."""
-        return self._pause.is_on
+        """Whether it is left alone, as it has failed a moment ago, or a call hangs."""
+        return self._pause.is_on or any(not call.done() for call in self._late)
 
     def close(self) -> None:
-        """Write the queued entries and close the connections. Later calls do nothing."""
+        """Write the queued entries and close the place. Later calls do nothing."""
         self._close()
 
-    def ask(self, wanted: Wanted, waits: Waits) -> dict[str, int]:
-        """The bytes of what the server holds for a prompt, by key, in one question."""
+    def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         places = list(islice(wanted.places(), _MOST_ASKED))
         names = [self._seal.name(place.key) for place in places]
         patience = waits.asking(self, self._patience_s)
-        sizes = self._wait(self._submit(self._blobs.sizes, names), patience)
+        sizes = self._wait(self._submit(self.blobs.sizes, names), patience)
         found = {}
         for place, nbytes in zip(places, sizes or (), strict=False):
-            is_there = HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES
+            is_there = self._seal.header_bytes < nbytes <= MOST_ENTRY_BYTES
             self.queue.note(place.key, is_there=is_there)
             if is_there:
                 found[place.key] = nbytes
@@ -145,25 +173,40 @@ class RemoteTier:
                 self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
         return found
 
-    def read(self, wanted: Iterable[Sized], waits: Waits) -> RemoteRead:
-        """A read of entries for a prompt, which begins when the first of them is started."""
-        return RemoteRead(wanted, partial(self._begin, self._reading_patience(waits)))
+    def read(self, wanted: Iterable[Sized], waits: Waits) -> Reading:
+        batches = round_trips(wanted, itemgetter(1), self.blobs.get_bytes, MOST_IN_BATCH)
+        return BatchedReading(batches, partial(self._begin, self._reading_patience(waits)))
 
     def finish(
         self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
     ) -> Entry | None:
-        """The entry that a `RemoteRead` has started; None if it cannot be had."""
         entry = self._wait(reading, self._reading_patience(waits))
         if entry is None:
             self.queue.note(place.key, is_there=False)
+            if reading is not None and reading.done() and _is_damaged(reading):
+                self.queue.do(partial(self.blobs.discard, self._seal.name(place.key)))
         else:
             self._counts["entries_read"] += 1
             self._counts["bytes_read"] += entry.nbytes
         return entry
 
+    def touch(self, keys: Iterable[str]) -> None:
+        """Note entries as used now, the first of them most recently."""
+        if not self.is_shared:  # servers note it by themselves
+            self.queue.do(partial(self.blobs.touch, [self._seal.name(key) for key in keys]))
+
     def stats(self) -> StoreStats:
-        """The counts so far."""
-        return stats_of(self._counts + self.queue.counts, self.queue.written, self.faults)
+        """The counts so far, without tokens."""
+        counts, written = self._counts + self.queue.counts, self.blobs.written
+        names = "entries_read", "bytes_read", "entries_written", "bytes_written"
+        return StoreStats(
+            tokens_found=0,
+            **{name: counts[name] for name in names},
+            bytes_today=written.bytes_today,
+            bytes_in_all=written.in_all,
+            dropped=dict(self.faults.dropped),
+            errors=dict(self.faults.errors),
+        )
 
     def _reading_patience(self, waits: Waits) -> Patience:
         return waits.reading(self, self._patience_s)
@@ -182,7 +225,7 @@ class RemoteTier:
         names = [self._seal.name(place.key) for place, _ in batch]
         sizes = [nbytes for _, nbytes in batch]
         try:
-            found = self._blobs.get(list(zip(names, sizes, strict=True)))
+            found = self.blobs.get(list(zip(names, sizes, strict=True)))
         except Exception as error:  # clients raise what they like, and `_wait` counts it
             for future in futures:
                 _settle(future, error)
@@ -194,18 +237,23 @@ class RemoteTier:
                 _settle(future, error)
 
     def _opened(self, place: EntryPlace, name: str, data: Buffer) -> Entry:
+        if not data:
+            raise Gone("it has gone since the question")
         entry = decode(self._seal.opened(name, data), place.key)
         if entry.place != place:
             raise OtherEntry("it holds other tokens, or pages of another model")
         return entry
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
-        if self._pause.is_on or not self._close.alive:
+        if self.is_paused or not self._close.alive:
             return None
         try:
-            return self._readers.submit(work, *arguments)
+            call = self._readers.submit(work, *arguments)
         except RuntimeError:
             return None  # the interpreter is exiting
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     def _wait(self, future: Future[Result] | None, patience: Patience) -> Result | None:
         if future is None:
@@ -213,8 +261,10 @@ class RemoteTier:
         if not patience.wait(future):
             self.faults.note(TimeoutError("no answer in the time that a prompt waits"))
             self._pause.note_failure()
+            if not self.is_shared:  # a disk may hang for ever, and calls to servers have time-outs
+                self._late = self._calls.copy()
             future.cancel()
-            self._blobs.interrupt()
+            self.blobs.interrupt()
             return None
         try:
             result = future.result()
@@ -235,6 +285,16 @@ class WrongSize(InvalidEntry):
     kind = "wrong size"
 
 
+class Gone(InvalidEntry):
+    """An entry that another process has evicted."""
+
+    kind = "gone"
+
+
+def _is_damaged(reading: Future[Entry]) -> bool:
+    return not reading.cancelled() and isinstance(reading.exception(), InvalidEntry)
+
+
 def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:
     """Give a future its outcome, unless nobody waits for it any more."""
     if not future.set_running_or_notify_cancel():
@@ -245,7 +305,9 @@ def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:
         future.set_result(outcome)
 
 
-def _close(writer: RemoteWriter, readers: ThreadPoolExecutor, blobs: Blobs) -> None:
-    writer.close()
+def _close(writer: Writer, readers: ThreadPoolExecutor, blobs: BlobStore) -> None:
+    has_ended = writer.close()
     readers.shutdown(wait=False, cancel_futures=True)
-    blobs.close()
+    # A hanging writer may resume later: its folder's descriptor must not be reused by then.
+    if has_ended:
+        blobs.close()

@@ -1,0 +1,185 @@
+"""What a tier needs of a place that keeps entries: bytes under names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from paged_kv.store.entry_file import Buffer
+from paged_kv.store.limits import Written
+
+Item = TypeVar("Item")
+
+
+class Outcome(Enum):
+    """The result of storing an entry."""
+
+    STORED = "stored"
+    KNOWN = "known"
+    NO_ROOM = "there is no room, and nothing that could go"
+    BUDGET_SPENT = "the day's budget is spent"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """An entry as its place lists it.
+
+    Attributes:
+        name: names it.
+        nbytes: bytes that it takes.
+        last_used: when, in seconds since 1970; of a place that does not know, 0.
+    """
+
+    name: str
+    nbytes: int
+    last_used: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a place holds, and what is wrong with it.
+
+    Attributes:
+        name: of the entry or file.
+        problem: what is wrong with it.
+        nbytes: bytes that it takes.
+        removable: whether `gc` removes it, if it still exists.
+    """
+
+    name: str
+    problem: str
+    nbytes: int
+    removable: bool
+
+
+class BlobStore(ABC):
+    """Entries in a folder or on a server. Threads may share it.
+
+    Every method may raise an OSError. Calls to a server end within the time-outs that its client
+    was made with.
+
+    Attributes:
+        get_bytes: how much one call of `get` should bring.
+        put_bytes: how much one call of `put` should take.
+        evicts: whether `put` evicts entries, and heeds `keep`.
+        written: the bytes written today and in all, as far as this process knows.
+        lack: what the latest entry lacked that got no room, and what to change.
+    """
+
+    get_bytes = 16 << 20
+    put_bytes = 1
+    evicts = False
+    written = Written()
+    lack = ""
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """The bytes of each entry, 0 where there is none. One round trip, or as long as one."""
+
+    @abstractmethod
+    def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
+        """Of each name the first so many bytes of the entry; fewer if it has become shorter, and
+        none if it is gone. One round trip, or as long as one, if they are not many megabytes."""
+
+    @abstractmethod
+    def put(
+        self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
+    ) -> list[Outcome]:
+        """Write entries, each as a whole or not at all; returns an outcome for each. To make room,
+        none of the names `keep` is evicted."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[Blob]:
+        """All entries of this package, the least recently used first, or as far as the place knows
+        their age the oldest."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove entries; those that are not there are ignored."""
+
+    def refusal(self, nbytes: int) -> Outcome | None:
+        """Why it would not take so many bytes now; None if it may."""
+        return None
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note entries as used now, the first of them most recently, if the place does not note
+        that by itself."""
+        return
+
+    def discard(self, name: str) -> None:
+        """Let a damaged entry give way to a sound one, if `put` does not replace it by itself."""
+        return
+
+    def shrink(self, max_bytes: int) -> list[Blob]:
+        """Remove the first of `entries` until the place takes at most `max_bytes`; returns them."""
+        blobs = list(self.entries())
+        gone = evicted(blobs, sum(blob.nbytes for blob in blobs) - max_bytes)
+        self.remove([blob.name for blob in gone])
+        return gone
+
+    def oddities(self) -> list[Finding]:
+        """What is there beside entries, or was and has been removed."""
+        return []
+
+    def saved_lookups(self) -> bytes:
+        """What `save_lookups` was given, the latest last."""
+        return b""
+
+    def save_lookups(self, lookups: bytes) -> None:
+        """Let counts of look-ups outlive the process, if the place can."""
+        return
+
+    def interrupt(self) -> None:
+        """Let calls that run now fail, where the client can. Connections that are being made are
+        kept, as the next call needs one too."""
+        return
+
+    def close(self) -> None:
+        """Close all connections and files."""
+        return
+
+
+class RemoteFault(OSError):
+    """A call to a server has failed. It names the kind of error alone: texts of errors may hold
+    passwords, keys or addresses.
+
+    Attributes:
+        kind: the name of the client's exception.
+        is_full: whether the server had no memory left.
+    """
+
+    def __init__(self, error: BaseException, *, is_full: bool = False) -> None:
+        self.kind = type(error).__name__
+        super().__init__(f"a call to the server failed with {self.kind}")
+        self.is_full = is_full
+
+
+def evicted(blobs: Iterable[Blob], excess: int, keep: Collection[str] = ()) -> list[Blob]:
+    """The first entries without those in `keep` that take `excess` bytes, or all if they are
+    fewer."""
+    gone = []
+    for blob in blobs:
+        if excess <= 0:
+            break
+        if blob.name not in keep:
+            gone.append(blob)
+            excess -= blob.nbytes
+    return gone
+
+
+def round_trips(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], most_bytes: int, most: int = 1 << 20
+) -> list[list[Item]]:
+    """Items by round trip, in order: at most so many bytes and items each, or one larger item."""
+    found: list[list[Item]] = []
+    nbytes = 0
+    for item in items:
+        nbytes += nbytes_of(item)
+        if not found or nbytes > most_bytes or len(found[-1]) == most:
+            found.append([])
+            nbytes = nbytes_of(item)
+        found[-1].append(item)
+    return found

@@ -1,0 +1,281 @@
+"""Entries in a folder of page files under a byte cap, shared by processes.
+
+A writer locks the folder; the system releases the lock of a process that dies. The lock's holder
+removes temporary files, which dead writers left, and takes the files that it finds as the truth.
+Everything in the folder counts against the cap, also files of others. Eviction happens before a
+file is written, so the cap holds at every instant.
+
+A file's time of modification says when it was used last, and so the order of eviction survives
+restarts and copies. No use gets an earlier time than the latest that is known: a clock may jump.
+
+Readers take no lock: a file is complete or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from paged_kv.store.blob_store import Blob, BlobStore, Finding, Outcome, evicted
+from paged_kv.store.entry_file import SUFFIX, Buffer
+from paged_kv.store.errors import unusable
+from paged_kv.store.folder import (
+    LOCK,
+    TAG,
+    FileAbout,
+    Folder,
+    is_page_file,
+    is_temporary,
+    size_on_disk,
+)
+from paged_kv.store.limits import LEDGER, Limits, read_written, write_written
+from paged_kv.store.lookup_counts import SAVED_BYTES
+
+MIN_BYTES = 8 << 20
+MIN_FREE_BYTES = 1 << 30
+LOOKUPS = "lookups"
+# Bytes that the folder itself and its two small files may grow by while one file is written; a
+# small file and its replacement are there at once.
+_MARGIN = (64 << 10) + 2 * SAVED_BYTES + (16 << 10)
+# Between the uses of two entries that are noted together, so that file systems tell them apart.
+_STEP_NS = 1000
+
+
+@dataclass
+class Contents:
+    """The content of a locked folder.
+
+    Attributes:
+        used: bytes that everything takes on disk.
+        files: the entries, the least recently used first.
+        others: names and bytes of files that are not the store's.
+    """
+
+    used: int
+    files: dict[str, Blob]
+    others: dict[str, int]
+
+
+class FolderStore(BlobStore):
+    """See `BlobStore`.
+
+    Args:
+        path: the folder; it is created if missing.
+        max_bytes: the most bytes that everything in it may take, at any time.
+        min_free_bytes: bytes that the disk must still have free.
+        patience_s: seconds to wait for other processes that write.
+        daily_bytes: the most bytes to write to the folder in a day; None for any number.
+
+    Attributes:
+        folder: the folder and its system calls.
+        limits: the cap, and what stays free.
+
+    Raises:
+        ValueError: max_bytes is too small for any entry.
+        StoreError: the folder cannot be used; the message says why.
+    """
+
+    get_bytes = 1  # so that several threads read
+    put_bytes = 64 << 20  # which scans the folder once, while other processes wait for its lock
+    evicts = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        *,
+        min_free_bytes: int = MIN_FREE_BYTES,
+        patience_s: float = 10.0,
+        daily_bytes: int | None = None,
+    ) -> None:
+        if max_bytes < MIN_BYTES:
+            raise ValueError(f"store_bytes must be at least {MIN_BYTES:,}, got {max_bytes:,}")
+        self.limits = Limits(max_bytes, min_free_bytes)
+        self._daily_bytes = daily_bytes
+        self._left_behind: list[Finding] = []
+        self._latest_ns = 0
+        self.path = Path(path).expanduser().absolute()
+        self.folder = Folder(self.path)
+        self._thread_lock = threading.RLock()
+        self._lock = FileLock(self.path / LOCK, timeout=patience_s, mode=0o600)
+        try:
+            with self._alone():
+                self.folder.claim()
+                self._contents()
+                self.written = read_written(self.folder)
+        except (OSError, MemoryError) as error:
+            self.close()
+            raise unusable(self.path, error) from None
+
+    def __enter__(self) -> FolderStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder."""
+        with self._thread_lock:
+            self.folder.close()
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return [self.folder.size(name + SUFFIX) for name in names]
+
+    def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
+        return [self._read(name, nbytes) for name, nbytes in wanted]
+
+    def put(
+        self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
+    ) -> list[Outcome]:
+        """See `BlobStore`. Entries stored before survive any failure."""
+        outcomes = []
+        with self.exclusive() as contents:
+            before = self.written = read_written(self.folder)
+            uses = self._next_uses(len(entries))
+            try:
+                for (name, data), used_ns in zip(entries, uses, strict=True):
+                    outcomes.append(self._put(contents, name, data, used_ns, keep))
+            finally:
+                if self.written != before:
+                    write_written(self.folder, self.written)
+                self.folder.sync()
+        return outcomes
+
+    def entries(self) -> Iterator[Blob]:
+        yield from _blobs(self.folder.scan()).values()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See `BlobStore`.
+
+        Raises:
+            OSError: some cannot be removed.
+        """
+        kept = [name for name in names if not self.folder.remove(name + SUFFIX)]
+        if kept:
+            raise OSError(f"files that cannot be removed: {len(kept)}")
+
+    def refusal(self, nbytes: int) -> Outcome | None:
+        if self._daily_bytes is None or self.written.bytes_today + nbytes <= self._daily_bytes:
+            return None
+        return Outcome.BUDGET_SPENT
+
+    def touch(self, names: Sequence[str]) -> None:
+        for name, used_ns in zip(names, self._next_uses(len(names)), strict=True):
+            self.folder.set_time(name + SUFFIX, used_ns)
+
+    def discard(self, name: str) -> None:
+        self.remove([name])
+
+    def shrink(self, max_bytes: int) -> list[Blob]:
+        with self.exclusive() as contents:
+            gone = evicted(contents.files.values(), contents.used - max_bytes)
+            self.remove([blob.name for blob in gone])
+            return gone
+
+    def oddities(self) -> list[Finding]:
+        """Files that dead writers have left and that were removed, and those of others."""
+        with self.exclusive() as contents:
+            others = contents.others.items()
+        problem = "not a file of the store; it counts against the cap"
+        return self._left_behind + [Finding(name, problem, size, False) for name, size in others]
+
+    def saved_lookups(self) -> bytes:
+        try:
+            return self.folder.read(LOOKUPS, SAVED_BYTES)
+        except FileNotFoundError:
+            return b""
+
+    def save_lookups(self, lookups: bytes) -> None:
+        with self._alone():
+            self.folder.write(LOOKUPS, [(self.saved_lookups() + lookups)[-SAVED_BYTES:]])
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Contents]:
+        """Lock the folder, and remove what writers have left that died.
+
+        Raises:
+            TimeoutError: another process held the lock for too long.
+        """
+        with self._alone():
+            yield self._contents()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._thread_lock:
+            self.folder.require_there()
+            try:
+                self._lock.acquire()
+            except Timeout:
+                waited = self._lock.timeout
+                raise TimeoutError(f"another process writes there for {waited:g} s") from None
+            try:
+                yield
+            finally:
+                self._lock.release()
+
+    def _read(self, name: str, nbytes: int) -> Buffer:
+        try:
+            return self.folder.read(name + SUFFIX, nbytes)
+        except FileNotFoundError:
+            return b""
+
+    def _put(
+        self,
+        contents: Contents,
+        name: str,
+        data: Sequence[Buffer],
+        used_ns: int,
+        keep: Collection[str],
+    ) -> Outcome:
+        nbytes = size_on_disk(sum(map(len, data)))
+        if self.sizes([name]) != [0]:
+            return Outcome.KNOWN
+        if refusal := self.refusal(nbytes):
+            return refusal
+        more, free = nbytes + _MARGIN, self.folder.free_bytes()
+        excess = self.limits.excess(contents.used, free, more)
+        gone = evicted(contents.files.values(), excess, keep)
+        if sum(blob.nbytes for blob in gone) < excess:
+            self.lack = self.limits.lack(contents.used, free, more)
+            return Outcome.NO_ROOM
+        self.remove([blob.name for blob in gone])
+        for blob in gone:
+            contents.used -= contents.files.pop(blob.name).nbytes
+        self.folder.write(name + SUFFIX, data, used_ns)
+        self.written = self.written.plus(nbytes)
+        contents.used += nbytes
+        return Outcome.STORED
+
+    def _next_uses(self, count: int) -> range:
+        """The times of the next `count` uses, in nanoseconds since 1970, the latest first."""
+        first = max(time.time_ns(), self._latest_ns + _STEP_NS)
+        self._latest_ns = first + max(0, count - 1) * _STEP_NS
+        return range(self._latest_ns, first - 1, -_STEP_NS)
+
+    def _contents(self) -> Contents:
+        """The folder's content, after removing files of dead writers."""
+        found = self.folder.scan()
+        for name in [name for name in found if is_temporary(name)]:
+            nbytes = found.pop(name).nbytes
+            self.folder.remove(name)
+            self._left_behind.append(Finding(name, "left by a writer that died", nbytes, True))
+        files = _blobs(found)
+        own = {name + SUFFIX for name in files} | {LOCK, TAG, LEDGER, LOOKUPS}
+        others = {name: about.nbytes for name, about in found.items() if name not in own}
+        times = [about.used_ns for name, about in found.items() if is_page_file(name)]
+        self._latest_ns = max(self._latest_ns, *times, 0)
+        return Contents(sum(about.nbytes for about in found.values()), files, others)
+
+
+def _blobs(found: dict[str, FileAbout]) -> dict[str, Blob]:
+    """The entries among files, the least recently used first."""
+    order = sorted((about.used_ns, name) for name, about in found.items() if is_page_file(name))
+    names = [(name, name.removesuffix(SUFFIX)) for _, name in order]
+    return {key: Blob(key, found[name].nbytes, found[name].used_ns / 1e9) for name, key in names}
