@@ -8,7 +8,7 @@ import mlx.core as mx
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FP16, PageFormat, PageLayout
+from paged_kv.kernels.pages.page_format import FP16, PageFormat, PageLayout, Plane
 
 # Slabs that a kernel takes, each as an argument of its own. Metal allows 31 arguments in all.
 MAX_SLABS = 16
@@ -27,6 +27,22 @@ class Slab:
 
     memory: mx.array
     layout: PageLayout
+
+    def view(self, plane: Plane, first: int) -> mx.array:
+        """A view of a plane of all pages, uint16 [pages, heads, slots, slot_words].
+
+        Args:
+            first: the first word of the plane within a page.
+        """
+        layout, slots = self.layout, (plane.heads, plane.slots, plane.slot_words)
+        strides = layout.page_words, plane.head_words, plane.slot_words, 1
+        pages = self.memory.shape[0] // layout.page_units
+        return mx.as_strided(self.memory, (pages, *slots), strides, first)
+
+    @property
+    def planes(self) -> list[mx.array]:
+        """Views of the planes of keys and values."""
+        return list(map(self.view, self.layout.planes, self.layout.offsets))
 
 
 class LayerMemory:

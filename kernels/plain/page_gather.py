@@ -71,7 +71,7 @@ def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.
     layout = pages.slabs[next(iter(places.page_ids))].layout
     planes = []
     for number, plane in enumerate(layout.planes):
-        parts = [_pages_of(pages.slabs[slab], number)[ids] for slab, ids in places.page_ids.items()]
+        parts = [pages.slabs[slab].planes[number][ids] for slab, ids in places.page_ids.items()]
         chosen = parts[0] if places.order is None else mx.concatenate(parts)[places.order]
         batch, count = chosen.shape[:2]
         shape = (batch, plane.heads, count * plane.slots, plane.slot_words)
@@ -107,17 +107,6 @@ def _by_slab(
     order[by_slab] = np.arange(tables.size)
     page_ids = {int(slab): mx.array(pages[slabs == slab]) for slab in np.unique(slabs)}
     return page_ids, mx.array(order.reshape(tables.shape))
-
-
-def _pages_of(slab: Slab, plane: int) -> mx.array:
-    """Words [pages, heads, head_words] of one plane of a slab."""
-    layout, of_head = slab.layout, slab.layout.planes[plane].head_words
-    return mx.as_strided(
-        slab.memory,
-        (slab.memory.shape[0] // layout.page_units, layout.planes[plane].heads, of_head),
-        (layout.page_words, of_head, 1),
-        layout.offsets[plane],
-    )
 
 
 def _aligned(tokens: mx.array, places: TokenPlaces) -> mx.array:

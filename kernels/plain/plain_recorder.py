@@ -190,29 +190,18 @@ def _chooser(condition: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
 
 def _in_slab(slab: Slab, page: mx.array) -> tuple[mx.array, mx.array]:
     """Keys and values [B, heads, pages * 256, dim] of a slab's pages, int32 [B, pages]."""
-    layout = slab.layout
-    planes = [
-        _plane_in_slab(slab, page, plane, offset)
-        for plane, offset in zip(layout.planes, layout.offsets, strict=True)
-    ]
-    return layout.page_format.decode(layout.geometry, planes)
+    planes = [_by_head(plane[page]) for plane in slab.planes]
+    return slab.layout.page_format.decode(slab.layout.geometry, planes)
 
 
 def _summaries_in_slab(slab: Slab, page: mx.array) -> tuple[mx.array]:
     """The same for summaries, float16 [B, heads, pages * 8, 2 * dim]."""
     plane = slab.layout.summaries
     assert plane is not None
-    return (_plane_in_slab(slab, page, plane, slab.layout.summaries_at).view(mx.float16),)
+    view = slab.view(plane, slab.layout.summaries_at)
+    return (_by_head(view[page]).view(mx.float16),)
 
 
-def _plane_in_slab(slab: Slab, page: mx.array, plane: Plane, offset: int) -> mx.array:
-    """The words of a plane of a slab's pages, [B, heads, pages * slots, slot_words]."""
-    layout = slab.layout
-    view = mx.as_strided(
-        slab.memory,
-        (slab.memory.shape[0] // layout.page_units, plane.heads, plane.head_words),
-        (layout.page_words, plane.head_words, 1),
-        offset,
-    )
-    chosen = view[page].swapaxes(1, 2)
-    return chosen.reshape(page.shape[0], plane.heads, -1, plane.slot_words)
+def _by_head(words: mx.array) -> mx.array:
+    """[B, heads, pages * slots, slot_words] of words [B, pages, heads, slots, slot_words]."""
+    return mx.flatten(words.swapaxes(1, 2), 2, 3)

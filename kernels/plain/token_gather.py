@@ -81,18 +81,7 @@ def _read_slab(slab: Slab, places: _Slots, number: int) -> tuple[mx.array, mx.ar
     layout = slab.layout
     page_ids = mx.where(places.slabs == number, places.pages, 0)
     planes = [
-        _by_slot(slab, number)[page_ids, places.slots % plane.slots].swapaxes(1, 2)
-        for number, plane in enumerate(layout.planes)
+        words.swapaxes(1, 2)[page_ids, places.slots % plane.slots].swapaxes(1, 2)
+        for plane, words in zip(layout.planes, slab.planes, strict=True)
     ]
     return layout.page_format.decode(layout.geometry, planes)
-
-
-def _by_slot(slab: Slab, number: int) -> mx.array:
-    """A view of the words of one plane, [pages, slots, heads, slot_words]."""
-    layout, plane = slab.layout, slab.layout.planes[number]
-    return mx.as_strided(
-        slab.memory,
-        (slab.memory.shape[0] // layout.page_units, plane.slots, plane.heads, plane.slot_words),
-        (layout.page_words, plane.slot_words, plane.head_words, 1),
-        layout.offsets[number],
-    )

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu.kernels import GpuKernels
-from paged_kv.kernels.gpu.short_text import shortened
-from paged_kv.kernels.gpu.text import kernel_text
+from paged_kv.kernels.gpu.text import kernel_text, shortened
 from tests.support.gpu_pages import DIALECTS
 
 MOST_OF_DECODE = 10_000
