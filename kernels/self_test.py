@@ -25,7 +25,8 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_name
 from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
-KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
+KV_HEADS, HEADS, DIM, WINDOW = 2, 8, 128, 200
+SCALE = DIM**-0.5
 POSITIONS = 64  # numbers of a position key, behind latents of DIM
 STRIDE, SLAB_PAGES = 8, 3
 LENGTHS = (300, 31)
@@ -84,13 +85,13 @@ def checks(backend: Backend) -> Iterator[Check]:
             operations: list[tuple[str, Callable[[], float], float]] = [
                 *([("summarise", choice.summarise, near)] if is_fp16 else []),
                 ("write", test.write, 0) if is_fp16 else ("recode", test.write, OTHER_BYTES),
-                ("decode", partial(test.decode, None), decoded),
+                ("decode", test.decode, decoded),
                 ("decode in a window", partial(test.decode, WINDOW), decoded),
                 ("write and decode", test.write_and_decode, decoded),
                 ("decode chosen tokens", choice.decode, decoded),
                 ("prefill", test.prefill, decoded),
                 ("gather", test.gather, near),
-                ("latent decode", latent.decode_latents, near),
+                ("latent decode", latent.decode, near),
                 ("copy", test.copy, 0),
                 ("convert", test.convert, 0.15),
             ]
@@ -105,6 +106,8 @@ class _Test:
 
     def __init__(self, backend: Backend, page_format: str, geometry: LayerGeometry) -> None:
         self.backend, self.page_format, self.geometry = backend, page_format, geometry
+        self.is_latent = geometry.v_dim == POSITIONS
+        self.sinks = None if self.is_latent else self._normal((HEADS,), seed=4)
         self.tables = WRITTEN if page_format == "fp16" else RECODED
         self.metadata = AttentionMetadata(self.tables, LENGTHS, (0,) * len(LENGTHS))
         (first, second), (other,) = self.tables
@@ -123,8 +126,9 @@ class _Test:
         )
         return float(np.mean(ours.view(np.uint8) != theirs.view(np.uint8)))
 
-    def decode(self, window: int | None) -> float:
-        """The largest difference of steps of one token from attention in float64."""
+    def decode(self, window: int | None = None) -> float:
+        """The largest difference of steps of one token from attention in float64. Those of latents
+        have position queries."""
         return max(self._attend(batch, 1, window) for batch in self.batches)
 
     def prefill(self) -> float:
@@ -136,10 +140,13 @@ class _Test:
 
     def _attend(self, metadata: AttentionMetadata, count: int, window: int | None) -> float:
         pages, batch = self._written(self.backend), len(metadata.context_lens)
-        queries = self._normal((batch, KV_HEADS * RATIO, count, DIM), seed=3)
-        sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, metadata, Attention(DIM**-0.5, window=window, sinks=sinks))
-        return self._error(pages, metadata, queries, found, window)
+        queries = self._normal((batch, HEADS, count, DIM), seed=3)
+        positions = None
+        if self.is_latent:
+            positions = self._normal((batch, HEADS, count, POSITIONS), seed=5) * SCALE
+        attention = Attention(SCALE, window=window, sinks=self.sinks)
+        found = pages.attend(queries, metadata, attention, None, positions)
+        return self._error(pages, metadata, found, attention, queries, positions)
 
     def write_and_decode(self) -> float:
         """The largest difference from float64 after a kernel that writes one more token and attends
@@ -148,61 +155,36 @@ class _Test:
         batch = len(LENGTHS)
         longer = tuple(length + 1 for length in LENGTHS)
         metadata = AttentionMetadata(self.tables, longer, (0,) * batch)
-        queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
-        step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
-        expected.write(step[0], step[1], metadata)
-        pages.write_later(step[0], step[1], metadata)
-        sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, metadata, Attention(DIM**-0.5, sinks=sinks))
-        return self._error(expected, metadata, queries, found, None)
+        queries = self._normal((batch, HEADS, 1, DIM), seed=3)
+        keys, values = (self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6))
+        expected.write(keys, values, metadata)
+        pages.write_later(keys, values, metadata)
+        attention = Attention(SCALE, sinks=self.sinks)
+        found = pages.attend(queries, metadata, attention)
+        return self._error(expected, metadata, found, attention, queries, None)
 
     def _error(
         self,
         pages: LayerPages,
         metadata: AttentionMetadata,
-        queries: mx.array,
         found: mx.array,
-        window: int | None,
+        attention: Attention,
+        queries: mx.array,
+        positions: mx.array | None,
     ) -> float:
-        scale = DIM**-0.5
-        sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        keys, values = map(_numbers, self._plain(pages).gather(metadata))
+        """The largest difference of what was found from attention in float64 to the pages."""
+        gathered = list(map(_numbers, self._plain(pages).gather(metadata)))
+        sinks = np.full(HEADS, -np.inf) if self.sinks is None else _numbers(self.sinks)
         worst = 0.0
         for row, length in enumerate(metadata.context_lens):
-            own = slice(keys.shape[2] - length, None)
-            expected = _attention(
-                _numbers(queries[row]) * scale,
-                keys[row, :, own].repeat(RATIO, 0),
-                values[row, :, own].repeat(RATIO, 0),
-                _numbers(sinks),
-                window or length,
+            keys, values = (
+                each[row, :, -length:].repeat(HEADS // each.shape[1], 0) for each in gathered
             )
-            worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
-        return worst
-
-    def decode_latents(self) -> float:
-        """The largest difference from float64, where keys are latents and values position keys."""
-        return max(map(self._attend_latent, self.batches))
-
-    def _attend_latent(self, metadata: AttentionMetadata) -> float:
-        pages, scale, heads = self._written(self.backend), DIM**-0.5, KV_HEADS * RATIO
-        batch = len(metadata.context_lens)
-        queries = self._normal((batch, heads, 1, DIM), seed=3)
-        position_queries = self._normal((batch, heads, 1, POSITIONS), seed=5) * scale
-        found = pages.attend(queries, metadata, Attention(scale), None, position_queries)
-        latents, position_keys = map(_numbers, self._plain(pages).gather(metadata))
-        worst = 0.0
-        for row, length in enumerate(metadata.context_lens):
-            own = latents[row, :, -length:]
-            expected = _attention(
-                np.concatenate(
-                    [_numbers(queries[row]) * scale, _numbers(position_queries[row])], -1
-                ),
-                np.concatenate([own, position_keys[row, :, -length:]], -1),
-                own,
-                np.full(heads, -np.inf),
-                length,
-            )
+            asked = _numbers(queries[row]) * SCALE
+            if positions is not None:
+                asked = np.concatenate([asked, _numbers(positions[row])], -1)
+                keys, values = np.concatenate([keys, values], -1), keys
+            expected = _attention(asked, keys, values, sinks, attention.window or length)
             worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
         return worst
 
@@ -284,8 +266,8 @@ class _ChoiceTest:
         operations in float32 on the same pages."""
         pages, table = self._written()
         metadata = AttentionMetadata((table,), (CHOSEN_LENGTH,), (0,))
-        queries = _normal((1, KV_HEADS * RATIO, 1, DIM), self.geometry.k_dtype, seed=4)
-        attention = Attention(DIM**-0.5, read_tokens=LEAST_READ_TOKENS)
+        queries = _normal((1, HEADS, 1, DIM), self.geometry.k_dtype, seed=4)
+        attention = Attention(SCALE, read_tokens=LEAST_READ_TOKENS)
         pages.write_later(self.keys[:, :, -1:], self.values[:, :, -1:], metadata)
         found = pages.attend(queries, metadata, attention)
         pages.compute()

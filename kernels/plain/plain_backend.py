@@ -159,11 +159,11 @@ def _write_slots(
     for plane, offset, words in zip(layout.planes, layout.offsets, encoded, strict=True):
         if not plane.words:
             continue
-        first = page_ids * layout.page_units + offset // layout.unit_words
-        indices = _slot_indices(first, slots, plane, layout.unit_words)
+        first = mx.array(page_ids * layout.page_units + offset // layout.unit_words)
+        lines = slot_lines(first, mx.array(slots), plane, layout.unit_words)
         by_token = mx.flatten(words.transpose(0, 2, 1, 3), 0, 1)
         chosen = by_token if tokens is None else by_token[tokens]
-        slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
+        slab.memory[lines] = chosen.reshape(-1, layout.unit_words)
 
 
 def summarise(pages: LayerMemory, entry: int) -> None:
@@ -209,9 +209,9 @@ def _step_indices(step: list[range], count: int) -> Indices:
     return np.concatenate([row * count + np.array(own, int) for row, own in enumerate(step)])
 
 
-def _slot_indices(first: Indices, slots: Indices, plane: Plane, unit_words: int) -> Indices:
-    """Lines of a slab, [tokens, heads, units], of slots whose plane begins at line `first`."""
+def slot_lines(first: mx.array, slots: mx.array, plane: Plane, unit_words: int) -> mx.array:
+    """Lines of a slab, [tokens * heads * units], of slots whose plane begins at line `first`."""
     units = plane.slot_words // unit_words
-    heads = np.arange(plane.heads)[None, :, None] * PAGE_SIZE
-    in_plane = (heads + slots[:, None, None]) * units + np.arange(units)
-    return first[:, None, None] + in_plane
+    heads = mx.arange(plane.heads)[None, :, None] * PAGE_SIZE
+    in_plane = (heads + slots[:, None, None]) * units + mx.arange(units)
+    return (first[:, None, None] + in_plane).reshape(-1)

@@ -13,11 +13,11 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritt
 from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs, run_scores
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.pages.summaries import RUN_TOKENS
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
 from paged_kv.kernels.plain import row_attention
-from paged_kv.kernels.plain.plain_backend import PlainBackend, summarise
+from paged_kv.kernels.plain.plain_backend import PlainBackend, slot_lines, summarise
 
 
 class PlainRecorder:
@@ -112,20 +112,12 @@ def _write(
     for plane, offset, words in zip(layout.planes, layout.offsets, encoded, strict=True):
         if plane.words:
             first = page * layout.page_units + offset // layout.unit_words
-            lines = _slot_lines(first, slot, plane, layout.unit_words)
+            lines = slot_lines(first, slot, plane, layout.unit_words)
             new = words.reshape(-1, layout.unit_words)
             is_new = mx.repeat(is_here, lines.size // is_here.size)[:, None]
             # Added, so that a token of another slab changes nothing wherever it points.
             difference = mx.where(is_new, new - slab.memory[lines], 0)
             slab.memory = slab.memory.at[lines].add(difference)
-
-
-def _slot_lines(first: mx.array, slot: mx.array, plane: Plane, unit_words: int) -> mx.array:
-    """Lines of a slab, [B * heads * units], of slots whose plane begins at line `first`."""
-    units = plane.slot_words // unit_words
-    heads = mx.arange(plane.heads)[None, :, None] * PAGE_SIZE
-    in_plane = (heads + slot[:, None, None]) * units + mx.arange(units)
-    return (first[:, None, None] + in_plane).reshape(-1)
 
 
 def _read(
