@@ -149,8 +149,8 @@ def forge(server: RedisServer, secret: Path) -> dict[str, Any]:
             tried += 1
             nbytes = sizes.get(place.key, 0)
             waits = Waits()
-            reading = tier.read([(place, nbytes)], waits)
-            accepted += bool(nbytes and tier.finish(reading.start(place), place, waits) is not None)
+            (read,) = tier.read([(place, nbytes)], waits)
+            accepted += bool(nbytes and read is not None)
     errors = dict(store.stats().errors)
     store.close()
     assert not accepted

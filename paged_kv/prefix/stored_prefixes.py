@@ -37,10 +37,13 @@ from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace, Identity, Link
-from paged_kv.store.lookup import CHECKPOINT, READ_AHEAD, Wanted
+from paged_kv.store.lookup import CHECKPOINT, Wanted
 from paged_kv.store.lookup_counts import WRITE_ALL, WriteRule
 from paged_kv.tiers.tiered_store import Offer, TieredStore
 from paged_kv.tiers.waits import Waits
+
+# Entries whose pages are loaded in one call.
+_LOADED_AT_ONCE = 8
 
 
 class StateCodec(Protocol):
@@ -283,7 +286,7 @@ class StoredPrefixes:
                     states = self._codec.unpack(json.loads(entry.notes), entry.arrays)
                 else:
                     waiting.append(entry)
-                if len(waiting) >= READ_AHEAD or place is stored.places[-1]:
+                if len(waiting) >= _LOADED_AT_ONCE or place is stored.places[-1]:
                     self._append(sequence, waiting)
                     waiting.clear()
             except (ValueError, KeyError, TypeError):

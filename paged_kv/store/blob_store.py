@@ -62,16 +62,27 @@ class BlobStore(ABC):
     was made with.
 
     Attributes:
+        label: the kind of place, for statistics.
+        name: names it in logs, without passwords.
+        is_shared: whether other machines use it. Such a place notes uses and evicts by itself.
+        patience_s: seconds that a prompt waits for its question, and for its entries besides what
+            they take at 20 MB/s.
+        flush_s: seconds that the end of a process waits until everything is written.
+        queue_bytes: the most bytes that wait to be written.
         get_bytes: how much one call of `get` should bring.
         put_bytes: how much one call of `put` should take.
-        evicts: whether `put` evicts entries, and heeds `keep`.
         written: the bytes written today and in all, as far as this process knows.
         lack: what the latest entry lacked that got no room, and what to change.
     """
 
+    label: str
+    name: str
+    is_shared = True
+    patience_s = 0.5
+    flush_s = 10.0
+    queue_bytes = 256 << 20
     get_bytes = 16 << 20
     put_bytes = 1
-    evicts = False
     written = Written()
     lack = ""
 

@@ -70,7 +70,7 @@ class FolderStore(BlobStore):
         path: the folder; it is created if missing.
         max_bytes: the most bytes that everything in it may take, at any time.
         min_free_bytes: bytes that the disk must still have free.
-        patience_s: seconds to wait for other processes that write.
+        lock_s: seconds to wait for other processes that write.
         daily_bytes: the most bytes to write to the folder in a day; None for any number.
 
     Attributes:
@@ -82,9 +82,13 @@ class FolderStore(BlobStore):
         StoreError: the folder cannot be used; the message says why.
     """
 
-    get_bytes = 1  # so that several threads read
+    label = "folder"
+    is_shared = False
+    patience_s = 5.0
+    flush_s = 60.0  # for an uncommonly slow disk
+    queue_bytes = 512 << 20
+    get_bytes = 4 << 20
     put_bytes = 64 << 20  # which scans the folder once, while other processes wait for its lock
-    evicts = True
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class FolderStore(BlobStore):
         max_bytes: int,
         *,
         min_free_bytes: int = MIN_FREE_BYTES,
-        patience_s: float = 10.0,
+        lock_s: float = 10.0,
         daily_bytes: int | None = None,
     ) -> None:
         if max_bytes < MIN_BYTES:
@@ -102,9 +106,10 @@ class FolderStore(BlobStore):
         self._left_behind: list[Finding] = []
         self._latest_ns = 0
         self.path = Path(path).expanduser().absolute()
+        self.name = str(self.path)
         self.folder = Folder(self.path)
         self._thread_lock = threading.RLock()
-        self._lock = FileLock(self.path / LOCK, timeout=patience_s, mode=0o600)
+        self._lock = FileLock(self.path / LOCK, timeout=lock_s, mode=0o600)
         try:
             with self._alone():
                 self.folder.claim()

@@ -6,11 +6,8 @@ question to each tier says what of it is there. A stored state belongs after its
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TypeVar
 
 from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import EntryPlace, Link
@@ -124,28 +121,3 @@ def _needed_at_end(wanted: Wanted, links: Sequence[Link]) -> list[EntryPlace]:
     ]
     states = [EntryPlace(links[-1], CHECKPOINT)] if wanted.needs_checkpoint else []
     return in_rings + states
-
-
-READ_AHEAD = 8
-
-Item = TypeVar("Item")
-Reading = TypeVar("Reading")
-Result = TypeVar("Result")
-
-
-def read_ahead(
-    items: Iterable[Item],
-    start: Callable[[Item], Reading],
-    finish: Callable[[Reading, Item], Result | None],
-) -> Iterator[Result | None]:
-    """What `finish` returns for each item, in order. It is called when its turn comes; `start` is
-    called earlier. Yields None for an item that cannot be read, and ends."""
-    coming = iter(items)
-    started = deque((item, start(item)) for item in islice(coming, READ_AHEAD))
-    while started:
-        item, reading = started.popleft()
-        result = finish(reading, item)
-        yield result
-        if result is None:
-            return
-        started.extend((item, start(item)) for item in islice(coming, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from paged_kv.checks import file_path
@@ -11,15 +12,10 @@ from paged_kv.extras import extra_module
 from paged_kv.store.blob_store import BlobStore
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.tiers.address import Address, RedisAddress, RemoteAddress, parse_address
-from paged_kv.tiers.seal import UNSEALED, Seal, Sealing, read_secret
+from paged_kv.tiers.seal import UNSEALED, Seal, read_secret
 from paged_kv.tiers.store_options import StoreOptions
 from paged_kv.tiers.tier import Tier
 from paged_kv.tiers.tiered_store import TieredStore
-
-FOLDER_PATIENCE_S, FOLDER_QUEUE_BYTES = 5.0, 512 << 20
-PATIENCE_S, SERVER_QUEUE_BYTES = 0.5, 256 << 20
-# An entry of a large model may take some seconds from a bucket. Whoever waits gives up earlier.
-_LONGEST_S = 10.0
 
 TierPlace = str | os.PathLike[str]
 """A folder, or the address of a server."""
@@ -59,8 +55,7 @@ def open_tiers(addresses: Sequence[Address], max_bytes: int, options: StoreOptio
                 daily = options.most_bytes_a_day
                 tiers.append(folder_tier(FolderStore(address, max_bytes, daily_bytes=daily)))
             else:
-                blobs = open_blobs(address)
-                tiers.append(server_tier(address.label, str(address), blobs, seal))
+                tiers.append(Tier(open_blobs(address), seal))
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -68,39 +63,12 @@ def open_tiers(addresses: Sequence[Address], max_bytes: int, options: StoreOptio
     return TieredStore(tiers)
 
 
-def folder_tier(
-    folder: FolderStore,
-    queue_bytes: int = FOLDER_QUEUE_BYTES,
-    patience_s: float = FOLDER_PATIENCE_S,
-) -> Tier:
+def folder_tier(folder: FolderStore) -> Tier:
     """The tier of a folder, which this brings below its cap if it was higher before."""
-    tier = Tier(
-        "folder",
-        str(folder.path),
-        folder,
-        UNSEALED,
-        queue_bytes=queue_bytes,
-        patience_s=patience_s,
-        is_shared=False,
-    )
-    try:
-        folder.shrink(folder.limits.max_bytes)
-    except (OSError, MemoryError) as error:
-        tier.faults.note(error)
+    tier = Tier(folder, UNSEALED)
+    tier.queue.do(partial(folder.shrink, folder.limits.max_bytes))
+    tier.queue.flush()
     return tier
-
-
-def server_tier(label: str, name: str, blobs: BlobStore, seal: Sealing) -> Tier:
-    """The tier of a server."""
-    return Tier(
-        label,
-        name,
-        blobs,
-        seal,
-        queue_bytes=SERVER_QUEUE_BYTES,
-        patience_s=PATIENCE_S,
-        is_shared=True,
-    )
 
 
 def open_blobs(address: RemoteAddress) -> BlobStore:
@@ -111,10 +79,10 @@ def open_blobs(address: RemoteAddress) -> BlobStore:
     """
     if isinstance(address, RedisAddress):
         module = extra_module("paged_kv.tiers.redis_blobs", "redis")
-        blobs: BlobStore = module.RedisBlobs(address, PATIENCE_S)
+        blobs: BlobStore = module.RedisBlobs(address)
     else:
         module = extra_module("paged_kv.tiers.s3_blobs", "s3")
-        blobs = module.S3Blobs(address, PATIENCE_S, _LONGEST_S)
+        blobs = module.S3Blobs(address)
     return blobs
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.tier import Sized
 from paged_kv.tiers.waits import Waits
@@ -53,23 +51,11 @@ class PrefetchBuffer:
         with self._lock:
             return {key: entry.nbytes for key, entry in self._entries.items()}
 
-    def read(self, wanted: Iterable[Sized], waits: Waits) -> PrefetchBuffer:
-        return self
-
-    def start(self, place: EntryPlace) -> Future[Entry] | None:
-        """Take an entry out; None if it has gone."""
-        with self._lock:
-            entry = self._pop(place.key)
-        if entry is None:
-            return None
-        taken: Future[Entry] = Future()
-        taken.set_result(entry)
-        return taken
-
-    def finish(
-        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
-    ) -> Entry | None:
-        return None if reading is None else reading.result()
+    def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
+        for place, _ in wanted:
+            with self._lock:
+                entry = self._pop(place.key)
+            yield entry
 
     def _pop(self, key: str) -> Entry | None:
         entry = self._entries.pop(key, None)

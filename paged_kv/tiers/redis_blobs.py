@@ -36,11 +36,11 @@ class RedisBlobs(BlobStore):
     """See `BlobStore`.
 
     Args:
-        address: of the server.
-        patience_s: seconds that connecting, and each wait for bytes, may take.
+        address: of the server. Connecting, and each wait for bytes, may take `patience_s`.
     """
 
-    def __init__(self, address: RedisAddress, patience_s: float) -> None:
+    def __init__(self, address: RedisAddress) -> None:
+        self.label, self.name = address.label, str(address)
         files = {
             "ssl_ca_certs": address.ca,
             "ssl_certfile": address.cert,
@@ -56,8 +56,8 @@ class RedisBlobs(BlobStore):
             db=address.db,
             username=address.user,
             password=address.password,
-            socket_timeout=patience_s,
-            socket_connect_timeout=patience_s,
+            socket_timeout=self.patience_s,
+            socket_connect_timeout=self.patience_s,
             socket_read_size=_READ_BYTES,
             protocol=2,
             # A pause follows a failure, and the caller computes meanwhile.

@@ -23,18 +23,19 @@ from paged_kv.tiers.address import S3Address
 FOLDER = "paged-kv/"
 # The protocol has no call for many names at once, so calls run side by side.
 _ASKED_AT_ONCE = 32
+# An entry of a large model may take some seconds. Whoever waits gives up earlier.
+_LONGEST_S = 10.0
 
 
 class S3Blobs(BlobStore):
     """See `BlobStore`. Calls end with their time-outs, and cannot be interrupted.
 
     Args:
-        address: of the bucket.
-        patience_s: seconds that each wait for bytes of an entry may take.
-        longest_s: seconds that a call may take.
+        address: of the bucket. Each wait for bytes of an entry may take `patience_s`.
     """
 
-    def __init__(self, address: S3Address, patience_s: float, longest_s: float) -> None:
+    def __init__(self, address: S3Address) -> None:
+        self.label, self.name = address.label, str(address)
         # What the address does not name, such as credentials, comes from variables AWS_...
         config: dict[str, Any] = {
             "endpoint": address.endpoint,
@@ -45,20 +46,20 @@ class S3Blobs(BlobStore):
         options: Any = {
             # With TLS that are three round trips, or four. A prompt does not wait for all of them:
             # the next one finds the connection made.
-            "connect_timeout": timedelta(seconds=4 * patience_s),
-            "timeout": timedelta(seconds=longest_s),
+            "connect_timeout": timedelta(seconds=4 * self.patience_s),
+            "timeout": timedelta(seconds=_LONGEST_S),
             "allow_http": (address.endpoint or "").startswith("http://"),
         }
         connect = partial(
             S3Store,
             address.bucket,
             prefix=address.prefix or None,
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=longest_s)},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=_LONGEST_S)},
             **{name: value for name, value in config.items() if value is not None},
         )
         self._store = connect(client_options=options)
         # A prompt waits for these. A write is silent until all of it is sent, and a list is long.
-        waiting: Any = {"read_timeout": timedelta(seconds=patience_s)}
+        waiting: Any = {"read_timeout": timedelta(seconds=self.patience_s)}
         self._awaited = connect(client_options=options | waiting)
         self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="paged-kv-s3")
 

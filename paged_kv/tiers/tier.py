@@ -11,8 +11,8 @@ however many blocks are read.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -44,103 +44,48 @@ _MOST_ASKED = 4096
 Sized = tuple[EntryPlace, int]
 """An entry's place, and the bytes that its tier has said to hold."""
 
+_Begun = tuple[EntryPlace, Future[Entry] | None]
+
 Result = TypeVar("Result")
-
-
-class Reading(Protocol):
-    """A read of some entries for a prompt, in the order in which they are used."""
-
-    def start(self, place: EntryPlace) -> Future[Entry] | None:
-        """The read of an entry, which begins now if it has not before; None if it cannot."""
-        ...
 
 
 class Source(Protocol):
     """What entries are read from. No method raises because of it."""
 
-    label: str
+    @property
+    def label(self) -> str:
+        """Names it in statistics."""
+        ...
 
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         """The bytes of what it holds for a prompt, by key."""
         ...
 
-    def read(self, wanted: Iterable[Sized], waits: Waits) -> Reading:
-        """A read of entries for a prompt."""
+    def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
+        """Entries for a prompt, in order, None for each that cannot be had. Reading begins with the
+        first, and goes on ahead of the one that is used."""
         ...
-
-    def finish(
-        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
-    ) -> Entry | None:
-        """The entry whose read was started; None if it cannot be had."""
-        ...
-
-
-class BatchedReading:
-    """Entries in few round trips.
-
-    Args:
-        batches: the entries, by round trip.
-        begin: begins one round trip; returns a future for each of its entries, or None during a
-            pause.
-    """
-
-    def __init__(
-        self,
-        batches: Sequence[Sequence[Sized]],
-        begin: Callable[[Sequence[Sized]], Sequence[Future[Entry] | None]],
-    ) -> None:
-        self._batches = batches
-        self._batch_of = {place: at for at, batch in enumerate(batches) for place, _ in batch}
-        self._begin = begin
-        self._num_begun = 0
-        self._begun: dict[EntryPlace, Future[Entry] | None] = {}
-
-    def start(self, place: EntryPlace) -> Future[Entry] | None:
-        until = self._batch_of[place] + 1 + _BATCHES_AHEAD
-        for batch in self._batches[self._num_begun : until]:
-            places = [place for place, _ in batch]
-            self._begun.update(zip(places, self._begin(batch), strict=True))
-            self._num_begun += 1
-        return self._begun.pop(place)
 
 
 class Tier:
     """See `Source`.
 
     Args:
-        label: names the tier in statistics.
-        name: names it in logs, without passwords.
         blobs: its entries; `close` closes them.
         seal: names and verifies entries.
-        queue_bytes: the most bytes that wait to be written.
-        patience_s: seconds that a prompt waits for its question, and for its entries besides what
-            they take at 20 MB/s.
-        is_shared: whether other machines use it too.
 
     Attributes:
-        label, blobs, is_shared: as given.
+        blobs: as given.
         queue: what waits to be written.
         faults: counts what went wrong.
     """
 
-    def __init__(
-        self,
-        label: str,
-        name: str,
-        blobs: BlobStore,
-        seal: Sealing,
-        *,
-        queue_bytes: int,
-        patience_s: float,
-        is_shared: bool,
-    ) -> None:
-        self.label, self.blobs, self.is_shared = label, blobs, is_shared
+    def __init__(self, blobs: BlobStore, seal: Sealing) -> None:
+        self.blobs = blobs
         self._counts: Counter[str] = Counter()
-        self.faults = Faults(name)
-        # A disk may be uncommonly slow at the end, and a server waits for the next process.
-        self.queue = Writer(blobs, seal, self.faults, queue_bytes, 10.0 if is_shared else 60.0)
+        self.faults = Faults(blobs.name)
+        self.queue = Writer(blobs, seal, self.faults)
         self._seal = seal
-        self._patience_s = patience_s
         self._pause = Pause()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         self._calls: set[Future[Any]] = set()
@@ -148,6 +93,15 @@ class Tier:
         # At interpreter exit too, so that queued entries are written.
         parts = self.queue, self._readers, blobs
         self._close = weakref.finalize(self, _close, *parts)
+
+    @property
+    def label(self) -> str:
+        return self.blobs.label
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines use it too."""
+        return self.blobs.is_shared
 
     @property
     def is_paused(self) -> bool:
@@ -161,7 +115,7 @@ class Tier:
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         places = list(islice(wanted.places(), _MOST_ASKED))
         names = [self._seal.name(place.key) for place in places]
-        patience = waits.asking(self, self._patience_s)
+        patience = waits.asking(self, self.blobs.patience_s)
         sizes = self._wait(self._submit(self.blobs.sizes, names), patience)
         found = {}
         for place, nbytes in zip(places, sizes or (), strict=False):
@@ -173,22 +127,15 @@ class Tier:
                 self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
         return found
 
-    def read(self, wanted: Iterable[Sized], waits: Waits) -> Reading:
+    def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
         batches = round_trips(wanted, itemgetter(1), self.blobs.get_bytes, MOST_IN_BATCH)
-        return BatchedReading(batches, partial(self._begin, self._reading_patience(waits)))
-
-    def finish(
-        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
-    ) -> Entry | None:
-        entry = self._wait(reading, self._reading_patience(waits))
-        if entry is None:
-            self.queue.note(place.key, is_there=False)
-            if reading is not None and reading.done() and _is_damaged(reading):
-                self.queue.do(partial(self.blobs.discard, self._seal.name(place.key)))
-        else:
-            self._counts["entries_read"] += 1
-            self._counts["bytes_read"] += entry.nbytes
-        return entry
+        patience = waits.reading(self, self.blobs.patience_s)
+        coming = (self._begin(batch, patience) for batch in batches)
+        begun = deque(islice(coming, 1 + _BATCHES_AHEAD))
+        while begun:
+            for place, reading in begun.popleft():
+                yield self._end(reading, place, patience)
+            begun.extend(islice(coming, 1))
 
     def touch(self, keys: Iterable[str]) -> None:
         """Note entries as used now, the first of them most recently."""
@@ -208,17 +155,27 @@ class Tier:
             errors=dict(self.faults.errors),
         )
 
-    def _reading_patience(self, waits: Waits) -> Patience:
-        return waits.reading(self, self._patience_s)
-
-    def _begin(self, patience: Patience, batch: Sequence[Sized]) -> Sequence[Future[Entry] | None]:
-        """Begin one round trip; None for each of its entries during a pause."""
+    def _begin(self, batch: Sequence[Sized], patience: Patience) -> list[_Begun]:
+        """Begin one round trip; a future for each of its entries, or None during a pause."""
         futures: list[Future[Entry]] = [Future() for _ in batch]
         if self._submit(self._get, batch, futures) is None:
-            return [None] * len(batch)
+            return [(place, None) for place, _ in batch]
         for place, nbytes in batch:
             patience.allow(place.key, nbytes / _SLOWEST_BYTES_A_SECOND)
-        return futures
+        return [(place, future) for (place, _), future in zip(batch, futures, strict=True)]
+
+    def _end(
+        self, reading: Future[Entry] | None, place: EntryPlace, patience: Patience
+    ) -> Entry | None:
+        entry = self._wait(reading, patience)
+        if entry is not None:
+            self._counts["entries_read"] += 1
+            self._counts["bytes_read"] += entry.nbytes
+            return entry
+        self.queue.note(place.key, is_there=False)
+        if reading is not None and reading.done() and _is_damaged(reading):
+            self.queue.do(partial(self.blobs.discard, self._seal.name(place.key)))
+        return None
 
     def _get(self, batch: Sequence[Sized], futures: Sequence[Future[Entry]]) -> None:
         """Runs on a reader thread, and lets every future know."""

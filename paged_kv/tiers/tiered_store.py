@@ -9,14 +9,13 @@ from __future__ import annotations
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import Stored, Wanted, find, read_ahead
+from paged_kv.store.lookup import Stored, Wanted, find
 from paged_kv.store.lookup_counts import LookupCounts
 from paged_kv.tiers.faults import StoreStats
 from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
@@ -188,30 +187,27 @@ class TieredStore:
 
     def _read(self, places: Sequence[EntryPlace], offer: Offer) -> Iterator[Entry | None]:
         holders = {place: _holders(place, offer) for place in places}
-        readings = {
-            source: source.read(
-                [(place, held[place.key]) for place in places if holders[place][0] is source],
-                offer.waits,
-            )
-            for source, held in offer.held.items()
+
+        def reading(source: Source, places: Sequence[EntryPlace]) -> Iterator[Entry | None]:
+            sizes = offer.held[source]
+            return source.read([(place, sizes[place.key]) for place in places], offer.waits)
+
+        first = {
+            source: reading(source, [each for each in places if holders[each][0] is source])
+            for source in offer.held
         }
-
-        def start(place: EntryPlace) -> Future[Entry] | None:
-            return readings[holders[place][0]].start(place)
-
-        def finish(begun: Future[Entry] | None, place: EntryPlace) -> Entry | None:
+        for place in places:
             source, *others = holders[place]
-            entry = source.finish(begun, place, offer.waits)
+            entry = next(first[source])
             while entry is None and others:
                 source = others.pop(0)
-                again = source.read([(place, offer.held[source][place.key])], offer.waits)
-                entry = source.finish(again.start(place), place, offer.waits)
+                entry = next(reading(source, [place]))
             if entry is not None and source in self.tiers:
                 quicker = self.tiers[: self.tiers.index(source)]
                 self.save(entry, _missing(quicker, place, entry.nbytes), offer.stored.keys)
-            return entry
-
-        return read_ahead(places, start, finish)
+            yield entry
+            if entry is None:
+                return
 
     def _stats_of(self, tier: Tier) -> StoreStats:
         return replace(tier.stats(), tokens_found=self._tokens_found[self._labels[tier]])

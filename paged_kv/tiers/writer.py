@@ -45,22 +45,16 @@ class Writer:
         blobs: takes them.
         seal: names and seals them.
         faults: counts what is lost.
-        max_bytes: the most that wait.
-        patience_s: how long `flush` and `close` wait for the thread.
 
     Attributes:
         counts: "entries_written" and "bytes_written".
     """
 
-    def __init__(
-        self, blobs: BlobStore, seal: Sealing, faults: Faults, max_bytes: int, patience_s: float
-    ) -> None:
+    def __init__(self, blobs: BlobStore, seal: Sealing, faults: Faults) -> None:
         self.counts: Counter[str] = Counter()
         self._blobs = blobs
         self._seal = seal
         self._faults = faults
-        self._max_bytes = max_bytes
-        self._patience_s = patience_s
         self._pause = Pause()
         self._known: OrderedDict[str, None] = OrderedDict()
         self._jobs: deque[_Job] = deque()
@@ -91,7 +85,7 @@ class Writer:
             self._faults.drop(PAUSED)
         elif refusal:
             self._faults.drop(refusal.value)
-        elif self._waiting_bytes and self._waiting_bytes + nbytes > self._max_bytes:
+        elif self._waiting_bytes and self._waiting_bytes + nbytes > self._blobs.queue_bytes:
             self._faults.drop(SLOW)
         else:
             return True
@@ -114,7 +108,7 @@ class Writer:
         """Wait until the queue is empty; false if that takes too long."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._jobs and not self._is_writing, self._patience_s
+                lambda: not self._jobs and not self._is_writing, self._blobs.flush_s
             )
 
     def close(self) -> bool:
@@ -122,7 +116,7 @@ class Writer:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(self._patience_s)
+        self._thread.join(self._blobs.flush_s)
         with self._changed:
             lost = sum(job.entry is not None for job in self._jobs)
             self._jobs.clear()
@@ -177,7 +171,7 @@ class Writer:
         if self._pause.is_on:
             self._drop(entries, PAUSED)
             return
-        keep = {key for job in jobs for key in job.path} if self._blobs.evicts else set()
+        keep = {key for job in jobs for key in job.path} if not self._blobs.is_shared else set()
         try:
             files = [self._file(entry) for entry in entries]
             outcomes = self._blobs.put(files, set(map(self._seal.name, keep)))

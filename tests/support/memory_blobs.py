@@ -14,6 +14,8 @@ class Memory(BlobStore):
         is_full: whether it takes nothing more.
     """
 
+    label = name = "there"
+
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
         self.calls: list[tuple[str, int]] = []

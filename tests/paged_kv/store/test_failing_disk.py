@@ -65,9 +65,7 @@ def found(store: Tier, tokens: list[int]) -> int:
     stored = find(wanted(tokens), held)
     if stored is None:
         return 0
-    reading = store.read([(place, held[place.key]) for place in stored.places], waits)
-    for place in stored.places:
-        read = store.finish(reading.start(place), place, waits)
+    for read in store.read([(place, held[place.key]) for place in stored.places], waits):
         if read is None:
             return 0
         assert is_right(read)
@@ -192,7 +190,8 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 
     monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
     monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
-    store = folder_tier(open_store(tmp_path / "store"), patience_s=0.1)
+    monkeypatch.setattr(FolderStore, "patience_s", 0.1)
+    store = folder_tier(open_store(tmp_path / "store"))
     monkeypatch.setattr(FolderStore, "get", get)
     assert [found(store, TEXT) for _ in range(20)] == [0] * 20
     # Only the first of them waited.
@@ -205,7 +204,8 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = folder_tier(open_store(tmp_path / "store"), queue_bytes=100_000)
+    monkeypatch.setattr(FolderStore, "queue_bytes", 100_000)
+    store = folder_tier(open_store(tmp_path / "store"))
     begins, answers = threading.Event(), threading.Event()
     real = FolderStore.put
 

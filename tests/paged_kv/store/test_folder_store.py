@@ -191,7 +191,7 @@ from pathlib import Path
 from tests.support.store_entries import bytes_in, entry, links, open_store, prompt, put
 from paged_kv.store.folder_store import MIN_BYTES
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-with open_store(folder, MIN_BYTES, patience_s=240) as store:
+with open_store(folder, MIN_BYTES, lock_s=240) as store:
     for at in range(60):
         put(store, [entry(link, words=30_000) for link in links(prompt(1000 * seed + at, 600))])
         assert bytes_in(folder) <= MIN_BYTES or bytes_in(folder) <= MIN_BYTES

@@ -14,8 +14,9 @@ from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers import waits
 from paged_kv.tiers.address import RedisAddress, parse_address
-from paged_kv.tiers.opening import PATIENCE_S, open_blobs, server_tier
+from paged_kv.tiers.opening import open_blobs
 from paged_kv.tiers.seal import Seal
+from paged_kv.tiers.tier import Tier
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Patience, Waits
 from tests.support.far_servers import far_away
@@ -23,6 +24,7 @@ from tests.support.memory_blobs import Memory
 from tests.support.store_entries import PAGE_SIZE, PAGES, entry, identity, is_right, links, prompt
 from tests.support.tier_servers import SECRET, redis_server
 
+PATIENCE_S = BlobStore.patience_s
 BLOCKS = 60
 TOKENS = prompt(0, BLOCKS * PAGE_SIZE)
 WANTED = Wanted(Link.root(identity()), TOKENS, 0, 0, (PAGES,), False, PAGE_SIZE)
@@ -30,7 +32,7 @@ WANTED = Wanted(Link.root(identity()), TOKENS, 0, 0, (PAGES,), False, PAGE_SIZE)
 
 @contextmanager
 def store_with(blobs: BlobStore) -> Iterator[TieredStore]:
-    store = TieredStore([server_tier("there", "there", blobs, Seal(SECRET))])
+    store = TieredStore([Tier(blobs, Seal(SECRET))])
     try:
         yield store
     finally:

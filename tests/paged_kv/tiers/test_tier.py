@@ -5,7 +5,6 @@ import pytest
 from paged_kv.store import keys
 from paged_kv.store.errors import OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.tiers.opening import server_tier
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tier import Tier
 from paged_kv.tiers.waits import Waits
@@ -18,7 +17,7 @@ CHAIN = [entry(link) for link in links(prompt(0, 256 * 3))]
 
 
 def tier_of(memory: Memory) -> Tier:
-    return server_tier("there", "there", memory, Seal(SECRET))
+    return Tier(memory, Seal(SECRET))
 
 
 def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
@@ -54,7 +53,7 @@ def test_what_collides_is_told_apart() -> None:
         (nbytes,) = map(len, memory.blobs.values())
         asked = [(stored.place, True), *((EntryPlace(link, PAGES), False) for link in others())]
         for place, is_there in asked:
-            found = tier.finish(tier.read([(place, nbytes)], waits).start(place), place, waits)
+            (found,) = tier.read([(place, nbytes)], waits)
             assert (found is not None and is_right(found)) == is_there
         assert tier.faults.errors == {OtherEntry.kind: len(others())}
     finally:
