@@ -174,7 +174,8 @@ class Tier:
             return entry
         self.queue.note(place.key, is_there=False)
         if reading is not None and reading.done() and _is_damaged(reading):
-            self.queue.do(partial(self.blobs.discard, self._seal.name(place.key)))
+            discard = partial(self.blobs.discard, self._seal.name(place.key))
+            self.queue.do(discard, is_first=True)  # before it is stored again
         return None
 
     def _get(self, batch: Sequence[Sized], futures: Sequence[Future[Entry]]) -> None:

@@ -26,11 +26,13 @@ _MOST_WORK = 1000
 
 @dataclass(frozen=True)
 class _Job:
-    """Write an entry, and evict none of the keys `path` for it; or do other work."""
+    """Write an entry, and evict none of the keys `path` for it; or do other work, before or after
+    the entries of the same batch."""
 
     entry: Entry | None = None
     path: Sequence[str] = ()
     work: Callable[[], object] | None = None
+    is_first: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +59,7 @@ class Writer:
         self._faults = faults
         self._pause = Pause()
         self._known: OrderedDict[str, None] = OrderedDict()
+        self._queued: set[str] = set()
         self._jobs: deque[_Job] = deque()
         self._waiting_bytes = 0
         self._is_writing = self._is_closing = False
@@ -66,7 +69,7 @@ class Writer:
 
     def knows(self, key: str) -> bool:
         """Whether an entry is stored or queued, as far as this process has seen."""
-        return key in self._known
+        return key in self._known or key in self._queued
 
     def note(self, key: str, *, is_there: bool) -> None:
         """Note whether an entry is stored."""
@@ -96,13 +99,14 @@ class Writer:
         are needed together with it: storing it does not evict them."""
         with self._changed:
             if self._add(_Job(entry, path)):
-                self.note(entry.place.key, is_there=True)
+                self._queued.add(entry.place.key)
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Queue other work. What it raises is counted."""
+    def do(self, work: Callable[[], object], *, is_first: bool = False) -> None:
+        """Queue other work, which follows the entries that are written in the same batch, unless it
+        is to come first. What it raises is counted."""
         with self._changed:
             if len(self._jobs) < _MOST_WORK:
-                self._add(_Job(work=work))
+                self._add(_Job(work=work, is_first=is_first))
 
     def flush(self) -> bool:
         """Wait until the queue is empty; false if that takes too long."""
@@ -136,9 +140,9 @@ class Writer:
     def _run(self) -> None:
         while jobs := self._next_batch():
             try:
+                self._do([job for job in jobs if job.is_first])
                 self._write([job for job in jobs if job.entry is not None])
-                for work in [job.work for job in jobs if job.work is not None]:
-                    self._do(work)
+                self._do([job for job in jobs if not job.is_first])
             finally:
                 with self._changed:
                     self._waiting_bytes -= sum(job.nbytes for job in jobs)
@@ -157,11 +161,12 @@ class Writer:
             self._is_writing = bool(batch)
             return batch
 
-    def _do(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:  # clients raise what they like
-            self._faults.note(error)
+    def _do(self, jobs: Sequence[_Job]) -> None:
+        for work in [job.work for job in jobs if job.work is not None]:
+            try:
+                work()
+            except Exception as error:  # clients raise what they like
+                self._faults.note(error)
 
     def _write(self, jobs: Sequence[_Job]) -> None:
         """Write entries. After any failure the thread continues with the next."""
@@ -185,7 +190,9 @@ class Writer:
             if outcome is Outcome.STORED:
                 self.counts["entries_written"] += 1
                 self.counts["bytes_written"] += entry.nbytes
-            elif outcome is not Outcome.KNOWN:
+            if outcome in (Outcome.STORED, Outcome.KNOWN):
+                self._end(entry, is_there=True)
+            else:
                 self._drop([entry], outcome.value, self._blobs.lack)
 
     def _file(self, entry: Entry) -> tuple[str, list[bytes | memoryview]]:
@@ -194,5 +201,10 @@ class Writer:
 
     def _drop(self, entries: Sequence[Entry], reason: str, details: str = "") -> None:
         for entry in entries:
-            self.note(entry.place.key, is_there=False)
+            self._end(entry, is_there=False)
         self._faults.drop(reason, len(entries), details)
+
+    def _end(self, entry: Entry, *, is_there: bool) -> None:
+        """Note what has become of a queued entry."""
+        self.note(entry.place.key, is_there=is_there)
+        self._queued.discard(entry.place.key)

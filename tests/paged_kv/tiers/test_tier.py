@@ -1,10 +1,13 @@
 """What a tier on a server takes for stored, and for what was asked."""
 
+from threading import Event
+
 import pytest
 
 from paged_kv.store import keys
 from paged_kv.store.errors import OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
+from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tier import Tier
 from paged_kv.tiers.waits import Waits
@@ -33,6 +36,19 @@ def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
         assert tier.faults.dropped == {FULL: 1, PAUSED: len(CHAIN) - 1}
         assert not any(tier.queue.knows(each.place.key) for each in CHAIN)
     finally:
+        tier.close()
+
+
+def test_what_waits_to_be_written_is_not_written_twice_though_nobody_finds_it() -> None:
+    tier, may_write = tier_of(Memory()), Event()
+    try:
+        tier.queue.do(may_write.wait)
+        tier.queue.save(CHAIN[0])
+        wanted = Wanted(Link.root(identity()), prompt(0, 256 * 3)[:256], 0, 0, (PAGES,), False, 256)
+        assert not tier.ask(wanted, Waits())
+        assert tier.queue.knows(CHAIN[0].place.key)
+    finally:
+        may_write.set()
         tier.close()
 
 
