@@ -95,7 +95,7 @@ class StoredPrefixes:
             return
         root = Link.root(identity)
         if keeping is Keeping.AS_RULED and self._rule.after > 1:
-            for link in self._wanted(root, tokens, 0, 0).links():
+            for link in self._wanted(root, tokens, 0, 0).links:
                 self._store.record(link.digest)
         known = self._prefixes.known(namespace, tokens)
         if known >= len(tokens) - 1:

@@ -59,11 +59,6 @@ class Entry:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def file_name(key: str) -> str:
-    """The name of an entry's file."""
-    return key + SUFFIX
-
-
 def encode(entry: Entry) -> list[Buffer]:
     """The bytes of an entry's file, in pieces."""
     place, link = entry.place, entry.place.link

@@ -1,5 +1,5 @@
-"""How much a store may take and write: the cap, and the bytes written today
-and in all, over restarts and by all processes that share the folder."""
+"""How much a folder may take and write: the cap, and the bytes written today and in all, over
+restarts and by all processes that share it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ question to each tier says what of it is there. A stored state belongs after its
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import EntryPlace, Link
@@ -41,21 +42,25 @@ class Wanted:
     page_size: int
     rings: tuple[tuple[str, Ring], ...] = ()
 
-    def links(self) -> Iterator[Link]:
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
         """The prompt's full blocks."""
-        link = self.root
-        while link.end + self.page_size <= len(self.tokens):
-            link = link.then(self.tokens[link.end : link.end + self.page_size])
-            yield link
+        links = [self.root]
+        while links[-1].end + self.page_size <= len(self.tokens):
+            end = links[-1].end
+            links.append(links[-1].then(self.tokens[end : end + self.page_size]))
+        return tuple(links[1:])
 
-    def places(self) -> Iterator[EntryPlace]:
+    @cached_property
+    def places(self) -> tuple[EntryPlace, ...]:
         """Everything that a hit may need, the first blocks first."""
         rings = [part for part, _ in self.rings]
-        for link in self.links():
+        places = []
+        for link in self.links:
             pages = self.parts if link.end > self.held else ()
             states = [CHECKPOINT] if self.needs_checkpoint and link.end > self.beyond else []
-            for part in (*pages, *rings, *states):
-                yield EntryPlace(link, part)
+            places += [EntryPlace(link, part) for part in (*pages, *rings, *states)]
+        return tuple(places)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def find(wanted: Wanted, there: Container[str], without: Container[str] = ()) ->
         return all(place.key in there and place.key not in without for place in places)
 
     links: list[Link] = []
-    for link in wanted.links():
+    for link in wanted.links:
         if not has_all(_pages(wanted, [link])):
             break
         links.append(link)

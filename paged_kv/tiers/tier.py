@@ -113,7 +113,7 @@ class Tier:
         self._close()
 
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
-        places = list(islice(wanted.places(), _MOST_ASKED))
+        places = wanted.places[:_MOST_ASKED]
         names = [self._seal.name(place.key) for place in places]
         patience = waits.asking(self, self.blobs.patience_s)
         sizes = self._wait(self._submit(self.blobs.sizes, names), patience)

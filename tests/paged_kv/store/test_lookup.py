@@ -91,5 +91,5 @@ def test_the_longest_stored_beginning_is_found(
     assert (0 if found is None else len(found.links)) == max(counts, default=0)
     if found is not None:
         assert list(found.places) == needed(wanted, len(found.links))
-        assert set(found.places) <= set(wanted.places())
+        assert set(found.places) <= set(wanted.places)
         assert EntryPlace(found.links[-1], found.places[-1].part).key == found.end_key
