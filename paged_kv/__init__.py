@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RollbackError,
         UnknownSession,
     )
+    from paged_kv.allocator.prefixes.duel import BetterOfTwo
     from paged_kv.allocator.prefixes.eviction import (
         EvictionPolicy,
         FirstInFirstOut,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "BetterOfTwo",
     "BlockStateError",
     "CacheOptions",
     "EvictionPolicy",
@@ -106,6 +108,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BetterOfTwo": "allocator.prefixes.duel",
     "EvictionPolicy": "allocator.prefixes.eviction",
     "FirstInFirstOut": "allocator.prefixes.eviction",
     "LeastFrequentlyUsed": "allocator.prefixes.eviction",

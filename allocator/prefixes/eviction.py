@@ -80,6 +80,7 @@ class FirstInFirstOut:
 
 
 LEAST_WORTH = LeastWorth()
+LEAST_RECENTLY_USED = LeastRecentlyUsed()
 
 Entry = TypeVar("Entry", bound=Hashable)
 
@@ -165,6 +166,12 @@ class EvictionOrder(Generic[Entry]):
         key = self._rank(use) if use.saving else -inf, use.last
         self._known[entry] = key, use
         self._ranked[key] = entry
+
+    def rank_by(self, policy: EvictionPolicy) -> None:
+        """Rank all entries again, by another policy. O(n log n)."""
+        self._rank = Ranking(policy)
+        for entry, (_, use) in list(self._known.items()):
+            self.put(entry, use)
 
     def touch(self, entry: Entry) -> None:
         """Use an entry that is there once more, or add it."""

@@ -22,11 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefixes.eviction import (
-    LEAST_WORTH,
-    EvictionOrder,
-    EvictionPolicy,
-)
+from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO, BetterOfTwo, Duel
+from paged_kv.allocator.prefixes.eviction import EvictionOrder, EvictionPolicy
 from paged_kv.allocator.prefixes.owners import Owner, Owners
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Node, Windows
 from paged_kv.allocator.prefixes.uses import Use
@@ -57,7 +54,7 @@ class PrefixIndex:
         self,
         page_size: int = 256,
         lock: threading.RLock | None = None,
-        policy: EvictionPolicy = LEAST_WORTH,
+        policy: EvictionPolicy = BETTER_OF_TWO,
     ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
@@ -71,6 +68,7 @@ class PrefixIndex:
         # as the end of one prompt and in the middle of another.
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
         self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
+        self._duel = Duel(policy) if isinstance(policy, BetterOfTwo) else None
         self._owners = Owners()
         self._size = 0
         self._pinned = 0
@@ -103,6 +101,8 @@ class PrefixIndex:
         with self.lock:
             found = self.peek(namespace, tokens)
             self._note(found.nodes, self._leaves.history.again)
+            if self._duel is not None:
+                self._duel.use(node.path_hash for node in reversed(found.nodes))
             return found
 
     def peek(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
@@ -136,6 +136,7 @@ class PrefixIndex:
                 node = self._child(node, page) or self._add(node, page, theirs)
                 path.append(node)
             self._note(path, self._leaves.history.stored)
+            self._judge(path)
             for node, held in zip(path, windows, strict=False):
                 for allocator, parts in held.items():
                     for slots in parts:
@@ -160,7 +161,7 @@ class PrefixIndex:
             for end in self._owners.release(owner):
                 node: Node | None = end
                 while node is not None and self._is_unused(node):
-                    self._remove(node)
+                    self._drop(node)
                     node = node.parent
             return before - len(self)
 
@@ -178,7 +179,7 @@ class PrefixIndex:
                         self._owners.unmark(node, owner)
                 if not self._is_unused(node):
                     break
-                self._remove(node)
+                self._drop(node)
             return before - len(self)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
@@ -222,7 +223,7 @@ class PrefixIndex:
                 while node.parent is not None and not (
                     node.children or node.pins or is_needed(node)
                 ):
-                    self._remove(node)
+                    self._drop(node)
                     node = node.parent
 
     def evict(self, is_enough: Callable[[], bool]) -> int:
@@ -285,6 +286,9 @@ class PrefixIndex:
         node.use = self._leaves.history.first(node.path_hash, position)
         self._leaves.put(node, node.use)
         self._size += 1
+        if self._duel is not None:
+            # Its prompt has not found it, but one of the policies might have kept it.
+            self._duel.use([node.path_hash])
         return node
 
     def _replace(self, shorter: Node, longer: Node) -> None:
@@ -293,7 +297,13 @@ class PrefixIndex:
             self.on_replace(shorter, longer)
         if not shorter.pins:
             self._owners.move(shorter, longer)
-            self._remove(shorter)
+            self._drop(shorter)
+
+    def _drop(self, leaf: Node) -> None:
+        """Remove a leaf that no policy has chosen."""
+        if self._duel is not None:
+            self._duel.discard(leaf.path_hash)
+        self._remove(leaf)
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -330,6 +340,15 @@ class PrefixIndex:
             node.use = used(node.use)
             if not node.children:
                 self._leaves.put(node, node.use)
+
+    def _judge(self, path: Sequence[Node]) -> None:
+        """Let the duel see an inserted path, and rank by the policy that leads then."""
+        if self._duel is None:
+            return
+        before = self._duel.policy
+        self._duel.store([node.path_hash for node in reversed(path)], len(self))
+        if self._duel.policy is not before:
+            self._leaves.rank_by(self._duel.policy)
 
     def _is_unused(self, node: Node) -> bool:
         """Whether a node is a leaf that neither a pin nor a prompt of an owner needs; false for one

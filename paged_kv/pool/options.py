@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionPolicy
+from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.checks import described, whole_number
 from paged_kv.commands.arguments import budget, path, positive
@@ -77,7 +78,8 @@ class PoolOptions(Options):
             late.
         trace: a new file to record block allocations in, for `paged-kv trace replay`; None means
             the file that PAGED_KV_TRACE names, if it is set.
-        eviction_policy: which cached prefixes to evict first from memory.
+        eviction_policy: which cached prefixes to evict first from memory: by default those of
+            `BetterOfTwo`.
     """
 
     page_format: FormatChoice = option("fp16", check=_checked_format, metavar="FORMAT")
@@ -97,7 +99,7 @@ class PoolOptions(Options):
     )
     wait_for_pages: bool = option(False, needs="offload")
     trace: str | os.PathLike[str] | None = option(None, parse=None)
-    eviction_policy: EvictionPolicy = option(LEAST_WORTH, parse=None, check=_checked_policy)
+    eviction_policy: EvictionPolicy = option(BETTER_OF_TWO, parse=None, check=_checked_policy)
 
 
 class PoolKeywords(TypedDict, total=False):
