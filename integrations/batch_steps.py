@@ -33,13 +33,11 @@ from paged_kv.integrations.batching.short_memory import (
 )
 from paged_kv.integrations.batching.shortages import current_shortages
 from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.mlx_lm_internals import STOCK_STEP, BatchParts
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.states.counted_states import are_ours
 
-# What a GenerationBatch has sampled.
-_CHANGED = ("_current_tokens", "_current_logprobs", "_next_tokens", "_next_logprobs")
 _stock_prompt = PromptProcessingBatch.prompt
-_stock_step = GenerationBatch._step
 
 
 def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
@@ -129,15 +127,15 @@ def step(batch: GenerationBatch) -> tuple[list[int], list[mx.array]]:
     """GenerationBatch's method `_step`. Batches with mlx-lm's own caches take its own."""
     shortages = current_shortages()
     if shortages is None or not are_ours(batch.prompt_cache):
-        return _stock_step(batch)
+        return STOCK_STEP(batch)
     before = SampledState(batch)
-    taken = attempted(partial(_stock_step, batch))
+    taken = attempted(partial(STOCK_STEP, batch))
     if not isinstance(taken, Shortage):
         return taken
     before.put_back(batch)
     make_room()
     with sequences_apart() as failed:
-        taken = attempted(partial(_stock_step, batch))
+        taken = attempted(partial(STOCK_STEP, batch))
     if isinstance(taken, Shortage):
         # Not even for what follows the model's call.
         before.put_back(batch)
@@ -153,25 +151,26 @@ class SampledState:
     samplers that count their calls, and what logits processors see."""
 
     def __init__(self, batch: Any) -> None:
-        self._own = {name: getattr(batch, name) for name in _CHANGED}
+        parts = BatchParts(batch)
+        self._sampled = parts.sampled
         objects = {id(each): each for each in batch.samplers or [] if hasattr(each, "__dict__")}
         if any(batch.logits_processors or []):
-            objects |= {id(each): each for each in batch._token_context}
+            objects |= {id(each): each for each in parts.token_context}
         self._others = [(each, vars(each).copy()) for each in objects.values()]
 
     def put_back(self, batch: Any) -> None:
         """Let the batch be as it was."""
-        vars(batch).update(self._own)
+        BatchParts(batch).sampled = self._sampled
         for each, attributes in self._others:
             vars(each).update(attributes)
 
 
 def _last_tokens(batch: Any) -> tuple[list[int], list[mx.array]]:
     """The tokens that a batch has sampled, and their log-probabilities, where no row can go on."""
-    inputs, logprobs = batch._next_tokens, batch._next_logprobs
-    batch._current_tokens, batch._current_logprobs = inputs, logprobs
-    batch._next_tokens = mx.zeros_like(inputs)
-    batch._next_logprobs = [mx.zeros(1) for _ in batch.uids]
+    parts = BatchParts(batch)
+    inputs, logprobs = parts.next_tokens, parts.next_logprobs
+    nothing = [mx.zeros(1) for _ in batch.uids]
+    parts.sampled = (inputs, logprobs, mx.zeros_like(inputs), nothing)
     tokens: Any = inputs.tolist()
     for held, token in zip(batch.tokens, tokens, strict=True):
         held.append(token)
@@ -184,5 +183,5 @@ def _has_states(prompt_cache: list[Any]) -> bool:
     return has_any and are_ours(prompt_cache)
 
 
-BATCH_STEPS = Replacements({_stock_prompt: prompt, _stock_step: step})
+BATCH_STEPS = Replacements({_stock_prompt: prompt, STOCK_STEP: step})
 """For `PromptProcessingBatch` and `GenerationBatch`."""

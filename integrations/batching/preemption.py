@@ -58,6 +58,7 @@ from paged_kv.integrations.batching.shared_prefill import (
 )
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
+from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -108,6 +109,7 @@ class Preemption:
         # This makes the pool learn the size of a block.
         factory.can_admit(0)
         self._generator: Any = weakref.proxy(generator)
+        self._parts = GeneratorParts(self._generator)
         self._factory = factory
         self._pool = factory.pool
         self._ranks = factory.ranks
@@ -227,7 +229,7 @@ class Preemption:
 
     def preempt(self, number: int) -> None:
         """Let a running sequence wait without its pages."""
-        stage, at = self._generator._find_uids([number])[number]
+        stage, at = self._parts.place_of(number)
         each = self._interrupted(at) if stage == 1 else self._paused(at)
         self._generator.remove([number])
         self._line.put(self._without_pages(each))
@@ -238,15 +240,16 @@ class Preemption:
     def _paused(self, at: int) -> Waiting:
         """A generating sequence as one that waits. Its kept token stands for the last of its
         prompt."""
-        batch = self._generator._generation_batch
+        batch = self._parts.generating
+        parts = BatchParts(batch)
         self._generating[batch.uids[at]] = generating_row(batch, at)
-        most = batch.max_tokens[at] - batch._num_tokens[at]
-        return row_as_waiting(batch, at, [[int(batch._next_tokens[at])]], most)
+        most = batch.max_tokens[at] - parts.num_tokens[at]
+        return row_as_waiting(batch, at, [[int(parts.next_tokens[at])]], most)
 
     def _interrupted(self, at: int) -> Waiting:
         """A sequence whose prompt is being computed as one that waits."""
-        batch = self._generator._prompt_batch
-        segments, _, total = self._generator._currently_processing[at]
+        batch = self._parts.reading
+        segments, _, total = self._parts.processing[at]
         self._prompt_tokens.setdefault(batch.uids[at], total)
         return row_as_waiting(batch, at, segments, batch.max_tokens[at])
 
@@ -317,26 +320,25 @@ class Preemption:
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
-        processing = self._generator._currently_processing
-        for uid in [uid for uid in self._generator._prompt_batch.uids if uid in self._generating]:
-            at = self._generator._prompt_batch.uids.index(uid)
+        processing, reading = self._parts.processing, self._parts.reading
+        for uid in [uid for uid in reading.uids if uid in self._generating]:
+            at = reading.uids.index(uid)
             if is_at_last_token(processing[at][0]):
-                batch = self._generator._prompt_batch.split([at])
+                batch = reading.split([at])
                 del processing[at]
                 self._resume(uid, batch.prompt_cache, batch.tokens[0])
 
     def _resume(self, uid: int, prompt_cache: list[Any], tokens: Tokens) -> None:
         row = self._generating.pop(uid)
         row.prompt_cache, row.tokens = prompt_cache, [tokens]
-        self._generator._generation_batch.extend(row)
+        self._parts.generating.extend(row)
 
     def _reserve_step(self) -> None:
         """Reserve the blocks of the next step of all running sequences."""
-        generator = self._generator
-        batch = generator._generation_batch
+        batch = self._parts.generating
         if batch.uids:
             self._reserve(batch.prompt_cache, [1] * len(batch.uids))
-        self._reserve(generator._prompt_batch.prompt_cache, prompt_chunks(generator))
+        self._reserve(self._parts.reading.prompt_cache, prompt_chunks(self._generator))
 
     def _reserve(self, prompt_cache: list[Any], counts: list[int]) -> None:
         cache = first_paged(prompt_cache)

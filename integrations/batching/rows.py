@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from paged_kv.admission.growth import Growth
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.shared_prefill import Tokens, without_first
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
+from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of
 
 
 class Waiting(NamedTuple):
@@ -69,15 +69,15 @@ class Line:
     """
 
     def __init__(self, generator: Any, order: Callable[[int], Any] = int) -> None:
-        self._generator = generator
+        self._parts = GeneratorParts(generator)
         self._order = order
 
     def __len__(self) -> int:
-        return len(self._generator._unprocessed_sequences)
+        return len(self._parts.waiting)
 
     def __iter__(self) -> Iterator[Waiting]:
         # Over a copy, so that sequences may be replaced meanwhile.
-        return iter([Waiting(*each) for each in self._generator._unprocessed_sequences])
+        return iter([Waiting(*each) for each in self._parts.waiting])
 
     def __getitem__(self, uid: int) -> Waiting:
         return next(each for each in self if each.uid == uid)
@@ -85,20 +85,16 @@ class Line:
     def put(self, waiting: Waiting) -> None:
         """Add a sequence, or replace the one with this uid."""
         self.remove(waiting.uid)
-        self._generator._unprocessed_sequences.append(waiting)
+        self._parts.waiting.append(waiting)
         self.sort()
 
     def sort(self) -> None:
         """Put those in order that BatchGenerator has added at the end."""
-        line = self._generator._unprocessed_sequences
-        self._generator._unprocessed_sequences = deque(
-            sorted(line, key=lambda each: self._order(each[0]))
-        )
+        self._parts.put_in_line(sorted(self._parts.waiting, key=lambda each: self._order(each[0])))
 
     def remove(self, uid: int) -> None:
         """Remove a sequence if it is there."""
-        line = self._generator._unprocessed_sequences
-        self._generator._unprocessed_sequences = deque([each for each in line if each[0] != uid])
+        self._parts.put_in_line([each for each in self._parts.waiting if each[0] != uid])
 
 
 def is_at_last_token(segments: list[Tokens]) -> bool:
@@ -119,32 +115,35 @@ def chunk_length(segments: list[Tokens], step_size: int) -> int:
 def prompt_chunks(generator: BatchGenerator) -> list[int]:
     """The number of tokens that the next step computes of each running prompt."""
     size = generator.prefill_step_size
-    return [chunk_length(each[0], size) for each in generator._currently_processing]
+    return [chunk_length(each[0], size) for each in GeneratorParts(generator).processing]
 
 
 def free_places(generator: BatchGenerator) -> int:
     """The number of sequences that may begin."""
-    prompts = generator.prefill_batch_size - len(generator._prompt_batch)
-    rows = generator.completion_batch_size - len(generator._generation_batch)
+    parts = GeneratorParts(generator)
+    prompts = generator.prefill_batch_size - len(parts.reading)
+    rows = generator.completion_batch_size - len(parts.generating)
     return min(prompts, rows)
 
 
 def running_uids(generator: BatchGenerator) -> list[int]:
     """The uids of the running sequences."""
-    return [*generator._generation_batch.uids, *generator._prompt_batch.uids]
+    parts = GeneratorParts(generator)
+    return [*parts.generating.uids, *parts.reading.uids]
 
 
 def step_without(generator: BatchGenerator, held_back: set[int]) -> tuple[list[Any], list[Any]]:
     """BatchGenerator's step without some of the waiting sequences, which are the last ones."""
-    waiting = [each for each in generator._unprocessed_sequences if each[0] in held_back]
+    line = GeneratorParts(generator).waiting
+    waiting = [each for each in line if each[0] in held_back]
     # Only the deque may hold the others: a reference to their caches would keep pages shared.
     for _ in waiting:
-        generator._unprocessed_sequences.pop()
+        line.pop()
     try:
-        prompts, generated = BatchGenerator._next(generator)
+        prompts, generated = next_of(generator)
         return prompts, generated
     finally:
-        generator._unprocessed_sequences.extend(waiting)
+        line.extend(waiting)
 
 
 def token_counts(prompt_cache: list[Any]) -> list[tuple[int, int]]:
@@ -173,14 +172,15 @@ def _owns_last_page(prompt_cache: list[Any]) -> bool:
 
 def growths(generator: BatchGenerator) -> Iterator[tuple[int, Growth]]:
     """The uids of the running sequences, and their tokens."""
-    batch = generator._generation_batch
-    rows = zip(batch.uids, batch.max_tokens, batch._num_tokens, strict=True)
+    parts = GeneratorParts(generator)
+    batch = parts.generating
+    rows = zip(batch.uids, batch.max_tokens, BatchParts(batch).num_tokens, strict=True)
     for (held, length), (uid, most, count) in zip(
         token_counts(batch.prompt_cache), rows, strict=False
     ):
         yield uid, Growth(held, length, length + most - count)
-    prompts = generator._prompt_batch
-    rest = zip(prompts.uids, prompts.max_tokens, generator._currently_processing, strict=True)
+    prompts = parts.reading
+    rest = zip(prompts.uids, prompts.max_tokens, parts.processing, strict=True)
     for (held, length), (uid, most, (segments, *_)) in zip(
         token_counts(prompts.prompt_cache), rest, strict=False
     ):
@@ -209,11 +209,12 @@ def generating_row(batch: Any, at: int) -> GenerationBatch:
     row.logits_processors = [batch.logits_processors[at]]
     row.max_tokens = [batch.max_tokens[at]]
     row.stop_sequences = [batch.stop_sequences[at]]
-    row._next_tokens = mx.array([int(batch._next_tokens[at])], dtype=mx.uint32)
-    row._next_logprobs = [batch._next_logprobs[at]]
-    row._token_context = [batch._token_context[at]]
-    row._num_tokens = [batch._num_tokens[at]]
-    row._matchers = [batch._matchers[at]]
+    new, old = BatchParts(row), BatchParts(batch)
+    new.next_tokens = mx.array([int(old.next_tokens[at])], dtype=mx.uint32)
+    new.next_logprobs = [old.next_logprobs[at]]
+    new.token_context = [old.token_context[at]]
+    new.num_tokens = [old.num_tokens[at]]
+    new.matchers = [old.matchers[at]]
     return row
 
 

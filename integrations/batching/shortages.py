@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv.allocator.errors import OutOfMemory
+from paged_kv.integrations.mlx_lm_internals import next_of, set_next
 
 Responses = tuple[list[Any], list[Any]]
 
@@ -55,12 +56,12 @@ class Shortages:
     def __init__(self, generator: BatchGenerator, step: Callable[[], Responses] | None) -> None:
         proxy: Any = weakref.proxy(generator)
         self._generator = proxy
-        self._step = step or partial(BatchGenerator._next, proxy)
+        self._step = step or partial(next_of, proxy)
         self.failed: dict[int, OutOfMemory] = {}
         self.longest: int | None = None
         setattr(generator, _ATTACHED, self)
         # Of this generator only, which keeps it if the factory is uninstalled before it ends.
-        setattr(generator, BatchGenerator._next.__name__, self.step)
+        set_next(generator, self.step)
 
     @classmethod
     def of(cls, generator: BatchGenerator) -> Shortages | None:

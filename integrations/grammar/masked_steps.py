@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.generate import BatchGenerator
 
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.processor import GrammarProcessor, grammar_of, within_grammars
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts, SteppedBatch
 
 
-class MaskedBatch(GenerationBatch):
+class MaskedBatch(SteppedBatch):
     """mlx-lm's GenerationBatch, for sequences with a `GrammarProcessor` among others."""
 
     def grammars(self) -> dict[int, FollowedGrammar]:
@@ -25,15 +26,16 @@ class MaskedBatch(GenerationBatch):
         found = {row: grammar_of(each) for row, each in enumerate(self.logits_processors or [])}
         return {row: grammar for row, grammar in found.items() if grammar is not None}
 
-    def _step(self) -> Any:
+    def step(self) -> Any:
+        """mlx-lm's step, with masked logits."""
         grammars = self.grammars()
         if not grammars:
-            return super()._step()
+            return super().step()
         model, processors = self.model, self.logits_processors
         self.model = partial(self._masked_model, model, grammars)
         self.logits_processors = [other_processors(each) for each in processors or []]
         try:
-            return super()._step()
+            return super().step()
         finally:
             self.model, self.logits_processors = model, processors
 
@@ -44,8 +46,9 @@ class MaskedBatch(GenerationBatch):
         logits: mx.array = model(inputs, cache=cache)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         tokens: Any = inputs[:, 0].tolist()
+        counts = self.parts.num_tokens
         for row, grammar in grammars.items():
-            grammar.take(tokens[row], self._num_tokens[row])
+            grammar.take(tokens[row], counts[row])
         return within_grammars(logits, grammars, [[token] for token in tokens])
 
 
@@ -59,7 +62,7 @@ class MaskedBatchGenerator(BatchGenerator):
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._generation_batch = MaskedBatch.empty(model, self.sampler)
+        GeneratorParts(self).generating = MaskedBatch.empty(model, self.sampler)
 
 
 def other_processors(processors: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _download, load_tokenizer
+from mlx_lm.utils import load_tokenizer
 from mlx_vlm import models
 from mlx_vlm.prompt_utils import apply_chat_template, get_chat_template
 from mlx_vlm.utils import (
@@ -28,6 +28,7 @@ from PIL import Image
 
 from paged_kv.integrations.generation.text_generation import TextGeneration, loaded
 from paged_kv.integrations.media_keys import MediaKeys
+from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.mlx_vlm.media_prompt import MediaPrompt
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
 
@@ -243,6 +244,6 @@ class ImageGeneration(TextGeneration):
         return loaded(path_or_repo, self._load)
 
     def _load(self, path_or_repo: str) -> tuple[Any, Any]:
-        found = load_model(_download(path_or_repo))
+        found = load_model(downloaded(path_or_repo))
         self._prompts = found.prompts
         return found.model, found.tokenizer

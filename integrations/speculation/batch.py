@@ -192,7 +192,7 @@ class SpeculativeBatch(MaskedBatch):
     def _with_drafts(self, counts: list[int]) -> list[GenerationBatch.Response] | None:
         """A step that drafts so many tokens for each row. None, and nothing is changed, if there
         are no drafts, or no memory for them."""
-        emitting: Any = if_short_again(self._next_tokens.tolist)
+        emitting: Any = if_short_again(self.parts.next_tokens.tolist)
         paged = first_paged(self.prompt_cache)
         sequences = [None] * len(counts) if paged is None else paged.sequences
         requests = {
@@ -241,7 +241,7 @@ class SpeculativeBatch(MaskedBatch):
         """
         grammars = self.grammars()
         for row, grammar in grammars.items():
-            grammar.take(emitting[row], self._num_tokens[row])
+            grammar.take(emitting[row], self.parts.num_tokens[row])
         drafts = self._draft.propose(list(requests.values())) if requests else []
         drafts = self._ranks.of_first("drafts", drafts)
         proposed = dict(zip(requests, drafts, strict=True))
@@ -262,7 +262,7 @@ class SpeculativeBatch(MaskedBatch):
         sampled = sample(logits, inputs, self._choosers(), self.fallback_sampler)
         for row, grammar in grammars.items():
             accepted = sampled[row].tokens[:-1]
-            for at, token in enumerate(accepted, self._num_tokens[row] + 1):
+            for at, token in enumerate(accepted, self.parts.num_tokens[row] + 1):
                 grammar.take(token, at)
         following = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
         return _Verified(inputs, sampled, following)
@@ -292,7 +292,7 @@ class SpeculativeBatch(MaskedBatch):
         """The most tokens to draft for a row, whose cache can roll back `most`; None for any
         number."""
         each = self._rows[row]
-        left = self.max_tokens[row] - self._num_tokens[row] - 1
+        left: int = self.max_tokens[row] - self.parts.num_tokens[row] - 1
         count = min(left, each.options.num_draft_tokens, left if most is None else most)
         grammar = grammar_of((self.logits_processors or [])[row])
         # The first of these is the token that is sampled already.
@@ -312,7 +312,7 @@ class SpeculativeBatch(MaskedBatch):
 
     def _choosers(self) -> list[Chooser]:
         rows = zip(
-            self.samplers or [], self.logits_processors or [], self._token_context, strict=True
+            self.samplers or [], self.logits_processors or [], self.parts.token_context, strict=True
         )
         return [
             Chooser(each, other_processors(processors), context)
@@ -321,9 +321,9 @@ class SpeculativeBatch(MaskedBatch):
 
     def _emit(self, verified: _Verified, rollback: Rollback) -> list[GenerationBatch.Response]:
         """Emit the accepted tokens of each row, until it ends, and remove the others."""
-        inputs, sampled, self._next_tokens = verified
-        logprobs = self._next_logprobs
-        self._next_logprobs = [each.logprobs[-1] for each in sampled]
+        inputs, sampled, self.parts.next_tokens = verified
+        logprobs = self.parts.next_logprobs
+        self.parts.next_logprobs = [each.logprobs[-1] for each in sampled]
         ends = [self._end(row, inputs[row][: len(each.tokens)]) for row, each in enumerate(sampled)]
         rollback.keep(inputs, [count for count, _ in ends])
         responses = []
@@ -342,10 +342,10 @@ class SpeculativeBatch(MaskedBatch):
     def _end(self, row: int, tokens: list[int]) -> tuple[int, str | None]:
         """How many of these tokens to emit, and why the row ends with the last of them."""
         for count, token in enumerate(tokens, 1):
-            self._num_tokens[row] += 1
-            if self._matchers[row].advance(token):
+            self.parts.num_tokens[row] += 1
+            if self.parts.matchers[row].advance(token):
                 return count, "stop"
-            if self._num_tokens[row] >= self.max_tokens[row]:
+            if self.parts.num_tokens[row] >= self.max_tokens[row]:
                 return count, "length"
         return len(tokens), None
 

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv.checks import described, whole_number
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.speculation.batch import RowOptions, SpeculationCounts, SpeculativeBatch
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft
@@ -59,7 +60,7 @@ class SpeculativeBatchGenerator(BatchGenerator):
             options_of or (lambda _: every),
             lengths or AdaptiveLengths(),
         )
-        self._generation_batch = self._batch
+        GeneratorParts(self).generating = self._batch
 
     def insert_segments(self, *arguments: Any, **named: Any) -> list[int]:
         """BatchGenerator's method of this name.
@@ -68,7 +69,7 @@ class SpeculativeBatchGenerator(BatchGenerator):
             ValueError: as BatchGenerator; or a cache cannot be rolled back. Nothing is inserted.
         """
         uids: list[int] = super().insert_segments(*arguments, **named)
-        inserted = [each for each in self._unprocessed_sequences if each[0] in uids]
+        inserted = [each for each in GeneratorParts(self).waiting if each[0] in uids]
         try:
             for _, _, _, prompt_cache, *_ in inserted:
                 require_rollback(prompt_cache)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +12,7 @@ from mlx_lm import server
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
+from paged_kv.integrations.mlx_lm_internals import tokenized
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.server.completions.interface import Mark
@@ -274,16 +274,11 @@ class _Chat:
         return self.tokenizer
 
     def _tokenized(self, messages: list[Any], tokenizer: Any) -> Any:
-        """What mlx-lm's server makes of messages; its method uses only these attributes."""
-        body = self.body
-        provider = SimpleNamespace(processor=self.loaded.processor, cli_args=self.options)
-        generator: Any = SimpleNamespace(model_provider=provider)
-        return server.ResponseGenerator._tokenize(
-            generator,
-            tokenizer,
-            server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping),
-            SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
-        )
+        """What mlx-lm's server makes of messages."""
+        body, processor = self.body, self.loaded.processor
+        tools = body.tools or None
+        chat = server.CompletionRequest("chat", "", messages, tools, body.role_mapping)
+        return tokenized(tokenizer, processor, chat, self.options, body.chat_template_kwargs)
 
 
 def _initial_state(tokenizer: Any, tokens: list[int]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.processors import PROCESSORS
 from mlx_lm.server import Vision
-from mlx_lm.utils import _get_classes
 
 from paged_kv.extras import extra_module, install_command
+from paged_kv.integrations.mlx_lm_internals import knows_model
 
 _TEXT_ONLY = "this model takes no images: send text only"
 
@@ -38,7 +38,8 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
         ValueError: mlx-lm does not know the model, and mlx-vlm is missing, does not know it either,
             or does not take an option.
     """
-    kind, is_known = config.get("model_type"), _mlx_lm_knows(config)
+    # A checkpoint with a "model_file" brings its own code.
+    kind, is_known = config.get("model_type"), "model_file" in config or knows_model(config)
     if is_known and (kind in PROCESSORS or "vision_config" not in config):
         return _TEXT_ONLY
     if find_spec("mlx_vlm") is None:
@@ -69,16 +70,6 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
             )
         return f"this server reads no images, as it was started with {used[0]}: send text only"
     return None
-
-
-def _mlx_lm_knows(config: dict[str, Any]) -> bool:
-    if "model_file" in config:  # a checkpoint with code of its own
-        return True
-    try:
-        _get_classes(config)
-    except (KeyError, ValueError):
-        return False
-    return True
 
 
 class EmbeddedImages:

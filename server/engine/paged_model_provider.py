@@ -15,12 +15,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
-from mlx_lm.utils import _download, load, load_config
+from mlx_lm.utils import load, load_config
 
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
+from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.slow_products import warn_in_command
@@ -250,11 +251,11 @@ class PagedModelProvider(ModelProvider):
             "--kv-bits": self.options.kv_bits,
             "--adapter-path": adapter,
         }
-        return refusal_of_mlx_vlm(load_config(_download(model)), options)
+        return refusal_of_mlx_vlm(load_config(downloaded(model)), options)
 
     def _loaded_by_mlx_vlm(self, model: str, *, lazy: bool = False) -> Any:
         return loading_with_mlx_vlm().load_model(
-            _download(model),
+            downloaded(model),
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=self.options.trust_remote_code,
             lazy=lazy,
@@ -351,7 +352,7 @@ def _loading(field: str, name: str | None) -> Iterator[None]:
 
 def _context_length(model: str) -> int | None:
     # Nothing else: each of several ranks downloads its own part of the weights.
-    return context_length(load_config(_download(model, allow_patterns=["*.json"])))
+    return context_length(load_config(downloaded(model, allow_patterns=["*.json"])))
 
 
 def _media_marks(prompts: Any, processor: Any, tokenizer: Any) -> dict[int, str]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
-from mlx_lm.server import GenerationArguments, SamplingArguments, _make_logits_processors
+from mlx_lm.server import GenerationArguments, SamplingArguments
 
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.processor import GrammarProcessor
+from paged_kv.integrations.mlx_lm_internals import logits_processors
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import wrong_value
 
@@ -99,7 +100,7 @@ class Samplers:
             APIError: 400, the options do not work.
         """
         try:
-            processors = _make_logits_processors(arguments)
+            processors = logits_processors(arguments)
             samplers = [self._sampler(arguments, number) for number in range(choices)]
             if arguments.sampling.temperature:
                 self._try(RandomSampler(arguments.sampling, self._special_tokens), processors)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import NamedTuple
 
-from mlx_lm.utils import _download
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message
 
+from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.server.app import make_app
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
@@ -61,7 +60,7 @@ class Replica:
         thread.start()
         try:
             await run_in_threadpool(require_loaded, thread, provider)
-            folder = None if options.model is None else Path(_download(options.model))
+            folder = None if options.model is None else downloaded(options.model)
             identity = await run_in_threadpool(identity_of, folder)
             await agreement.require_same.remote(self.place, identity)
         except BaseException:

@@ -70,10 +70,12 @@ ARROWS: dict[str, set[str]] = {
         *("store", "tiers", "trace", "trace.recorder"),
     },
     "integrations.batching": {
+        "integrations.mlx_lm_internals",
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
         *("prefix", "steps"),
     },
     "integrations.distributed": {"allocator", "pool"},
+    "integrations.mlx_lm_internals": {"allocator"},
     "integrations.rebinding": set(),
     "integrations.model_hooks": set(),
     "integrations.heads": {"cache", "integrations.model_hooks", "kernels.pages", "pool", "steps"},
@@ -86,6 +88,7 @@ ARROWS: dict[str, set[str]] = {
         *("recognition", "steps"),
     },
     "integrations": {
+        "integrations.mlx_lm_internals",
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.heads"),
         *("integrations.model_hooks", "integrations.rebinding", "integrations.states"),
@@ -93,11 +96,13 @@ ARROWS: dict[str, set[str]] = {
         "tiers",
     },
     "integrations.mlx_vlm": {
+        "integrations.mlx_lm_internals",
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
         *("integrations.rebinding", "kernels.pages", "steps"),
     },
-    "integrations.grammar": set(),
+    "integrations.grammar": {"integrations.mlx_lm_internals"},
     "integrations.speculation": {
+        "integrations.mlx_lm_internals",
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.distributed", "integrations.grammar"),
         *("integrations.heads", "integrations.states", "kernels.pages", "steps"),
@@ -128,6 +133,7 @@ ARROWS: dict[str, set[str]] = {
     "server.options": {"commands", "commands.arguments", "integrations", "pool", "server.http"}
     | {"tiers"},
     "server.engine": {
+        "integrations.mlx_lm_internals",
         "server.options",
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "server.http", "integrations.speculation"),
@@ -135,6 +141,7 @@ ARROWS: dict[str, set[str]] = {
         *("store", "tiers"),
     },
     "server.completions": {
+        "integrations.mlx_lm_internals",
         "server.options",
         *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
         *("integrations.grammar", "server.engine", "server.http"),
@@ -159,6 +166,7 @@ ARROWS: dict[str, set[str]] = {
         "server.responses",
     },
     "server.replicas": {
+        "integrations.mlx_lm_internals",
         *("integrations", "server.options"),
         *("commands", "integrations.distributed", "server", "server.completions", "server.engine"),
         *("server.http", "server.messages", "server.responses"),

@@ -106,9 +106,7 @@ def dictated() -> Iterator[Script]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server, "load", load)
-        patched.setattr(
-            sampling, "_make_logits_processors", lambda _: script.processors(tokenizers[-1])
-        )
+        patched.setattr(sampling, "logits_processors", lambda _: script.processors(tokenizers[-1]))
         yield script
 
 

@@ -29,7 +29,7 @@ def written(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> lis
         is_next = mx.arange(logits.shape[-1]) == script[at]
         return mx.broadcast_to(mx.where(is_next, 0.0, -1e9), logits.shape)
 
-    monkeypatch.setattr(sampling, "_make_logits_processors", lambda _: [dictated])
+    monkeypatch.setattr(sampling, "logits_processors", lambda _: [dictated])
     assert sum(HALF in tokenizer.decode([token]) for token in tokens) > 10
     return tokens
 

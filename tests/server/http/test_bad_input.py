@@ -226,7 +226,7 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
         raise OverflowError("out of range")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sampling, "_make_logits_processors", broken)
+        patched.setattr(sampling, "logits_processors", broken)
         status, answer = post(client, TEXT, json.dumps(GOOD[TEXT]).encode())
         assert status == 400
         assert "out of range" in answer["error"]["message"]
