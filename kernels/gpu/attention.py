@@ -1,9 +1,10 @@
 """Plans and runs attention to pages: of one token per sequence, of several, and to latents.
 
 One launch reads the pages of each sequence. Another merges its results where it has several for a
-query. Sequences that share pages take one more, before these (kernels/gpu/prefix.py). A step that
-reads chosen tokens (kernels/gpu/choice.py) is planned as one of so short a context. All inputs but
-a layer's own arrays are the same in all layers of a kind, and are made once per step.
+query. One more, before these, reads the pages that sequences share, once for each group of
+sequences (kernels/pages/prefix_groups.py), from which come the query rows of its threadgroups. A
+step that reads chosen tokens is planned as one of so short a context. All inputs but a layer's own
+arrays are the same in all layers of a kind, and are made once per step.
 """
 
 from functools import lru_cache
@@ -21,29 +22,27 @@ from paged_kv.kernels.gpu.arrays import (
 )
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.prefix import (
-    Groups,
-    MatrixReader,
-    groups_of,
-    partial_outputs,
-    prefix_launch,
-    reader_of_latents,
-    reader_of_steps,
-    reader_of_values,
-)
 from paged_kv.kernels.gpu.tuning import (
     LANES,
     LATENT_ROWS,
     LATENT_SIMDGROUPS,
     TILE,
+    WIDE_THREADS,
+    column_sharers,
     decode_shape,
+    group_threads,
     latent_parts,
+    matrix_rows,
     prefill_threads,
 )
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.prefix_groups import SEQUENCES
 from paged_kv.kernels.pages.tables import Tables
+
+Groups = tuple[int, int]
+"""How many groups read shared pages, and how many places their results have."""
 
 
 class Call(NamedTuple):
@@ -64,6 +63,11 @@ class Call(NamedTuple):
     writes: bool
     new_tokens: int
     read_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence and KV head."""
+        return self.shape[1] // self.kind.geometry.k_heads * self.shape[2]
 
     def longest(self, reach: int, tile: int) -> int:
         """The most tokens of a sequence that are read, if tables have that reach."""
@@ -91,6 +95,25 @@ class PageReader(NamedTuple):
     splits: int = 1
     tiles: int = 0
     bases: tuple[int, ...] = (0,)
+
+
+class MatrixReader(NamedTuple):
+    """A kernel that reads pages on matrix units, for query rows of one sequence or of a group.
+
+    Attributes:
+        operation: see `GpuKernels.kernel`, as for `constants` and `flags`.
+        rows: query rows of a threadgroup.
+        alone: query rows of a threadgroup, at most, where each sequence reads its own pages. As
+            many as `rows` stand for any number.
+        threads: of a threadgroup.
+    """
+
+    operation: str
+    constants: dict[str, int]
+    flags: list[str]
+    rows: int
+    alone: int
+    threads: int
 
 
 class LaunchPlan(NamedTuple):
@@ -165,8 +188,8 @@ class PagedAttention:
         """The plan for these tables and the fields of a `Call`, kept with the tables."""
         call, groups = Call(*key), None
         # Sequences that share pages choose differently.
-        if tables.groups is not None and not call.read_tokens:
-            groups = groups_of(tables.groups, self._group_reader(call), call.kind, call.shape)
+        if tables.groups is not None and not call.read_tokens and self._is_grouped(call):
+            groups = tables.groups.shape
         reach = tables.reach if groups is None else tables.own_reach
         plan = tables.plans[key] = self._plan(call, reach, tables.array.shape[1], groups)
         return plan
@@ -187,9 +210,7 @@ class PagedAttention:
             return LaunchPlan(attend, None, params)
         after_prefix, prefix = [], None
         if groups is not None:
-            after_prefix = ["AFTER_PREFIX"]
-            of_groups = self._group_reader(call)
-            prefix = prefix_launch(self._kernels, of_groups, groups, call.kind, call.shape)
+            after_prefix, prefix = ["AFTER_PREFIX"], self._prefix(call, groups, dim)
         flags = [*reader.flags, "PARTIAL", *after_prefix]
         kernel = self._kernels.kernel(reader.operation, dtype, constants, flags)
         results = partial_outputs(batch * heads * steps * parts, dim)
@@ -201,10 +222,51 @@ class PagedAttention:
         merge = launch_of(kernel, (heads * steps, batch, 1), LANES, [output])
         return LaunchPlan(attend, merge, params, prefix)
 
+    def _prefix(self, call: Call, groups: Groups, dim: int) -> Launch:
+        """Attention of groups to the pages that they share. Its results are float32 [places *
+        q_heads * S, dim], weighted values in the plain basis, and float32 [places * q_heads * S,
+        2]."""
+        reader, geometry, (count, places) = self._group_reader(call), call.kind.geometry, groups
+        _, heads, steps, _ = call.shape
+        rows, constants = SEQUENCES * call.rows, call.kind.dims | reader.constants
+        return launch_of(
+            self._kernels.kernel(reader.operation, geometry.k_dtype, constants, reader.flags),
+            (-(-rows // reader.rows), geometry.k_heads, count),
+            reader.threads,
+            partial_outputs(places * heads * steps, dim),
+        )
+
+    def _is_grouped(self, call: Call) -> bool:
+        """Whether groups read shared pages: not where each sequence is to read all of its pages,
+        because no threadgroup holds twice as many queries as one that reads them for a sequence."""
+        reader = self._group_reader(call)
+        return 2 * min(call.rows, reader.alone) <= reader.rows
+
     def _group_reader(self, call: Call) -> MatrixReader:
-        """What reads the pages that sequences share."""
-        of_pages = reader_of_latents if call.is_latent else reader_of_values
-        return of_pages(self._kernels.dialect, call.kind, call.scores.softcap_flag)
+        """For groups of sequences."""
+        geometry, dialect = call.kind.geometry, self._kernels.dialect
+        if not call.is_latent:
+            threads = group_threads(dialect, geometry.k_dim, geometry.v_dim)
+            return self._matrix_reader(call, threads, ["IN_GROUPS", "PARTIAL"])
+        threads, sharers = WIDE_THREADS[dialect], column_sharers(dialect, geometry.k_dim)
+        return MatrixReader(
+            "latent",
+            {"THREADS": threads, "SHARERS": sharers},
+            [*call.kind.flags, "IN_GROUPS", "OF_LATENTS"],
+            matrix_rows(dialect, threads, sharers),
+            LATENT_ROWS * LATENT_SIMDGROUPS,
+            threads,
+        )
+
+    def _matrix_reader(self, call: Call, threads: int, flags: list[str]) -> MatrixReader:
+        """For keys and values."""
+        dialect = self._kernels.dialect
+        sharers = column_sharers(dialect, call.kind.geometry.v_dim)
+        flags = [*call.kind.flags, *call.scores.softcap_flag, *flags]
+        flags += ["WIDE"] if sharers > 1 else []
+        constants = {"THREADS": threads, "SHARERS": sharers}
+        rows = matrix_rows(dialect, threads, sharers)
+        return MatrixReader("prefill", constants, flags, rows, rows, threads)
 
     def _reader(self, call: Call, reach: int) -> PageReader:
         if call.is_latent:
@@ -255,18 +317,12 @@ class PagedAttention:
 
     def _prefill_reader(self, call: Call) -> PageReader:
         """For several query tokens per sequence, whether or not pages hold them yet."""
-        (batch, heads, steps, _), geometry = call.shape, call.kind.geometry
+        geometry = call.kind.geometry
         threads = prefill_threads(self._kernels.dialect, geometry.v_dim)
-        softcap = call.scores.softcap_flag
-        reader = reader_of_steps(self._kernels.dialect, call.kind, softcap, threads)
-        rows = steps * heads // geometry.k_heads
-        return PageReader(
-            reader.operation,
-            reader.constants,
-            [*reader.flags, *(["HAS_NEW_TOKENS"] if call.new_tokens else [])],
-            (-(-rows // reader.rows), geometry.k_heads, batch),
-            threads,
-        )
+        flags = ["HAS_NEW_TOKENS"] if call.new_tokens else []
+        reader = self._matrix_reader(call, threads, flags)
+        groups = -(-call.rows // reader.rows), geometry.k_heads, call.shape[0]
+        return PageReader(reader.operation, reader.constants, reader.flags, groups, threads)
 
 
 def _parameters(call: Call, reader: PageReader, width: int) -> mx.array:
@@ -289,3 +345,8 @@ def _parameters(call: Call, reader: PageReader, width: int) -> mx.array:
         new_tokens=call.new_tokens,
         tokens=call.read_tokens,
     )
+
+
+def partial_outputs(results: int, dim: int) -> list[Output]:
+    """Of a kernel whose results are merged: weighted values, then maxima and sums of weights."""
+    return [Output((results, dim), mx.float32), Output((results, 2), mx.float32), DONE]

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
 from paged_kv.kernels.gpu.attention import PagedAttention
-from paged_kv.kernels.gpu.choice import Choice
 from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.slots import SlotKernels
@@ -53,7 +52,6 @@ class GpuBackend:
         self.order = Order()
         self.fallbacks = 0
         kernels = GpuKernels(dialect, maker)
-        self._choice = Choice(kernels, self.order)
         self._attention = PagedAttention(kernels, self.order)
         self._slots = SlotKernels(kernels, self.order)
         self._plain = PlainBackend()
@@ -232,7 +230,7 @@ class GpuBackend:
         read whole."""
         if not chooses(attention, metadata, 1):
             return None
-        return self._choice(pages, slabs, tables, queries, attention)
+        return self._slots.choose(pages, slabs, tables, queries, attention)
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention

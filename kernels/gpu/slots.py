@@ -1,5 +1,6 @@
-"""Runs the kernels that move tokens in and out of pages: write, gather and copy; and the one that
-summarises pages which are full."""
+"""Runs the kernels that move tokens in and out of pages: write, gather and copy; the one that
+summarises pages which are full; and the one that scores summaries, by which a step of one token
+per sequence chooses what it reads (kernels/pages/choice.py)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,12 +11,14 @@ import numpy as np
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
+from paged_kv.kernels.gpu.tuning import LANES, SCORE_SIMDGROUPS, SLOT_SIMDGROUPS, scored_rows
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import Unwritten
-from paged_kv.kernels.pages.choice import RUNS_OF_PAGE
+from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chosen_runs
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.summaries import RUN_TOKENS
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
 
 assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
@@ -28,6 +31,7 @@ class SlotKernels:
         self._kernels = kernels
         self._order = order
         self._launch = lru_cache(maxsize=256)(self._launch_of)
+        self._score = lru_cache(maxsize=256)(self._score_of)
 
     def write(
         self,
@@ -74,6 +78,25 @@ class SlotKernels:
         )
         self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
 
+    def choose(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        attention: Attention,
+    ) -> mx.array:
+        """The runs that queries [B, q_heads, 1, k_dim] in the pages' dtype read: int32 [B,
+        kv_heads, read_tokens / 32], contiguous. Those of sequences that are read whole say nothing.
+        MLX's operations choose by scores of all pages, lazily, so that a step can be recorded.
+        """
+        assert attention.read_tokens is not None
+        shape, heads, scale = tables.array.shape, queries.shape[1], float(attention.scale)
+        launch, params = self._score(slabs.kind, *shape, heads, scale, tables.reach)
+        inputs = [queries, *slabs.inputs, tables.array, params]
+        scores, _ = self._order.run(pages, launch, inputs)
+        return mx.contiguous(chosen_runs(scores, tables.array[:, 0], attention.read_tokens))
+
     def _launch_of(
         self,
         operation: str,
@@ -110,5 +133,34 @@ class SlotKernels:
             steps=tokens,
             tokens=tokens,
             new_tokens=new_tokens,
+        )
+        return launch, params
+
+    def _score_of(
+        self, kind: PageKind, batch: int, width: int, heads: int, scale: float, reach: int
+    ) -> tuple[Launch, mx.array]:
+        """The launch that scores for tables [batch, width] of that reach."""
+        geometry = kind.geometry
+        group = heads // geometry.k_heads
+        rows = scored_rows(group, geometry.k_dim)
+        constants = {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS}
+        scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
+        launch = launch_of(
+            self._kernels.kernel("score", geometry.k_dtype, constants, []),
+            (
+                -(-reach // (PAGE_SIZE * SCORE_SIMDGROUPS)),
+                geometry.k_heads * -(-group // rows),
+                batch,
+            ),
+            LANES * SCORE_SIMDGROUPS,
+            [Output(scores, mx.float32), DONE],
+        )
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=geometry.k_heads,
+            gqa_group_size=group,
+            scale=scale,
+            tokens=reach,
         )
         return launch, params
