@@ -25,6 +25,7 @@ from tests.support.store_entries import (
     stored_entry,
 )
 from tests.support.stored_prompts import TEXT, found, shallow_model, store_of, stored_factory
+from tests.support.tiny_model import completion, tiny_folder, tokens_of
 
 SECOND = StoreOptions(after=2)
 
@@ -173,3 +174,15 @@ def test_a_server_writes_what_is_asked_again_unless_it_is_told_not_to(
     first = written("import os\n", store=True)
     assert first > 0
     assert metrics(server.port)["store_written_bytes_today"] == first
+
+
+@pytest.mark.slow
+def test_a_server_stores_the_states_where_the_last_page_of_a_prompt_begins(
+    tmp_path: Path,
+) -> None:
+    """Of recurrent layers, which resume nowhere else."""
+    model = tiny_folder(tmp_path / "model", "falcon_h1")
+    options = ["--model", model, "--max-kv-bytes", "64MB", "--store-after", "1"]
+    for cached in (0, 512):
+        with paged_server(*options, "--store", str(tmp_path / "store")) as running:
+            assert completion(running, tokens_of(0, 700), max_tokens=1)[1] == cached
