@@ -52,11 +52,6 @@ Result = TypeVar("Result")
 class Source(Protocol):
     """What entries are read from. No method raises because of it."""
 
-    @property
-    def label(self) -> str:
-        """Names it in statistics."""
-        ...
-
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         """The bytes of what it holds for a prompt, by key."""
         ...
@@ -96,6 +91,7 @@ class Tier:
 
     @property
     def label(self) -> str:
+        """Its kind, for statistics."""
         return self.blobs.label
 
     @property

@@ -63,7 +63,9 @@ class TieredStore:
         self.tiers = list(tiers)
         self.prefetched: PrefetchBuffer | None = None
         self.lookups = LookupCounts(_saved_lookups(self.tiers[0]))
-        self._labels = {tier: _label(tier, at, self.tiers) for at, tier in enumerate(tiers)}
+        self._labels: dict[Source, str] = {
+            tier: _label(tier, at, self.tiers) for at, tier in enumerate(tiers)
+        }
         self._tokens_found: Counter[str] = Counter()
         self._close = weakref.finalize(self, _close, self.tiers, self.lookups)
 
@@ -131,11 +133,11 @@ class TieredStore:
             stored = find(wanted, ChainMap(*map(dict, held.values())), without)
             if stored is not None and stored.num_tokens > longest:
                 longest = stored.num_tokens
-                buffer = self.prefetched
-                ready = {} if buffer is None else held[buffer]
-                is_prefetched = not ready.keys().isdisjoint(stored.keys)
-                label = self._labels[source] if isinstance(source, Tier) else source.label
-                found.insert(0, Offer(stored, label, dict(held), is_prefetched, waits))
+                ready = self.prefetched
+                if ready is not None and held[ready].keys().isdisjoint(stored.keys):
+                    ready = None
+                label = self._labels[source] if ready is None else ready.label
+                found.insert(0, Offer(stored, label, dict(held), ready is not None, waits))
         return found
 
     def prefetch(self, offer: Offer, is_cancelled: Event) -> list[str]:
