@@ -28,7 +28,6 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         name = page_format or self.page_format
         table = BlockTable(self, (), name, first_format or name, ring)
         self.tables.add(table)
-        self.events.made(table)
         return table
 
     def new_scratch(self, page_format: str) -> BlockTable:
@@ -53,7 +52,6 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         fork = BlockTable(self, (), table.page_format, table.first_format, table.ring)
         self.tables.add(fork)
         fork.change(table.blocks, table.tokens)
-        self.events.forked(table, fork)
         return fork
 
     def stats(self) -> AllocatorStats:
@@ -134,8 +132,6 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         blocks = table.change((), 0)
         self.release(blocks)
         self.tables.discard(table)
-        if not table.is_scratch:
-            self.events.dropped(table)
 
     def _move_in_tables(self, moves: Mapping[int, int]) -> None:
         for table in self.tables:

@@ -132,12 +132,9 @@ class BlockTable:
 
     def commit(
         self, start: int, end: int, blocks: tuple[int, ...], copies: Mapping[int, int]
-    ) -> bool:
+    ) -> None:
         """Reserve the tokens at [start, end) in `blocks`, which the caller has allocated, and
-        release the blocks that were copied (from, to) for that. Cannot fail.
-
-        Returns whether anything has changed, which the caller tells events.
-        """
+        release the blocks that were copied (from, to) for that. Cannot fail."""
         allocator = self.allocator
         if blocks is not self.blocks:
             if copies:
@@ -146,13 +143,12 @@ class BlockTable:
             allocator.cow_copies += len(copies)
             allocator.release(copies)
         elif end <= self._reserved_end:
-            return False
+            return
         elif end > self.tokens:
             self.tokens = end
         allocator.tokens_reserved += end - start
         self.last_reserved = allocator.tokens_reserved
         self._reserved_end = end
-        return True
 
     def append(self, formats: list[str]) -> None:
         """Append new blocks of these formats, counted as full of tokens; all or none.
@@ -165,10 +161,8 @@ class BlockTable:
             name: iter(blocks)
             for name, blocks in self.allocator.take_free(Counter(formats)).items()
         }
-        begin = len(self.blocks) * self.allocator.page_size
         blocks = (*self.blocks, *[next(fresh[name]) for name in formats])
         self.change(blocks, len(blocks) * self.allocator.page_size)
-        self.allocator.events.written(self, begin, self.tokens, len(formats), 0)
 
     def exchange(self, others: Mapping[int, int]) -> None:
         """Replace blocks (old -> new, which is in use) and release the old ones."""
@@ -189,14 +183,12 @@ class BlockTable:
         dropped = self.change(self.blocks[:keep], num_tokens)[keep:]
         if dropped:
             self.allocator.release(dropped)
-        self.allocator.events.trimmed(self)
 
     def rewind(self, num_tokens: int) -> None:
         """Set the number of tokens and keep the blocks: for a ring that has wrapped, and for
         blocks that were filled."""
         self.forget_reserved()
         self.change(self.blocks, num_tokens)
-        self.allocator.events.trimmed(self)
 
     def pages_of(self, num_tokens: int) -> int:
         """The number of pages that so many tokens fill, the last one perhaps in part."""

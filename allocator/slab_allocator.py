@@ -19,7 +19,6 @@ from typing import Generic, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
-from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, by_format
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.rewriting import (
@@ -56,7 +55,6 @@ class SlabAllocator(Generic[Table]):
         rewrite_slabs: see `RewriteSlabs`.
         max_slabs: slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
         page_format: the format of blocks that are written, and of others unless a call names one.
-        events: notified of each change.
 
     Attributes:
         refs: the reference counts.
@@ -74,13 +72,11 @@ class SlabAllocator(Generic[Table]):
         rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True,
         max_slabs: int = sys.maxsize,
         page_format: str = "fp16",
-        events: Events = NO_EVENTS,
     ) -> None:
         require_positive("page_size", page_size)
         self.page_size = page_size
         self.budget = budget
         self.page_format = page_format
-        self.events = events
         self.tables: set[Table] = set()
         self.tokens_reserved = 0
         self.cow_copies = 0
@@ -94,13 +90,11 @@ class SlabAllocator(Generic[Table]):
         self.refs = RefCounts(self._count_cached, self._not_used)
         self._dropped: deque[Table] = deque()
         self._may_be_untidy = False
-        events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
         """Add a page format; a known one is returned unchanged."""
         if page_format not in self._formats:
             self._formats[page_format] = FormatSlabs(page_format, block_bytes)
-            self.events.sized(self, {page_format: block_bytes})
         return self._formats[page_format]
 
     @property
@@ -233,16 +227,10 @@ class SlabAllocator(Generic[Table]):
         """Keep a used block for later with a reference of its own; `on_move` is called with
         (block, other block) after its pages moved."""
         self.refs.keep(block, on_move)
-        try:
-            self.events.kept(self, block)
-        except BaseException:
-            self.refs.evict(block)  # The caller does not know that it is kept.
-            raise
 
     def evict(self, block: int) -> None:
         """Remove the reference of `keep`."""
         self._free(self.refs.evict(block))
-        self.events.evicted(self, block)
 
     def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:
         """Map a slab of one of the formats."""
@@ -301,7 +289,6 @@ class SlabAllocator(Generic[Table]):
         of another format."""
         self._move(moves)
         self._free(sorted(moves))
-        self.events.moved(self, moves)
 
     def unmap_empty_slabs(self) -> int:
         """Unmap every empty slab; returns how many."""
@@ -332,7 +319,6 @@ class SlabAllocator(Generic[Table]):
         self.budget.take(growth)
         for name, size in block_bytes.items():
             self._formats[name].block_bytes = size
-        self.events.sized(self, block_bytes)
 
     def _grow(
         self, needs: Mapping[str, int], ahead_bytes: int | None = None, *, may_rewrite: bool = False
@@ -404,7 +390,6 @@ class SlabAllocator(Generic[Table]):
         for emptied in rewrite.emptied:
             self._unmap(emptied)
         self.budget.take(rewrite.new_pages * slabs.block_bytes)
-        self.events.moved(self, moves)
         return True
 
     def _moves_of(self, rewrite: Rewrite, slab: int) -> dict[int, int]:

@@ -174,13 +174,9 @@ class _Change:
 
     appended: int
 
-    def commit(self) -> bool:
+    def commit(self) -> None:
         write = self.write
-        return write.table.commit(write.start, write.end, self.blocks, self.copies)
-
-    def tell(self) -> None:
-        table, start, end = self.write.table, self.write.start, self.write.end
-        table.allocator.events.written(table, start, end, self.appended, len(self.copies))
+        write.table.commit(write.start, write.end, self.blocks, self.copies)
 
     def give_back(self) -> None:
         fresh = self.blocks[len(self.blocks) - self.appended :]
@@ -208,9 +204,8 @@ def reserve_all(writes: Iterable[tuple[list[Write], CopyPages]]) -> None:
         for change in changes:
             change.give_back()
         raise
-    changed = [change for change in changes if change.commit()]
-    for change in changed:
-        change.tell()
+    for change in changes:
+        change.commit()
 
 
 def reserve(

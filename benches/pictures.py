@@ -2,7 +2,7 @@
 
 A pool is filled as by a server, and requantises its pages: prompts with common prefixes, continued
 for a while, some of them forked, most of them dropped but cached. The picture of `paged-kv stats
---watch` goes to docs/pictures/watch.svg, the plot of the trace to docs/pictures/plot.svg.
+--watch` goes to docs/pictures/watch.svg, that of `--plot` to docs/pictures/plot.svg.
 """
 
 import copy
@@ -12,8 +12,6 @@ import os
 import random
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
@@ -22,11 +20,10 @@ from rich.terminal_theme import MONOKAI
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.monitor.pool_views import view_process
-from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.process_view import History, ProcessView
 from paged_kv.monitor.stats_plot import draw
 from paged_kv.monitor.stats_table import screen
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.trace.replay import Parameters, Replay, read_trace
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 MAX_BYTES = 12 << 20
@@ -36,22 +33,22 @@ COLUMNS, LINES = 96, 48
 def main() -> None:
     os.environ["PAGED_KV_PUBLISH"] = "0"  # Not when tests import this: they show processes.
     PICTURES.mkdir(exist_ok=True)
-    with TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace"
-        pool = PagePool(2, page_format="auto", max_bytes=MAX_BYTES, name="llama", trace=str(trace))
-        held = Conversations(pool)
-        for _ in range(400):
-            held.go_on()
-        pool.stats()
-        (PICTURES / "watch.svg").write_text(watch_picture(view_process([pool])))
-        held.rows.clear()
-        gc.collect()
-        pool.stats()
-        events: Any = pool.counts.events
-        events.flush()
-        replay = Replay(read_trace(trace), Parameters())
-        replay.run()
-        draw(replay.history("a trace"), PICTURES / "plot.svg")
+    pool = PagePool(2, page_format="auto", max_bytes=MAX_BYTES, name="llama")
+    held = Conversations(pool)
+    views = [_view(pool, 0)]
+    for second in range(1, 401):
+        held.go_on()
+        views.append(_view(pool, second))
+    (PICTURES / "watch.svg").write_text(watch_picture(views[-1]))
+    held.rows.clear()
+    gc.collect()
+    draw(History.of_views([*views, _view(pool, 401)]), PICTURES / "plot.svg")
+
+
+def _view(pool: PagePool, second: int) -> ProcessView:
+    pool.stats()  # releases the blocks of collected sequences
+    command = "paged-kv server --model llama --max-kv-bytes 12MiB"
+    return ProcessView(71, command, second, view_process([pool]).pools)
 
 
 class Conversations:
@@ -103,8 +100,7 @@ def watch_picture(view: ProcessView) -> str:
     console = Console(
         record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True
     )
-    shown = ProcessView(71, "paged-kv server --model llama --max-kv-bytes 12MiB", 0, view.pools)
-    console.print(screen(shown, console))
+    console.print(screen(view, console))
     svg = console.export_svg(title="paged-kv stats --watch", theme=MONOKAI)
     return re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL)
 

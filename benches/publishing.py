@@ -4,8 +4,7 @@ stdlib-llama decodes a batch of 8, in turns with and without another process tha
 statistics twice a second, as `paged-kv stats --watch` does, and once more without. Ratios are
 medians of those within a turn; the ratio of the two sides without is the noise. The processor time
 of one answer is measured too, which other load does not change, and so its share of the processor.
-Last, the times of a snapshot with 10,000 used blocks, and of reserving a token with and without a
-trace.
+Last, the time of a snapshot with 10,000 used blocks.
 """
 
 import os
@@ -30,11 +29,9 @@ from benches.whole_model import filled, stdlib_llama, step
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.allocator.writes import reserve
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.monitor.publisher import publisher
-from paged_kv.trace.recorder import TracedPool, TraceFile
 
 INTERVAL_S = 0.5
 WATCH = """
@@ -81,7 +78,6 @@ def main() -> None:
         "look_cpu_s": median(looks),
         "busy_share": median(looks) / INTERVAL_S,
         **snapshot_times(),
-        **trace_times(),
     }
     for name, figure in figures.items():
         print(f"{name:24} {figure}")
@@ -121,25 +117,6 @@ def used_allocator() -> BlockAllocator:
     for _ in range(BLOCKS // 100):
         reserve(allocator.new_table(), 0, 100 * allocator.page_size)
     return allocator
-
-
-def trace_times() -> dict[str, float]:
-    """Seconds of the processor that reserving one token for one sequence takes, with and without a
-    trace, in turns."""
-    budget = ByteBudget(1 << 30)
-    times: list[list[float]] = [[], []]
-    with TemporaryDirectory() as folder:
-        events = TracedPool(TraceFile(Path(folder) / "trace"), budget, "bench")
-        kinds = NO_EVENTS, events
-        tables = [BlockAllocator(budget, 1, events=each).new_table() for each in kinds]
-        for _ in range(RESERVATIONS):
-            for table, taken in zip(tables, times, strict=True):
-                began = thread_time()
-                for at in range(table.tokens, table.tokens + 100):
-                    reserve(table, at, at + 1)
-                taken.append((thread_time() - began) / 100)
-    without, with_trace = map(median, times)
-    return {"reserve_s": without, "reserve_traced_s": with_trace}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from paged_kv.server.replicas.forwarded_request import (
     Trail,
     trail_of,
 )
-from paged_kv.trace.public_traces import MOONCAKE_BLOCK, PublicRequest, read_requests
+from paged_kv.trace.requests import MOONCAKE_BLOCK, TracedRequest, read_trace
 
 BLOCK = MOONCAKE_BLOCK
 TOKEN_BYTES = 4
@@ -245,9 +245,9 @@ def conversations(file: Path) -> list[SimulatedRequest]:
     Raises:
         ValueError, OSError: the file has another format, or cannot be read.
     """
-    requests = read_requests("mooncake", file)
+    requests = read_trace(file).requests
     return [
-        simulated_request(arrives, each.block_ids, each.prompt, each.answer)
+        simulated_request(arrives, each.block_ids, each.prompt_length, each.answer_length)
         for arrives, each in zip(_arrivals(requests), requests, strict=True)
     ]
 
@@ -282,7 +282,7 @@ def text_of_block(block: int) -> bytes:
     return sha256(b"%d" % block).hexdigest().encode() * (BLOCK * TOKEN_BYTES // 64)
 
 
-def _arrivals(requests: Sequence[PublicRequest]) -> list[float]:
+def _arrivals(requests: Sequence[TracedRequest]) -> list[float]:
     """When requests arrive, in seconds: those of one moment spread until the next one."""
     counts = Counter(each.arrives for each in requests)
     return [

@@ -57,11 +57,6 @@ def publishing(figures: Figures) -> str:
             micros(1e9 * figures["snapshot_s"]),
             f"{figures['snapshot_blocks']:,} blocks",
         ),
-        (
-            "reserving one token in a trace",
-            micros(1e9 * figures["reserve_traced_s"]),
-            f"{micros(1e9 * figures['reserve_s'])} without",
-        ),
     ]
     return table(
         (f"batch {figures['batch']}, context {figures['context']:,}", "measured", ""), rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Hashable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -48,6 +47,7 @@ from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address
 from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.trace.recorder import request_recorder
 
 logger = logging.getLogger("paged_kv")
 
@@ -78,6 +78,7 @@ class PagedCacheFactory:
         prefixes: the prefix cache.
         num_caches: the length of a prompt cache.
         ranks: the processes that share the model, if it is sharded.
+        recorder: records the requests of batches, if PAGED_KV_TRACE names a file.
         recordings: the recorded steps of each pool, if steps are compiled.
         prompt_step: the most tokens of a prompt step, such as mlx-lm's `prefill_step_size`, for
             which `max_bytes` "auto" leaves memory; None with any other.
@@ -86,8 +87,8 @@ class PagedCacheFactory:
     Raises:
         TypeError: an argument is of the wrong type; the message says which.
         ValueError: an argument is out of its range; the message says which.
-        OSError: the trace cannot be written, or is a file that is not empty; or the folder for
-            offloaded pages cannot be written (`OffloadError`).
+        OSError: the file that PAGED_KV_TRACE names cannot be written, or is not empty; or the
+            folder for offloaded pages cannot be written (`OffloadError`).
         StoreError: the folder cannot be used; the message says why.
 
     Example:
@@ -121,6 +122,8 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self.pool = self._model.new_pool(None)
         self.pool.ranks = self.ranks = self._model.ranks
+        # All ranks serve the same requests.
+        self.recorder = request_recorder() if self.ranks.rank == 0 else None
         if options.read_tokens is not None and not self.pool.chooses:
             logger.warning(
                 "read_tokens changes nothing: no layer of %s keeps keys and values of all tokens",
@@ -442,7 +445,7 @@ def measured_step(
     """What a prompt step takes, measured on pages of a factory that is closed then. The other
     arguments are the factory's."""
     factory = PagedCacheFactory(
-        model, page_format=page_format, write_chunk=write_chunk, trace=os.devnull, compile=False
+        model, page_format=page_format, write_chunk=write_chunk, compile=False
     )
     with closing(factory):
         return working_memory(model, factory.make_cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -195,9 +194,7 @@ def _shared(options: CacheOptions, ranks: Ranks) -> CacheOptions:
         raise ValueError(
             f"offload is for a model in one process, and {ranks.size} share this one: leave it out"
         )
-    # Blocks are the same on all ranks: one traces them.
-    trace = options.trace if ranks.rank == 0 else os.devnull
-    return replace(options, max_bytes=agreed_budget(options.max_bytes, ranks), trace=trace)
+    return replace(options, max_bytes=agreed_budget(options.max_bytes, ranks))
 
 
 def _require_a_page(trial: Trial, budget: int) -> None:

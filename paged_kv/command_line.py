@@ -18,7 +18,6 @@ from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.arguments import Parser, examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
-from paged_kv.commands.trace_command import add_trace_parser
 from paged_kv.extras import MissingBackend, backend_named, extra_module, extras_named
 
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -112,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_integrations(commands)
     add_stats_parser(commands)
-    add_trace_parser(commands)
     add_store_parser(commands)
     add_completion_parser(commands)
     _know_themselves(parser)
@@ -133,6 +131,7 @@ def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentPars
     from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
     from paged_kv.integrations.generation.generate_command import add_generate_parser
     from paged_kv.integrations.plan.plan_command import add_plan_parser
+    from paged_kv.integrations.replay.trace_command import add_trace_parser
     from paged_kv.server.server_command import add_server_parser
 
     add_generate_parser(commands)
@@ -140,3 +139,4 @@ def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentPars
     add_plan_parser(commands)
     add_bench_parser(commands)
     add_doctor_parser(commands)
+    add_trace_parser(commands)

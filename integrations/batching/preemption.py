@@ -21,7 +21,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
@@ -29,7 +29,6 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
-from paged_kv.allocator.events import Events
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
@@ -65,6 +64,7 @@ from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
+from paged_kv.trace.recorder import RecordedRequest, RequestRecorder
 
 Responses = tuple[list[Any], list[Any]]
 Work = Callable[[], None]
@@ -82,6 +82,7 @@ class PagedFactory(Reuses, Protocol):
     pool: PagePool
     prefixes: PrefixCache
     ranks: Ranks
+    recorder: RequestRecorder | None
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
 
@@ -102,7 +103,8 @@ class Preemption:
         priorities: of sequences that have one.
         salts: of sequences that share prompts with their like only, by uid.
         sessions: that the prompts of sequences are part of, by uid.
-        requests: what a trace calls sequences that are known to it before they come here, by uid.
+        since: when the requests of sequences arrived, by uid and `time.monotonic`; those that are
+            not named arrive here.
     """
 
     def __init__(self, generator: BatchGenerator, factory: PagedFactory) -> None:
@@ -127,7 +129,10 @@ class Preemption:
         self._error: PoolExhausted | OutOfMemory | None = None
         self.salts: dict[int, Hashable] = {}
         self.sessions: dict[int, Hashable] = {}
-        self.requests: dict[int, Hashable] = {}
+        self.since: dict[int, float] = {}
+        recorder = factory.recorder
+        self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
+        self._recorded: dict[int, RecordedRequest] = {}
 
     def step(self) -> Responses:
         """BatchGenerator's step, with the sequences that have room.
@@ -234,7 +239,6 @@ class Preemption:
         self._generator.remove([number])
         self._line.put(self._without_pages(each))
         self._pool.counts.preemptions += 1
-        self._events.preempted(self._request(number))
         logger.info("sequence %d is preempted, after %d tokens", number, len(each.tokens))
 
     def _paused(self, at: int) -> Waiting:
@@ -315,8 +319,6 @@ class Preemption:
         self._unshared.discard(waiting.uid)
         held = self._held.pop(waiting.uid, 0)
         self._pool.counts.tokens_recomputed += max(0, held - len(waiting.tokens))
-        if waiting.uid in self._known:
-            self._events.begun(self._request(waiting.uid))
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -408,41 +410,45 @@ class Preemption:
             cache = first_paged(each.cache)
             if cache is not None and cache.pool is self._pool and cache.size() == len(each.tokens):
                 self._known.add(each.uid)
-                self._events.arrived(self._request(each.uid), len(each.all_tokens), each.max_tokens)
+                self._record(each)
         if len(self._known) > len(line) + len(running_uids(self._generator)):
             uids = {each.uid for each in line}.union(running_uids(self._generator))
             for uid in self._known - uids:
-                self._events.ended(self._request(uid))
+                self._end_record(uid)
             self._known &= uids
             self._unshared &= uids
             kept = self._generating, self._held, self._prompt_tokens, self.sessions
-            for gone in (*kept, self.priorities.by_uid, self.salts, self.requests):
+            for gone in (*kept, self.priorities.by_uid, self.salts, self.since):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 
     def _note_token(self, response: Any) -> None:
         self._scheduler.note_token(response.uid)
-        if response.uid in self._known:
-            request = self._request(response.uid)
-            self._events.generated(request)
+        if (recorded := self._recorded.get(response.uid)) is not None:
+            recorded.answer.append(response.token)
             if response.finish_reason is not None:
-                self._events.ended(request)
+                self._end_record(response.uid)
 
-    def _request(self, uid: int) -> Hashable:
-        """What a trace calls a sequence."""
-        return self.requests.get(uid, (id(self), uid))
+    def _record(self, new: Waiting) -> None:
+        """Begin to record the request of a sequence, if requests are recorded."""
+        if self._recorder is not None:
+            since = self.since.get(new.uid, monotonic())
+            self._recorded[new.uid] = RecordedRequest(since, new.all_tokens, [])
 
-    @property
-    def _events(self) -> Events:
-        return self._pool.counts.events
+    def _end_record(self, uid: int) -> None:
+        if self._recorder is not None and (recorded := self._recorded.pop(uid, None)) is not None:
+            self._recorder.end(recorded, self.salts.get(uid), self._factory.prefixes.rates)
 
     def _timed_step(self, held_back: set[int]) -> Responses:
-        """As `_step_without`; notes how long prompts take."""
-        tokens = sum(prompt_chunks(self._generator))
-        began = perf_counter()
+        """As `step_without`; notes how long it takes."""
+        tokens, began = self._generator._counters.prompt_tokens, perf_counter()
         responses = step_without(self._generator, held_back)
+        rates, seconds = self._factory.prefixes.rates, perf_counter() - began
+        tokens = self._generator._counters.prompt_tokens - tokens
         if tokens > _FEW_TOKENS:
-            self._factory.prefixes.rates.computing.note(tokens, perf_counter() - began)
+            rates.computing.note(tokens, seconds)
+        else:
+            rates.decoding.note(1, seconds)
         return responses
 
     def _of_whole_prompt(self, response: Any) -> Any:

@@ -7,7 +7,6 @@ recurrent layers from a symbolic step, and prompt steps are measured through a f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -199,7 +198,6 @@ class Planner:
             max_bytes=budget,
             read_tokens=wish.read_tokens,
             offload=wish.offload,
-            trace=os.devnull,
         )
         factories = divided_factories(self._models, options)
         for factory in factories:

@@ -4,9 +4,7 @@ arguments           parsers, and what parses the values of options
 interrupts          what Ctrl-C does to a command
 model_names         checks the names of models
 model_options       the options of commands that load a model
-new_traces          `paged-kv trace synthesize`, `agents` and `import`
 output_files        checks the files that commands write
 stats_command       `paged-kv stats`
 store_command       `paged-kv store`
-trace_command       `paged-kv trace`
 """

@@ -1,4 +1,4 @@
-"""The command `paged-kv stats`: shows the pools of a process, a snapshot or a trace."""
+"""The command `paged-kv stats`: shows the pools of a process or of a snapshot."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from paged_kv.monitor.process_view import History
-    from paged_kv.trace.replay import Replay
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _INTERVAL_S, _PLOT_S = 0.5, 10.0
 _DESCRIPTION = """\
-Where did my memory go? Shows the pages of a running process, of a snapshot that `--json` wrote, or
-of the end of a trace that PAGED_KV_TRACE recorded. It can show every process of yours that uses
-this library; such a process opens no port, and writes nothing for it until it is asked.
+Where did my memory go? Shows the pages of a running process, or of a snapshot that `--json` wrote.
+It can show every process of yours that uses this library; such a process opens no port, and writes
+nothing for it until it is asked.
 """
 
 
@@ -50,7 +49,7 @@ def add_stats_parser(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run_stats)
     parser.add_argument(
-        "file", nargs="?", type=path, help="a snapshot or a trace (default: the running process)"
+        "file", nargs="?", type=path, help="a snapshot (default: the running process)"
     )
     parser.add_argument("--pid", type=positive, help="which process to show, if there are several")
     forms = parser.add_mutually_exclusive_group()
@@ -133,7 +132,7 @@ def _running_processes() -> list[ProcessView]:
         return views
     raise ProcessLookupError(
         "no process of yours has a pool of pages: start one that uses paged_kv, such as `paged-kv "
-        "generate` or `paged-kv server`, or name a snapshot or a trace"
+        "generate` or `paged-kv server`, or name a snapshot"
     )
 
 
@@ -149,7 +148,7 @@ def _watch(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _view(arguments: argparse.Namespace) -> ProcessView:
-    """The process, snapshot or trace that the arguments name.
+    """The process or snapshot that the arguments name.
 
     Raises:
         OSError, ValueError: there is none, or there are several processes.
@@ -166,22 +165,11 @@ def _view(arguments: argparse.Namespace) -> ProcessView:
 
 
 def _saved_view(path: Path) -> ProcessView:
-    if _is_trace(path):
-        replay = _replayed(path)
-        return ProcessView(0, str(path), replay.samples[-1].seconds, replay.pools)
     try:
         content = json.loads(path.read_text())
     except ValueError:
-        raise ValueError(
-            f"{path} is neither a snapshot, which `paged-kv stats --json` writes, nor a trace, "
-            "which PAGED_KV_TRACE records"
-        ) from None
+        raise ValueError(f"{path} is no snapshot, which `paged-kv stats --json` writes") from None
     return ProcessView.from_dict(content)
-
-
-def _is_trace(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b'"paged_kv_trace"' in file.readline(1000)
 
 
 def _history(arguments: argparse.Namespace) -> History:
@@ -194,8 +182,6 @@ def _history(arguments: argparse.Namespace) -> History:
         return History.of_views(
             tqdm(looks, "plot", samples, leave=False, unit=" samples", disable=None)
         )
-    if _is_trace(arguments.file):
-        return _replayed(arguments.file).history(str(arguments.file))
     return History.of_views(iter([_saved_view(arguments.file)]))
 
 
@@ -209,11 +195,3 @@ def _looks(pid: int, interval_s: float) -> Iterator[ProcessView]:
             return
         due = max(due + interval_s, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-
-
-def _replayed(path: Path) -> Replay:
-    from paged_kv.trace.replay import Parameters, Replay, read_trace
-
-    replay = Replay(read_trace(path), Parameters())
-    replay.run()
-    return replay

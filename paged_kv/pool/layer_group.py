@@ -14,7 +14,6 @@ from paged_kv.allocator.allocator_stats import counted
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.events import Events
 from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
@@ -49,7 +48,6 @@ class GroupSetup:
         offloading: takes pages out of memory; None if they stay there.
         backend: of the kernels.
         budget: of the pool.
-        events: told what happens to blocks.
     """
 
     page_format: PageFormat
@@ -58,7 +56,6 @@ class GroupSetup:
     offloading: Offloading | None
     backend: Backend
     budget: ByteBudget
-    events: Events
 
     def in_rings(self) -> GroupSetup:
         """The same for a window, whose pages keep 16 bits and stay in memory."""
@@ -109,7 +106,6 @@ class LayerGroup:
         self.latest_tables = BlockTables()
         self._backend = setup.backend
         self._budget = setup.budget
-        self._events = setup.events
         self.is_open = self.knows_all_layers = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
@@ -403,7 +399,6 @@ class LayerGroup:
                 self._rewrite_slabs,
                 MAX_SLABS,
                 first,
-                self._events,
             )
             for name, size in block_bytes.items():
                 self.allocator.add_format(name, size)

@@ -15,6 +15,7 @@ from paged_kv.options import Options, option
 from paged_kv.sizes import size_in_bytes
 
 if TYPE_CHECKING:
+    from paged_kv.kernels.pages.backend import Backend
     from paged_kv.pool.arguments import FormatChoice
 
 AUTO = "auto"
@@ -76,8 +77,7 @@ class PoolOptions(Options):
             folder when memory is short, and come back to layers for which they matter.
         wait_for_pages: let decode steps wait for such pages instead of leaving out those that are
             late.
-        trace: a new file to record block allocations in, for `paged-kv trace replay`; None means
-            the file that PAGED_KV_TRACE names, if it is set.
+        backend: reads and writes the pages; None means the best one for this device.
         eviction_policy: which cached prefixes to evict first from memory: by default those of
             `BetterOfTwo`.
     """
@@ -98,7 +98,7 @@ class PoolOptions(Options):
         None, parse=path, needs="read_tokens", usual="pages stay in memory", metavar="FOLDER"
     )
     wait_for_pages: bool = option(False, needs="offload")
-    trace: str | os.PathLike[str] | None = option(None, parse=None)
+    backend: Backend | None = option(None, parse=None)
     eviction_policy: EvictionPolicy = option(BETTER_OF_TWO, parse=None, check=_checked_policy)
 
 
@@ -110,7 +110,7 @@ class PoolKeywords(TypedDict, total=False):
     read_tokens: int | None
     offload: str | os.PathLike[str] | None
     wait_for_pages: bool
-    trace: str | os.PathLike[str] | None
+    backend: Backend | None
     eviction_policy: EvictionPolicy
 
 

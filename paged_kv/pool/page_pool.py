@@ -41,7 +41,6 @@ from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sizes import counted, format_size
-from paged_kv.trace.recorder import events_of
 
 logger = logging.getLogger("paged_kv")
 
@@ -168,14 +167,14 @@ class PagePool:
         self.budget: ByteBudget = chosen_budget(
             options.max_bytes, beside.budget if beside else None
         )
-        self.backend = choose_backend()
+        self.backend = options.backend or choose_backend()
         self.read_tokens = None if self.rows else options.read_tokens
         self.offloading = self._new_offloading(options)
         self.reclaiming_policy = self.requantisation_policy
         if self.offloading is not None:
             self.reclaiming_policy = self.offloading.policy
         self.lock = self.budget.lock
-        self.counts = PoolCounts(events_of(self.budget, name, options.trace))
+        self.counts = PoolCounts()
         named = self.requantisation_policy.page_formats if self.requantisation_policy else ()
         smaller = (OFFLOADED,) if self.offloading else tuple(map(page_format_named, named))
         setup = GroupSetup(
@@ -185,7 +184,6 @@ class PagePool:
             self.offloading,
             self.backend,
             self.budget,
-            self.counts.events,
         )
         self.groups = new_groups(num_layers, self.windows, setup)
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
@@ -405,7 +403,6 @@ class PagePool:
             **({} if self.offloading is None else self.offloading.stats()),
             "kernel_fallbacks": self.backend.fallbacks,
             "pages_pinned": self.index.num_pinned,
-            "traces_stopped": int(self.counts.events.has_stopped),
             "bytes_budget": self.budget.max_bytes,
             "bytes_steps": self._bytes_of_steps(),
             "bytes_states": sum(each.nbytes for each in list(self.snapshots)),

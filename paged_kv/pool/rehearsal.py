@@ -11,7 +11,6 @@ from collections.abc import Callable, Container
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
@@ -42,7 +41,7 @@ def would_fit(
     copies = [
         group.rehearsing(_copy_of(group.allocator, free, evictable(group))) for group in groups
     ]
-    index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts(NO_EVENTS)
+    index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts()
     pins, windows = TimedPins(index), OutOfWindowBlocks()
     reclaimer = Reclaimer(copies, free, index, pins, windows, policy, counts)
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}

@@ -20,7 +20,6 @@ from paged_kv.allocator.allocator_stats import (
     counter,
     number,
 )
-from paged_kv.allocator.events import Events
 from paged_kv.sizes import format_size
 
 
@@ -160,8 +159,6 @@ class PoolStats(LayerTotals):
     kernel_fallbacks: int = counter(
         "calls that no kernel could take, besides those of layers without kernels",
         "calls without a kernel", "kernel_fallbacks")
-    traces_stopped: int = number(
-        "traces whose file could not be written any more", "traces stopped", "traces_stopped")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -270,22 +267,19 @@ class PoolCounts(SimpleNamespace):
     of layers counts, by its name.
 
     Attributes:
-        events: notified of look-ups, which the allocators do not know.
         of_store: returns the counts of a store, by name and tier.
     """
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self) -> None:
         of_groups = {each.name for each in fields(LayerTotals)}
         self._columns = [each for each in COLUMNS if each.is_counter and each.name not in of_groups]
         super().__init__(**{each.name: Counter() if each.by else 0 for each in self._columns})
-        self.events = events
         self.of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""
         self.prefix_queries += num_tokens
         self.prefix_hits += found
-        self.events.looked_up(num_tokens, found)
 
     def note_draft(self, drafted: int, accepted: int) -> None:
         """Count a step of one sequence; one without drafted tokens does not count."""

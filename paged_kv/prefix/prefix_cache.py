@@ -241,8 +241,6 @@ class PrefixCache:
             self.pool.index.own(nodes, owner)
         if not self.pool.num_layers:
             self.pool.index.prune(_has_snapshot)  # no block of the others holds anything
-        for group in self._shared_groups():
-            group.allocator.events.inserted(sequence.table(group), num_tokens)
         if self._lower is not None and keeping is not Keeping.NOTHING:
             self._lower.keep(namespace, nodes, num_tokens, keeping)
         return self._start(Match(nodes, num_tokens)).num_tokens

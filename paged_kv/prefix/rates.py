@@ -31,9 +31,11 @@ class Rate:
 
 @dataclass
 class Rates:
-    """The rates at which this process computes tokens of prompts, and reads them from each tier."""
+    """The rates at which this process computes tokens of prompts, takes steps that compute few or
+    none of them, and reads tokens from each tier."""
 
     computing: Rate = field(default_factory=Rate)
+    decoding: Rate = field(default_factory=Rate)
     _reading: dict[str, Rate] = field(default_factory=dict)
 
     def reading(self, tier: str) -> Rate:

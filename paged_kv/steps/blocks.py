@@ -73,8 +73,7 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
         except PoolExhausted as error:
             raise _with_prompts(error, pool, rows) from error.__cause__
         for table, start, end in growing:
-            if table.commit(start, end, table.blocks, {}):
-                table.allocator.events.written(table, start, end, 0, 0)
+            table.commit(start, end, table.blocks, {})
         pool.reclaimer.tidy()
         return scratch
 

@@ -333,7 +333,6 @@ class Sequence:
         assert not table.blocks, "the sequence has tokens"
         group.allocator.retain(blocks)
         table.change(tuple(blocks), num_tokens)
-        group.allocator.events.adopted(table, blocks)
 
     def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
         """Set the number of tokens in every layer, after `adopt`. `written` gives the number of

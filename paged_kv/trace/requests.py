@@ -1,194 +1,178 @@
-"""Finds in a trace the requests that were served: when they came, how long they became, and how
-many ran at once."""
+"""Reads traces: those of `paged_kv.trace.recorder`, and those in Mooncake's format, whose ids stand
+for 512 tokens each and which say nothing of a pool."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from paged_kv.admission.pool_size import GroupSize, PoolSize
-from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.format_slabs import FormatSlabs
-from paged_kv.trace.recorder import TraceEvent
-from paged_kv.trace.shared_prompts import Runs, runs_of
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.pool.window import Window
+
+VERSION = 2
+MOONCAKE_BLOCK = 512
+# For each number of a request the least and the most. More tokens would fill the memory.
+_LIMITS = {"timestamp": (0, 1 << 44), "input_length": (1, 1 << 24), "output_length": (0, 1 << 24)}
+# Ids are tokens of a replay, which MLX holds in 32 bits. From here on each is of one request alone.
+_OWN = 1 << 30
 
 
-@dataclass
+@dataclass(frozen=True)
+class TracedLayers:
+    """Layers that are alike: `count` of them, each with keys of `k_heads` heads of `k_dim` numbers,
+    and values. `dtype` is MLX's name. `window` and `sink_tokens` are those of `Window`; without a
+    window it is None."""
+
+    k_heads: int
+    k_dim: int
+    v_heads: int
+    v_dim: int
+    dtype: str
+    window: int | None = None
+    sink_tokens: int = 0
+    count: int = 1
+
+    @classmethod
+    def of(cls, geometry: LayerGeometry, window: Window | None) -> TracedLayers:
+        """One layer of this geometry and with this window."""
+        keys, values = (geometry.k_heads, geometry.k_dim), (geometry.v_heads, geometry.v_dim)
+        size, sink_tokens = (window.size, window.sink_tokens) if window else (None, 0)
+        return cls(*keys, *values, str(geometry.k_dtype).rpartition(".")[2], size, sink_tokens)
+
+
+# Llama 3.1 8B, for traces that say nothing of a model.
+LLAMA = TracedLayers(8, 128, 8, 128, "float16", count=32)
+
+
+@dataclass(frozen=True, eq=False)
 class TracedRequest:
-    """A request. Each choice of a request to the server counts as one.
+    """A request.
 
     Attributes:
-        pool: the number of its pool.
+        number: its place in the order of arrival.
         arrives: milliseconds since the trace began.
-        prompt: tokens of its prompt.
-        most: the most tokens that it was allowed to generate.
-        answer: tokens that it generated; `most` while it has not ended.
-        begins, ends: milliseconds since the trace began; None if it does not.
-        runs: the full pages of its prompt, which it shares with others.
+        prompt_length, answer_length: in tokens; at least 1.
+        block_ids: of its first tokens, see `hash_ids` of the recorder.
+        block_size: tokens that each of these stands for.
     """
 
-    pool: int
+    number: int
     arrives: int
-    prompt: int
-    most: int
-    answer: int
-    begins: int | None = None
-    ends: int | None = None
-    runs: Runs = ()
+    prompt_length: int
+    answer_length: int
+    block_ids: Sequence[int]
+    block_size: int
 
-
-@dataclass
-class _Group:
-    pool: int
-    entries: int
-    page_format: str = ""
-    sizes: dict[str, int] = field(default_factory=dict)
+    def token(self, position: int) -> int:
+        """A made-up token for a position: that of others where they are alike, or its own."""
+        block = position // self.block_size
+        return self.block_ids[block] if block < len(self.block_ids) else _OWN + self.number
 
     @property
-    def block_bytes(self) -> int:
-        """Of a full block."""
-        return self.sizes.get(self.page_format, next(iter(self.sizes.values()), 0))
-
-    def blocks_for(self, page_size: int, tokens: int) -> int:
-        blocks = -(-tokens // page_size)
-        return min(blocks, self.entries) if self.entries else blocks
+    def prompt(self) -> list[int]:
+        """The tokens of its prompt."""
+        blocks = ([block] * self.block_size for block in self.block_ids)
+        known = [*chain.from_iterable(blocks)][: self.prompt_length]
+        return known + [_OWN + self.number] * (self.prompt_length - len(known))
 
 
-def _slack(groups: list[_Group], budget: ByteBudget) -> int:
-    """As `Reclaimer.slack` of a pool."""
-    sizes = [
-        FormatSlabs(name, size).largest_slab(budget) * size
-        for group in groups
-        for name, size in group.sizes.items()
-    ]
-    return sum(sizes) - min(sizes, default=0)
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their arrival, and what the recorder says of the pool and the steps.
+    What a trace does not say is of a model of 8 billion parameters; the times are about those on a
+    large Mac."""
+
+    requests: list[TracedRequest]
+    layers: list[TracedLayers]
+    max_bytes: int | None = None
+    page_format: str = "fp16"
+    decode_ms: float = 30.0
+    prompt_ms: float = 1.0
 
 
-class TracedLoad:
-    """The requests of a trace, and the memory of its pools. The method with the name of an event
-    gets the words of its line.
+def read_trace(path: Path) -> Trace:
+    """Read a trace.
 
-    Args:
-        events: of `read_trace`.
-        page_size: tokens a block in the trace.
-
-    Attributes:
-        requests: in the order of their arrival.
-        page_size: tokens a block in the trace.
-        preemptions: how often one was preempted.
-        running_most: the most that ran at once.
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none, is of another version, or a line is wrong; the message names the
+            file and the line, what was found and what is needed.
     """
+    header: dict[str, Any] = {}
+    lines: list[dict[str, Any]] = []
+    # A binary file is refused for what its first line holds, not for its encoding.
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                content = _object(line)
+                if number == 1 and "paged_kv_trace" in content:
+                    header = _of_this_version(content)
+                else:
+                    lines.append(_request(content))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not lines:
+        raise ValueError(f"{path} has no requests: record until at least one has ended")
+    return _trace(header, lines)
 
-    def __init__(self, events: list[list[str]], page_size: int) -> None:
-        self.preemptions = 0
-        self.running_most = 0
-        self.page_size = page_size
-        self._now = 0
-        self._budgets: dict[int, int] = {}
-        self._groups: dict[int, _Group] = {}
-        self._requests: dict[int, TracedRequest] = {}
-        self._running: set[int] = set()
-        for letter, *words in events:
-            handle = getattr(self, f"_{TraceEvent(letter).name.lower()}", None)
-            if handle is not None:
-                handle(*words)
 
-    @property
-    def requests(self) -> list[TracedRequest]:
-        return list(self._requests.values())
+def _trace(header: dict[str, Any], lines: list[dict[str, Any]]) -> Trace:
+    names = ("max_bytes", "page_format")
+    known: dict[str, Any] = {name: header[name] for name in names if name in header}
+    for name in ("decode_ms", "prompt_ms"):
+        if times := [float(each[name]) for each in lines if each.get(name)]:
+            known[name] = median(times)
+    lines.sort(key=lambda each: int(each["timestamp"]))
+    requests = [
+        TracedRequest(
+            number,
+            line["timestamp"] - lines[0]["timestamp"],
+            line["input_length"],
+            max(1, line["output_length"]),
+            line["hash_ids"],
+            header.get("page_size", MOONCAKE_BLOCK),
+        )
+        for number, line in enumerate(lines)
+    ]
+    layers = [TracedLayers(**each) for each in header.get("layers", [])] or [LLAMA]
+    return Trace(requests, layers, **known)
 
-    @property
-    def pools(self) -> list[int]:
-        """The numbers of the pools that have requests."""
-        return sorted({request.pool for request in self._requests.values()})
 
-    def step_ms(self, chunk: int) -> float:
-        """Milliseconds of a step, in which a request generates a token or computes `chunk` tokens
-        of its prompt, as most requests had it."""
-        known = [
-            (each.ends - each.begins) / (-(-each.prompt // chunk) + each.answer)
-            for each in self.requests
-            if each.begins is not None and each.ends is not None
-        ]
-        return max(median(known), 0.001) if known else 1.0
+def _of_this_version(header: dict[str, Any]) -> dict[str, Any]:
+    version = header["paged_kv_trace"]
+    if version != VERSION:
+        writer = header.get("written_by", "an earlier one, which recorded the events of blocks")
+        raise ValueError(
+            f"version {version} of the format is of another paged_kv ({writer}): this one reads "
+            f"requests, version {VERSION}. Record them again with `paged-kv trace record`"
+        )
+    return header
 
-    def pool_size(self, pool: int, max_bytes: int | None = None) -> PoolSize:
-        """The memory of a pool, with the recorded budget or another one."""
-        groups = [group for group in self._groups.values() if group.pool == pool]
-        sizes = [
-            GroupSize(
-                group.block_bytes,
-                partial(group.blocks_for, self.page_size),
-                is_ring=bool(group.entries),
-            )
-            for group in groups
-        ]
-        budget = ByteBudget(max_bytes or self._budgets[pool])
-        return PoolSize(budget.max_bytes, _slack(groups, budget), tuple(sizes), self.page_size)
 
-    def pages_that_fit(self, pool: int, max_bytes: int | None = None) -> int:
-        """How many pages of a prompt fit in a pool's budget; none if it has no layers that share
-        pages."""
-        size = self.pool_size(pool, max_bytes)
-        page_bytes = size.shared_bytes(self.page_size)
-        return size.budget // page_bytes if page_bytes else 0
+def _object(line: str) -> dict[str, Any]:
+    with_what = "give a trace of `paged-kv trace record`, or one in Mooncake's format"
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{line[:80]!r} is no JSON object: {with_what}")
+    return content
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a block of every group, of the pool in which these are most."""
-        sizes = [
-            sum(
-                max(group.sizes.values(), default=0)
-                for group in self._groups.values()
-                if group.pool == pool
-            )
-            for pool in self._budgets
-        ]
-        return max(sizes, default=0)
 
-    def _time(self, milliseconds: str) -> None:
-        self._now += int(milliseconds)
-
-    def _pool(self, number: str, _: str, nbytes: str, name: str = "") -> None:
-        self._budgets[int(number)] = int(nbytes)
-
-    def _group(self, number: str, pool: str, *shape: str) -> None:
-        entries, head, *_ = map(int, " ".join(shape).split())
-        known = self._groups.setdefault(int(number), _Group(int(pool), 0))
-        known.pool, known.entries = int(pool), entries + head if entries else 0
-
-    def _block_bytes(self, group: str, nbytes: str, page_format: str) -> None:
-        known = self._groups.setdefault(int(group), _Group(-1, 0))
-        known.sizes[page_format] = int(nbytes)
-
-    def _new_table(self, table: str, group: str, page_format: str, first: str = "") -> None:
-        self._groups[int(group)].page_format = page_format
-
-    def _arrive(self, number: str, pool: str, prompt: str, most: str) -> None:
-        request = TracedRequest(int(pool), self._now, int(prompt), int(most), answer=int(most))
-        request.runs = self._runs(int(number), request)
-        self._requests[int(number)] = request
-
-    def _share_prompt(self, number: str, other: str, pages: str) -> None:
-        request, like = self._requests[int(number)], self._requests[int(other)]
-        request.runs = self._runs(int(number), request, like.runs, int(pages))
-
-    def _runs(self, number: int, request: TracedRequest, like: Runs = (), shared: int = 0) -> Runs:
-        return runs_of(number, max(0, request.prompt - 1) // self.page_size, like, shared)
-
-    def _begin(self, number: str) -> None:
-        request = self._requests[int(number)]
-        if request.begins is None:
-            request.begins = self._now
-        self._running.add(int(number))
-        self.running_most = max(self.running_most, len(self._running))
-
-    def _preempt(self, number: str) -> None:
-        self._running.discard(int(number))
-        self.preemptions += 1
-
-    def _end(self, number: str, tokens: str) -> None:
-        request = self._requests[int(number)]
-        request.answer, request.ends = int(tokens), self._now
-        self._running.discard(int(number))
+def _request(content: dict[str, Any]) -> dict[str, Any]:
+    for name, (least, most) in _LIMITS.items():
+        number = content.get(name)
+        if type(number) is not int or not least <= number <= most:
+            found = repr(number)[:80]
+            raise ValueError(f"{name} is {found}: it must be an integer from {least} to {most:,}")
+    ids = content.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < _OWN for each in ids):
+        found = repr(ids)[:80]
+        raise ValueError(f"hash_ids is {found}: it must be a list of integers from 0 to 2^30 - 1")
+    return content

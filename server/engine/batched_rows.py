@@ -117,18 +117,6 @@ class BatchedRows:
         # It is cached once the choice's whole prompt is computed.
         return missing > 0 and self._left[uid] <= missing + self._step_tokens
 
-    def expect(self, job: Job, prompt: Prompt) -> None:
-        """Note in a trace that a job waits; each of its choices is a request there."""
-        for request in _requests(job):
-            tokens, most = len(prompt.tokens), job.arguments.max_tokens
-            self._pool.counts.events.arrived(request, tokens, most)
-            self._pool.counts.events.shares(request, prompt.tokens, job.salt)
-
-    def forget(self, job: Job) -> None:
-        """Note in a trace that a job has ended."""
-        for request in _requests(job):
-            self._pool.counts.events.ended(request)
-
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
         """Add a job; the next steps compute it."""
         cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
@@ -207,7 +195,7 @@ class BatchedRows:
             self._preemption.priorities.by_uid[uid] = row.job.priority
             self._preemption.salts[uid] = row.job.salt
             self._preemption.sessions[uid] = row.job.session
-            self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
+            self._preemption.since[uid] = row.job.since
         self._rows[uid] = row
         self._reading.add(uid)
         self._left[uid] = sum(map(len, segments))
@@ -278,11 +266,6 @@ def hold(reuse: PromptReuse, prompt: Prompt, salt: Hashable) -> None:
     """Hold what is cached of a prompt as long as its client asks for."""
     for each in prompt.held:
         reuse.hold(prompt.cache_key[: each.num_tokens], each.seconds, salt)
-
-
-def _requests(job: Job) -> list[tuple[str, int, int]]:
-    """What a trace calls the choices of a job."""
-    return [("job", job.number, choice) for choice in range(job.choices)]
 
 
 def as_token(job: Job, number: int, response: Any) -> Token:

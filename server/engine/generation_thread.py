@@ -306,8 +306,6 @@ class GenerationThread:
         try:
             self._fit(job)
             self._admission.arrive(job, job.priority)
-            if self._rows is not None and job.prompt is not None:
-                self._rows.expect(job, job.prompt)
         except Exception as error:
             self._require_common(error)
             self._fail(job, _as_api_error(error))

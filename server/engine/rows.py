@@ -56,15 +56,9 @@ class Rows:
         """Whether a job could begin at once, beside what is in use now."""
         return self._batch.fits(demand)
 
-    def expect(self, job: Job, prompt: Prompt) -> None:
-        """Note in a trace that a job waits, unless it will run alone."""
-        if not self._is_alone(job, prompt) and not job.computes_nothing:
-            self._batch.expect(job, prompt)
-
     def forget(self, job: Job) -> None:
-        """Note, in a trace too, that a job has ended."""
+        """Note that a job has ended."""
         self._grammars.pop(job, None)
-        self._batch.forget(job)
 
     def begin(self, job: Job, prompt: Prompt) -> None:
         """Add a job; the next steps compute it, unless it is to generate nothing.

@@ -5,7 +5,6 @@ The models are read without their weights, so this takes a fraction of the time 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,7 +74,7 @@ def _lacking(models: list[Module], budget: int, options: ServerOptions) -> int:
     """The bytes that a budget lacks for a sequence of one token, as far as its pools can tell; 0 if
     it fits."""
     try:
-        cache = replace(options.cache, max_bytes=budget, store=None, offload=None, trace=os.devnull)
+        cache = replace(options.cache, max_bytes=budget, store=None, offload=None)
         factories = divided_factories(models, cache, dtype=options.dtype)
         for factory in factories:
             factory.can_admit(0)  # makes its pool learn the size of a block

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.events import Events
 from paged_kv.allocator.writes import Write, blocks_needed, reserve
 from tests.support.examples import examples
 
@@ -228,26 +227,12 @@ def test_dropping_a_table_twice_frees_its_blocks_once() -> None:
     assert allocator.capacity == 2
 
 
-def test_tokens_that_a_table_has_are_reserved_and_told_once() -> None:
-    events = Told()
-    allocator = new_allocator(events=events)
+def test_tokens_that_a_table_has_are_reserved_once() -> None:
+    allocator = new_allocator()
     table = allocator.new_table()
     for _ in range(2):
         reserve(table, 0, 5)
     assert allocator.tokens_reserved == 5
-    assert events.told == [(0, 5)]
-    reserve(table, 5, 6)
-    assert events.told == [(0, 5), (5, 6)]
-
-
-class Told(Events):
-    """Notes which tokens were written."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def written(self, table: Any, start: int, end: int, appended: int, copied: int) -> None:
-        self.told.append((start, end))
 
 
 def recoding_allocator() -> BlockAllocator:

@@ -1,7 +1,6 @@
 """Public functions check their arguments: each wrong value raises a TypeError or ValueError that
 names the argument, and has no effect."""
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,6 @@ def test_of_a_factory(model: Any, tmp_path: Path) -> None:
             "page_format": FORMATS,
             "max_bytes": SIZES,
             "write_chunk": COUNTS,
-            "trace": PATHS,
             "store": PATHS,
             "store_bytes": [*SIZES, 1000],
         }
@@ -91,7 +89,6 @@ def test_of_a_pool() -> None:
             "page_format": FORMATS,
             "max_bytes": SIZES,
             "beside": ["pool"],
-            "trace": PATHS,
         }
     ):
         arguments: dict[str, Any] = {"num_layers": 2, argument: value}
@@ -216,19 +213,3 @@ def test_of_samples(trained: Any, model: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=argument):
             generate_samples(**arguments)
         assert cache[0].offset == 0
-
-
-def test_a_trace_overwrites_nothing(model: Any, tmp_path: Path) -> None:
-    notes = tmp_path / "notes.txt"
-    notes.write_text("mine")
-    with pytest.raises(FileExistsError, match="notes"):
-        PagedCacheFactory(model, trace=notes)
-    assert notes.read_text() == "mine"
-    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "a" / "b", FileNotFoundError)):
-        with pytest.raises(kind):
-            PagedCacheFactory(model, trace=path)
-    empty = tmp_path / "empty"
-    empty.touch()
-    PagedCacheFactory(model, trace=empty)
-    assert empty.read_text().startswith('{"paged_kv_trace"')
-    PagedCacheFactory(model, trace=os.devnull)

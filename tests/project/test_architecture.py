@@ -27,15 +27,9 @@ ARROWS: dict[str, set[str]] = {
     "commands.arguments": set(),
     "offload": {"allocator", "kernels.pages", "kernels.plain"},
     "admission": set(),
-    "trace.recorder": {"allocator"},
     "pool": {
-        "allocator",
-        "allocator.prefixes",
-        "commands.arguments",
-        "kernels",
-        "kernels.pages",
+        *("allocator", "allocator.prefixes", "commands.arguments", "kernels", "kernels.pages"),
         "offload",
-        "trace.recorder",
     },
     "recognition": set(),
     "steps": {
@@ -54,25 +48,15 @@ ARROWS: dict[str, set[str]] = {
         "tiers",
     },
     "monitor": {"allocator", "pool"},
-    "trace": {
-        *(
-            "admission",
-            "allocator",
-            "allocator.prefixes",
-            "monitor",
-            "pool",
-            "prefix",
-            "trace.recorder",
-        ),
-    },
+    "trace": {"kernels.pages", "pool", "prefix"},
     "commands": {
         *("commands.arguments", "kernels", "kernels.cpu", "kernels.pages", "monitor", "pool"),
-        *("store", "tiers", "trace", "trace.recorder"),
+        *("store", "tiers"),
     },
     "integrations.batching": {
         "integrations.mlx_lm_internals",
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
-        *("prefix", "steps"),
+        *("prefix", "steps", "trace"),
     },
     "integrations.distributed": {"allocator", "pool"},
     "integrations.mlx_lm_internals": {"allocator"},
@@ -93,7 +77,7 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.compiled", "integrations.distributed", "integrations.heads"),
         *("integrations.model_hooks", "integrations.rebinding", "integrations.states"),
         *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
-        "tiers",
+        *("tiers", "trace"),
     },
     "integrations.mlx_vlm": {
         "integrations.mlx_lm_internals",
@@ -123,6 +107,10 @@ ARROWS: dict[str, set[str]] = {
         *("admission", "allocator", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.heads", "integrations.speculation"),
         "kernels.pages",
+    },
+    "integrations.replay": {
+        *("admission", "allocator.prefixes", "commands", "integrations", "integrations.batching"),
+        *("kernels.pages", "kernels.plain", "trace"),
     },
     "integrations.doctor": {
         "commands.arguments",

@@ -14,12 +14,10 @@ import pytest
 
 from paged_kv import PagePool
 from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.trace.recorder import TracedPool
 
-# Calls that may fail, of the backend, of MLX and of what listens to the allocator.
+# Calls that may fail, of the backend and of MLX.
 OF_BACKEND = ("new_slab", "begin", "write", "copy", "gather", "attend", "write_and_attend")
 OF_MLX = ("eval", "async_eval", "synchronize")
-OF_EVENTS = ("made", "written", "trimmed", "dropped", "kept", "evicted", "moved", "sized")
 ERRORS: list[type[BaseException]] = [
     MemoryError,
     RuntimeError,
@@ -69,7 +67,7 @@ def failing_calls(patch: pytest.MonkeyPatch) -> Iterator[Failures]:
     """Let all those calls be such as may fail."""
     found = Failures()
     backend = type(PagePool(1, max_bytes="1MB").backend)
-    for owner, names in ((backend, OF_BACKEND), (mx, OF_MLX), (TracedPool, OF_EVENTS)):
+    for owner, names in ((backend, OF_BACKEND), (mx, OF_MLX)):
         for name in names:
             failing = found.wrap(name, getattr(owner, name))
             is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)

@@ -257,8 +257,8 @@ def test_ranks_that_cache_different_prefixes_fail_with_both() -> None:
 def test_stored_pages_are_loaded_only_where_all_ranks_offer_them(tmp_path: Path) -> None:
     model, tokens = small_model("qwen3"), list(range(100)) * 7
 
-    def cached(ranks: Ranks, trace: str | None = None) -> int:
-        factory = PagedCacheFactory(model, max_bytes="64MB", store=tmp_path / "store", trace=trace)
+    def cached(ranks: Ranks) -> int:
+        factory = PagedCacheFactory(model, max_bytes="64MB", store=tmp_path / "store")
         factory.prefixes.ranks = ranks
         cache, known = factory.fetch_cache(tokens)
         if not known:
@@ -269,7 +269,7 @@ def test_stored_pages_are_loaded_only_where_all_ranks_offer_them(tmp_path: Path)
         return known
 
     assert cached(ALONE) == 0
-    assert cached(ALONE, trace=str(tmp_path / "trace")) == 512
+    assert cached(ALONE) == 512
     # Pages that both ranks have are loaded.
     assert cached(OtherStores(256)) == 256
     assert cached(OtherStores(None)) == 0

@@ -1,6 +1,5 @@
 """What a plan says is what a run takes, by MLX's own meters."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ def taken(model: Any, plan: MemoryPlan) -> int:
         model,
         max_bytes=plan.room + plan.slack,
         read_tokens=plan.wish.read_tokens,
-        trace=os.devnull,
     )
     mx.synchronize()
     mx.clear_cache()

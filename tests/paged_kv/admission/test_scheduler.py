@@ -1,15 +1,14 @@
 """The scheduler of a batch without a model: integers in, integers out."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.admission.growth import Growth
+from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.admission.scheduler import Scheduler
-from paged_kv.trace.admission_replay import SimulatedBatch, SimulatedSequence
 from tests.support.examples import examples
 
 PAGE = 4
@@ -25,29 +24,83 @@ def pool_of(blocks: int, ring: int | None = None) -> PoolSize:
     return PoolSize(blocks, 0, tuple(groups), PAGE, lookahead=PAGE)
 
 
-Row = SimulatedSequence
+@dataclass
+class Row:
+    """A sequence: the tokens of its prompt and of its answer, and the most that it may generate.
+
+    Attributes:
+        held: tokens that it holds.
+        cached: tokens that are still cached while it waits.
+        generated: tokens so far.
+    """
+
+    prompt: int
+    answer: int
+    max_tokens: int
+    held: int = 0
+    cached: int = 0
+    generated: int = 0
+
+    @property
+    def target(self) -> int:
+        """Tokens to hold before it generates the next one."""
+        return self.prompt + self.generated
+
+    @property
+    def growth(self) -> Growth:
+        return Growth(self.held, self.target, self.prompt + self.max_tokens)
+
+    @property
+    def next_held(self) -> int:
+        """Tokens that it holds after the next step."""
+        return min(self.held + CHUNK, self.target) if self.held < self.target else self.held + 1
 
 
-class Machine(SimulatedBatch):
-    """Checks each decision of the scheduler. The first sequence in order, which is that of
-    priorities and of arrivals, is never preempted."""
+class Machine:
+    """Runs sequences without a model, and checks each decision of the scheduler. The first sequence
+    in order, which is that of priorities and of arrivals, is never preempted."""
 
     def __init__(self, pool: PoolSize, places: int, priorities: list[int] | None = None) -> None:
-        super().__init__(pool, places, CHUNK)
-        self.priorities = priorities
+        self.pool, self.places, self.priorities = pool, places, priorities
         self.scheduler = Scheduler(self, self.order)
+        self.sequences: list[Row] = []
+        self.running: list[int] = []
+        self.waiting: list[int] = []
         self.preempted: list[int] = []
         self.ended: list[int] = []
         # Tokens that a sequence has generated since it returned.
         self.since_return: dict[int, int] = {}
+        self._reserved: list[int] = []
 
     def order(self, number: int) -> tuple[int, int]:
         return self.priorities[number] if self.priorities else 0, number
 
-    def arrive(self, sequence: SimulatedSequence) -> bool:
-        arrived = super().arrive(sequence)
+    def arrive(self, sequence: Row) -> None:
+        self.waiting.append(len(self.sequences))
+        self.sequences.append(sequence)
         self.waiting.sort(key=self.order)
-        return arrived
+
+    def reserve(self, running: list[int]) -> bool:
+        self._reserved = list(running)
+        return self._bytes_after(running) <= self.pool.budget
+
+    def has_room(self, number: int, running: list[int]) -> bool:
+        sequences = [self.sequences[each] for each in running]
+        in_use = sum(self.pool.bytes_for(each.held) for each in sequences)
+        new_bytes = self.sequences[number].growth.bytes_to_begin(self.pool)
+        return has_room(new_bytes, [each.growth for each in sequences], self.pool, in_use)
+
+    def begin(self, number: int) -> bool:
+        sequence = self.sequences[number]
+        sequence.held = sequence.cached
+        if not self.reserve([*self._reserved, number]):
+            sequence.held = 0
+            self._reserved.remove(number)
+            return False
+        sequence.cached = 0
+        if number in self.preempted:
+            self.since_return[number] = 0
+        return True
 
     def preempt(self, number: int) -> None:
         assert number != min(self.running, key=self.order), "the first sequence was preempted"
@@ -58,22 +111,38 @@ class Machine(SimulatedBatch):
             assert number not in spared, "preempted again before it generated a token"
         self.preempted.append(number)
         self.since_return.pop(number, None)
-        super().preempt(number)
-
-    def begin(self, number: int) -> bool:
-        has_begun = super().begin(number)
-        if has_begun and number in self.preempted:
-            self.since_return[number] = 0
-        return has_begun
+        sequence = self.sequences[number]
+        sequence.cached, sequence.held = sequence.held, 0
 
     def step(self) -> None:
-        before = {*self.running, *self.waiting}
-        generated = [each.generated for each in self.sequences]
-        super().step()
+        self._reserved = []
+        places = self.places - len(self.running)
+        assert self.scheduler.schedule(self.running, self.waiting, places)
         assert self.waiting == sorted(self.waiting, key=self.order)
-        self.ended += sorted(before - {*self.running, *self.waiting})
-        for number in self.since_return:
-            self.since_return[number] += self.sequences[number].generated - generated[number]
+        free = self.pool.promisable - self._bytes_after(self.running)
+        for number in self.waiting:  # What the running ones need is evicted.
+            sequence = self.sequences[number]
+            if self.pool.bytes_for(sequence.cached) > free:
+                sequence.cached = 0
+            free -= self.pool.bytes_for(sequence.cached)
+        for number in list(self.running):
+            self._compute(number, self.sequences[number])
+
+    def _compute(self, number: int, sequence: Row) -> None:
+        generates = sequence.held == sequence.target
+        sequence.held = sequence.next_held
+        if generates:
+            sequence.generated += 1
+            self.scheduler.note_token(number)
+            if number in self.since_return:
+                self.since_return[number] += 1
+        if sequence.generated == sequence.answer:
+            self.running.remove(number)
+            self.ended.append(number)
+            sequence.held = 0
+
+    def _bytes_after(self, running: list[int]) -> int:
+        return sum(self.pool.bytes_for(self.sequences[each].next_held) for each in running)
 
 
 rows = st.builds(
@@ -107,18 +176,17 @@ def test_every_sequence_ends_and_the_last_in_order_are_preempted(
     for step in range(times[-1] + work * len(arrivals)):
         for time, (_, row, _) in zip(times, arrivals, strict=True):
             if time == step:
-                assert machine.arrive(replace(row))
+                machine.arrive(replace(row))
         if machine.running or machine.waiting:
             machine.step()
         assert len(machine.running) <= places
     assert sorted(machine.ended) == list(range(len(arrivals)))
-    assert machine.bytes_in_use == 0
 
 
 def machine_of(blocks: int, *sequences: Row, places: int = 10) -> Machine:
     machine = Machine(pool_of(blocks), places)
     for row in sequences:
-        assert machine.arrive(row)
+        machine.arrive(row)
     return machine
 
 

@@ -1,4 +1,4 @@
-"""`paged-kv stats` shows processes, snapshots and traces in every form, or says why it cannot."""
+"""`paged-kv stats` shows processes and snapshots in every form, or says why it cannot."""
 
 import copy
 import json
@@ -350,7 +350,7 @@ def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
 
 def test_a_file_that_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content, message in (
-        ("no json", "neither a snapshot"),
+        ("no json", "is no snapshot, which"),
         ("[]", "no snapshot of this paged_kv"),
         ('{"paged_kv": 99}', "it has version 99, and 1 is read"),
         ('{"paged_kv": 1, "pid": 3}', "this snapshot is broken"),

@@ -3,7 +3,6 @@ the package mlx has no backend without one."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -66,16 +65,13 @@ def outcomes(missing: str, work: list[str], fail: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_commands_that_compute_name_the_extra_and_others_work(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
+def test_commands_that_compute_name_the_extra_and_others_work() -> None:
     work = [
         "--version",
         "--help",
         "generate --help",
         "stats --help",
-        f"trace synthesize {trace} --sequences 2",
-        f"trace replay {trace}",
-        f"stats {trace}",
+        "trace --help",
     ]
     fail = ["generate --prompt a", "generate --prompt a --page-format q8", "doctor", "server"]
     *failed, door = outcomes("mlx.core", work, fail)

@@ -10,7 +10,6 @@ import pytest
 from paged_kv.command_line import main
 from paged_kv.embedded import embedded_model
 from paged_kv.monitor.publisher import Publisher
-from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.support.store_entries import open_store
 
 GENERATE = ["generate", "--prompt", "import os"]
@@ -18,8 +17,8 @@ HUGE = "9" * 5000
 NO_FOLDER = "there is no folder 'missing': give "
 NO_WEIGHTS = "the folder 'bare' holds no weights (*.safetensors)"
 
-# For each command its options, in the folder of `files`: a text, an empty file, bytes, traces, a
-# folder and a page store.
+# For each command its options, in the folder of `files`: a text, an empty file, bytes, a folder and
+# a page store.
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "generate --prompt a": [
         *[(f"--temp {bad}", "argument --temp: ") for bad in ("-1", "nan", "inf", "warm")],
@@ -68,24 +67,24 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         *[(f"--interval {bad}", "argument --interval: ") for bad in ("0", "nan", "1e300", "soon")],
         ("--pid 0", "argument --pid: "),
         (f"--pid {'9' * 30}", f"there is no process {'9' * 30}"),
-        ("bytes", "bytes is neither a snapshot"),
-        ("trace --list", "--pid, --watch and --list show running processes"),
+        ("bytes", "bytes is no snapshot"),
+        ("text --list", "--pid, --watch and --list show running processes"),
         ("--list --pid 1", "--list shows all processes: leave out --pid"),
         ("''", "argument file: it is empty"),
-        ("trace --interval 1", "--interval is between samples: add --watch or"),
+        ("text --interval 1", "--interval is between samples: add --watch or"),
         ("--seconds 1", "--seconds is how long --plot samples a process: add it"),
     ],
     "completion": [("fish", "argument shell: invalid choice: 'fish'")],
     "--log-level": [("loud doctor", "argument --log-level: invalid choice: 'loud'")],
     "trace": [
-        ("replay trace --page-size 0", "argument --page-size: "),
-        ("replay trace --eviction old", "argument --eviction: invalid choice: 'old'"),
-        ("synthesize text", "text exists, and a trace would overwrite it"),
-        *[
-            (f"synthesize new --lengths={bad}", "argument --lengths: ")
-            for bad in (HUGE, ",", "1,²", "2000,100", "0", "1,2,3")
-        ],
-        ("import vllm text new", "argument format: invalid choice: 'vllm'"),
+        ("replay text", "text, line 1: 'mine\\n' is no JSON object"),
+        ("replay bytes", "bytes, line 1: "),
+        ("replay empty --max-kv-bytes 1GB", "empty has no requests"),
+        ("replay text --eviction old", "argument --eviction: invalid choice: 'old'"),
+        ("replay text --page-format q3", "argument --page-format: 'q3' is no page format"),
+        ("record text paged-kv", "text is not empty, and a trace would overwrite it"),
+        ("record empty", "name a program behind the file"),
+        ("record empty ./missing", "./missing cannot be run"),
     ],
     "store": [
         ("list --store missing", "there is no page store in missing"),
@@ -110,7 +109,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(embedded_model(), folder / "unknown")
     config = (folder / "unknown" / "config.json").read_text()
     (folder / "unknown" / "config.json").write_text(config.replace('"llama"', '"unheard_of"'))
-    synthesize(Load(2, 100, 300), 1000, 10**9, folder / "trace")
     with open_store(folder / "store"):
         pass
     return folder

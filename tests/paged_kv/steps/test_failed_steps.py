@@ -1,8 +1,8 @@
 """A step in which anything fails has no effect, and can be repeated.
 
-The n-th of the calls that map, copy, write, evaluate and attend, or tell events, raises an error in
-a step, for every n until the step succeeds. Then the step is repeated. It and all later steps must
-compute what they compute where nothing failed.
+The n-th of the calls that map, copy, write, evaluate and attend raises an error in a step, for
+every n until the step succeeds. Then the step is repeated. It and all later steps must compute what
+they compute where nothing failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import gc
 import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -125,9 +124,9 @@ class World:
     original: Batch | None
 
     @classmethod
-    def of(cls, history: History, folder: Path) -> World:
+    def of(cls, history: History) -> World:
         options = {"max_bytes": 60 * PAGE_BYTES, **history.options}
-        pool = PagePool(3, trace=folder / "trace", **options)
+        pool = PagePool(3, **options)
         # The last layer gathers its keys and values.
         pool.attending = pool.attending_in_decode = frozenset({0, 1})
         sequences = [Sequence(pool) for _ in range(history.rows)]
@@ -197,9 +196,9 @@ HISTORIES = {
 }
 
 
-def failed_step(history: History, folder: Path, failures: Failures, n: int) -> World | None:
+def failed_step(history: History, failures: Failures, n: int) -> World | None:
     """A history whose step failed at its n-th call; None if it has fewer calls."""
-    world = World.of(history, folder)
+    world = World.of(history)
     before = [list(tokens) for tokens in world.batch.rows]
     failures.left = n
     with contextlib.suppress(failures.error):
@@ -243,15 +242,15 @@ CASES = [
 @pytest.mark.parametrize(("name", "late", "lasts"), [PLAIN, *CASES])
 @pytest.mark.slow
 def test_it_can_be_repeated_whichever_call_fails(
-    name: str, late: bool, lasts: bool, tmp_path: Path, failures: Failures
+    name: str, late: bool, lasts: bool, failures: Failures
 ) -> None:
     history = HISTORIES[name]
-    sound = World.of(history, tmp_path)
+    sound = World.of(history)
     expected = sound.go_on(history)
     failures.is_late, failures.lasts = late, lasts
     for n in itertools.count():
         failures.error, failures.calls = ERRORS[n % len(ERRORS)], []
-        world = failed_step(history, tmp_path, failures, n)
+        world = failed_step(history, failures, n)
         if world is None:
             break
         try:
@@ -264,14 +263,12 @@ def test_it_can_be_repeated_whichever_call_fails(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after its work"])
-def test_what_can_be_taken_back_afterwards_is_still_there(
-    late: bool, tmp_path: Path, failures: Failures
-) -> None:
+def test_what_can_be_taken_back_afterwards_is_still_there(late: bool, failures: Failures) -> None:
     history = HISTORIES["rings"]
     failures.is_late = late
     for n in itertools.count():
         failures.calls = []
-        world = failed_step(history, tmp_path, failures, n)
+        world = failed_step(history, failures, n)
         if world is None:
             break
         batch = world.batch
@@ -286,15 +283,13 @@ def test_what_can_be_taken_back_afterwards_is_still_there(
 
 
 @pytest.mark.slow
-def test_a_ring_that_was_written_late_shows_what_it_holds(
-    tmp_path: Path, failures: Failures
-) -> None:
+def test_a_ring_that_was_written_late_shows_what_it_holds(failures: Failures) -> None:
     """The step before was longer than its rings, and the one that fails has written it to them."""
     history = HISTORIES["step after a long one"]
     seen = 0
     for n in itertools.count():
         failures.calls = []
-        world = failed_step(history, tmp_path, failures, n)
+        world = failed_step(history, failures, n)
         if world is None:
             break
         for cache in (each for each in world.batch.layers if each.layer in WINDOWS):
@@ -307,11 +302,9 @@ def test_a_ring_that_was_written_late_shows_what_it_holds(
 
 
 @pytest.mark.parametrize("method", ["gather", "gather_tokens"])
-def test_a_gather_that_fails_undoes_the_step(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gather_that_fails_undoes_the_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention gathers where it cannot read pages."""
-    world = World.of(HISTORIES["fork"], tmp_path)
+    world = World.of(HISTORIES["fork"])
     batch = world.batch
     batch.layers[0].make_mask(1)
 
@@ -335,8 +328,8 @@ def test_a_gather_that_fails_undoes_the_step(
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.slow
-def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool, tmp_path: Path) -> None:
-    world = World.of(HISTORIES["fork"], tmp_path)
+def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool) -> None:
+    world = World.of(HISTORIES["fork"])
     batch, original = world.batch, world.original
     assert original is not None
     if not attends:

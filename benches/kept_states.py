@@ -1,10 +1,11 @@
-"""Replays from which recurrent states the prompts of a trace would resume, with an eviction policy.
+"""Finds from which recurrent states prompts would resume with an eviction policy, for
+`benches.eviction`.
 
 A state stands for all tokens before it, so a prompt resumes from the deepest state on its path. It
 leaves a state behind its last full page, and one where it parted from all prompts before it. States
 are all equally large, and N of them fit.
 
-`foreseen_states` evicts the state that is found again last, as if memory were unlimited, because it
+`ForeseenStates` evicts the state that is found again last, as if memory were unlimited, because it
 knows the future. Other than with pages that is no bound: states save different numbers of tokens,
 and a prompt may find one that is less deep. `lru` and others may find more in rare cases.
 """
@@ -12,15 +13,14 @@ and a prompt may find one that is less deep. `lru` and others may find more in r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+from benches.page_prompts import Pages
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.prefix.snapshots import Snapshots, live_snapshots
-from paged_kv.trace.requests import TracedLoad
-from paged_kv.trace.reuse_replay import Pages, Reuse, reuse_in_pools
 
 # The id of no page.
 _NO_PAGE = -1
@@ -28,11 +28,6 @@ _NO_PAGE = -1
 
 class States(Protocol):
     """Keeps states, each by the path of pages before it."""
-
-    @property
-    def evicted(self) -> int:
-        """States that were evicted."""
-        ...
 
     def find(self, path: Pages) -> int:
         """How many first pages of a path the deepest state on it has behind it; 0 without one."""
@@ -56,11 +51,6 @@ class RankedStates:
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self._index = PrefixIndex(page_size=1)
         self._states = Snapshots(capacity, policy)  # a state has one byte
-        self._made = 0
-
-    @property
-    def evicted(self) -> int:
-        return self._made - self._states.nbytes
 
     def find(self, path: Pages) -> int:
         # `match` leaves out a prompt's last token, and all of these count.
@@ -73,7 +63,6 @@ class RankedStates:
 
     def hold(self, path: Pages, end: int) -> None:
         nodes = self._index.insert("", path[:end], [{}] * end)
-        self._made += not live_snapshots(nodes[-1])
         self._states.keep(nodes, 1, states=True, nbytes=1, is_answer=False)
 
 
@@ -86,7 +75,6 @@ class ForeseenStates:
     """
 
     def __init__(self, capacity: int, prompts: Sequence[Pages]) -> None:
-        self.evicted = 0
         self._capacity = capacity
         self._never, self._now = len(prompts), 0
         self._uses = _uses_of_all_states(prompts)
@@ -106,7 +94,6 @@ class ForeseenStates:
             next_use, page = heappop(self._heap)
             if self._held.get(page) == -next_use:
                 del self._held[page]
-                self.evicted += 1
 
     def _note(self, page: int) -> None:
         """Look up when a state is found next, from now on."""
@@ -141,27 +128,6 @@ def replay_states(states: States, prompts: Sequence[Pages]) -> int:
         for end in ends:
             states.hold(path, end)
     return found
-
-
-def replay_ranked_states(load: TracedLoad, capacity: int, policy: EvictionPolicy) -> Reuse:
-    """Replay the prompts of a load with `capacity` states in each pool. O(pages + n log n) for n
-    states."""
-    return _replayed(load, capacity, lambda _: RankedStates(capacity, policy))
-
-
-def foreseen_states(load: TracedLoad, capacity: int) -> Reuse:
-    """As `replay_ranked_states`, evicting the state that is found again last."""
-    return _replayed(load, capacity, lambda prompts: ForeseenStates(capacity, prompts))
-
-
-def _replayed(
-    load: TracedLoad, capacity: int, states_of: Callable[[Sequence[Pages]], States]
-) -> Reuse:
-    def found_in(_: int, prompts: Sequence[Pages]) -> tuple[int, int]:
-        states = states_of(prompts)
-        return replay_states(states, prompts), states.evicted
-
-    return reuse_in_pools(load, lambda _: capacity, found_in)
 
 
 def _uses_of_all_states(prompts: Sequence[Pages]) -> defaultdict[int, list[int]]:

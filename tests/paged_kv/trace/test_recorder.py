@@ -1,0 +1,81 @@
+"""Requests are recorded without their tokens, and what goes wrong with the file hurts nobody."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paged_kv import PagePool
+from paged_kv.prefix.rates import Rates
+from paged_kv.trace import recorder
+from paged_kv.trace.recorder import RecordedRequest, RequestRecorder, request_recorder
+from paged_kv.trace.requests import read_trace
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> RequestRecorder:
+    return RequestRecorder(tmp_path / "trace")
+
+
+def end(recording: RequestRecorder, prompt: list[int], salt: str = "", answer: int = 0) -> None:
+    recording.end(RecordedRequest(0.0, prompt, [7] * answer), salt, Rates())
+
+
+def test_requests_that_begin_alike_have_ids_in_common_unless_their_salts_differ(
+    recording: RequestRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page that was used least lately is forgotten first."""
+    monkeypatch.setattr(recorder, "MOST_PAGES", 6)
+    pool = PagePool(1, max_bytes=1 << 20)
+    assert recording.is_of(pool)
+    assert not recording.is_of(PagePool(1, max_bytes=1 << 20)), "a trace is of one pool"
+    end(recording, [1] * 700)
+    end(recording, [1] * 700, salt="key")
+    end(recording, [*[1] * 400, *[2] * 300])
+    end(recording, [1] * 500, answer=12)
+    end(recording, [7] * 600)
+    end(recording, [1] * 300)
+    end(recording, [1] * 300, salt="key")
+    trace = read_trace(tmp_path / "trace")
+    ids = [list(each.block_ids) for each in trace.requests]
+    assert ids == [[0, 1], [2, 3], [0, 4], [0, 5], [6, 7], [0], [8]]
+    assert trace.max_bytes == 1 << 20
+
+
+def test_the_environment_names_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGED_KV_TRACE", raising=False)
+    assert request_recorder() is None
+    monkeypatch.setenv("PAGED_KV_TRACE", str(tmp_path / "trace-%p"))
+    assert request_recorder() is request_recorder()
+    assert (tmp_path / f"trace-{os.getpid()}").exists()
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    for path, error in (
+        (notes, FileExistsError),
+        (tmp_path, IsADirectoryError),
+        (tmp_path / "a" / "b", FileNotFoundError),
+    ):
+        monkeypatch.setenv("PAGED_KV_TRACE", str(path))
+        with pytest.raises(error, match=path.name):
+            request_recorder()
+    assert notes.read_text() == "mine"
+
+
+def test_a_forked_process_records_nothing(
+    recording: RequestRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    end(recording, [1])
+    assert (tmp_path / "trace").read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    recording: RequestRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115  # the trace closes it
+    end(recording, [1])
+    end(recording, [1])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "No space left" in said
+    assert "PAGED_KV_TRACE" in said
