@@ -41,6 +41,8 @@ def test_where_steps_are_compiled(
         warn_once.cache_clear()
         assert [compiles(None, gpu) for _ in range(3)] == [False] * 3
     assert len(caplog.records) == 1
+    record_verdict(variant(gpu), Verdict(disabled=False))
+    assert not compiles(None, gpu)
     for backend in (gpu, plain):
         record_verdict(variant(backend), Verdict(disabled=False, compiles=True))
     assert compiles(None, gpu)
