@@ -38,16 +38,6 @@ from paged_kv.trace.requests import Trace, TracedRequest
 PLACES, PROMPTS_AT_ONCE, STEP_TOKENS = 32, 8, 2048
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """What a replay may change: the budget, the format of full pages, and which cached prefixes are
-    evicted first."""
-
-    max_bytes: int
-    page_format: str
-    eviction_policy: EvictionPolicy = BETTER_OF_TWO
-
-
 @dataclass
 class Outcome:
     """The result of a replay.
@@ -73,8 +63,13 @@ class Outcome:
     seconds: float = 0.0
 
 
-def replay(trace: Trace, parameters: Parameters) -> Outcome:
-    """Serve the requests of a trace.
+def replay(
+    trace: Trace,
+    max_bytes: int,
+    page_format: str,
+    eviction_policy: EvictionPolicy = BETTER_OF_TWO,
+) -> Outcome:
+    """Serve the requests of a trace with a factory that has these arguments.
 
     Raises:
         PoolExhausted: the budget does not hold a page of every layer.
@@ -83,9 +78,9 @@ def replay(trace: Trace, parameters: Parameters) -> Outcome:
     model = IdleModel(trace.layers)
     factory = PagedCacheFactory(
         model,
-        max_bytes=parameters.max_bytes,
-        page_format=parameters.page_format,
-        eviction_policy=parameters.eviction_policy,
+        max_bytes=max_bytes,
+        page_format=page_format,
+        eviction_policy=eviction_policy,
         backend=IdleBackend(),
         compile=False,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
@@ -101,7 +101,7 @@ def _record(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     """Replay as recorded, where the trace says how, and with the other parameters."""
     # Imported here because loading mlx-lm takes seconds.
-    from paged_kv.integrations.replay.replay import Parameters, replay
+    from paged_kv.integrations.replay.replay import replay
     from paged_kv.trace.requests import read_trace
 
     trace = read_trace(arguments.file)
@@ -110,18 +110,13 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.file} does not say how much memory there was: give --max-kv-bytes"
         )
-    recorded = Parameters(trace.max_bytes or max_bytes, trace.page_format)
-    changed = replace(
-        recorded,
-        max_bytes=max_bytes,
-        page_format=arguments.page_format or trace.page_format,
-        eviction_policy=POLICIES[arguments.eviction],
-    )
-    words = f"{format_size(max_bytes)}, {changed.page_format}, {arguments.eviction}"
-    runs = {"as recorded": recorded} if trace.max_bytes else {}
-    if changed not in runs.values():
-        runs[words] = changed
-    outcomes = {title: replay(trace, parameters) for title, parameters in runs.items()}
+    page_format = arguments.page_format or trace.page_format
+    runs: dict[str, tuple[int, str, EvictionPolicy]] = {}
+    if trace.max_bytes is not None:
+        runs["as recorded"] = trace.max_bytes, trace.page_format, LEAST_WORTH
+    if (changed := (max_bytes, page_format, POLICIES[arguments.eviction])) not in runs.values():
+        runs[f"{format_size(max_bytes)}, {page_format}, {arguments.eviction}"] = changed
+    outcomes = {title: replay(trace, *changes) for title, changes in runs.items()}
     if arguments.json:
         print(json.dumps({title: asdict(each) for title, each in outcomes.items()}, indent=2))
     else:

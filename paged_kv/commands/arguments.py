@@ -90,19 +90,6 @@ def temperature(text: str) -> float:
     return number
 
 
-def length_range(text: str) -> tuple[int, int]:
-    """Two lengths in tokens; one number stands for both."""
-    numbers = [_integer(part) for part in text.split(",")]
-    if len(numbers) > 2 or numbers[0] is None or numbers[-1] is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a range like 100,2000 nor a number")
-    shortest, longest = numbers[0], numbers[-1]
-    if not 1 <= shortest <= longest:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be two lengths, the shorter first, from 1 on, such as 100,2000"
-        )
-    return shortest, longest
-
-
 def share(text: str) -> float:
     """A number from 0 to 1."""
     number = _number(text)

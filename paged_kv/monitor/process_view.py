@@ -136,7 +136,7 @@ def _pool_from_dict(content: Any) -> PoolView:
 
 @dataclass(frozen=True)
 class Sample:
-    """The sum of all pools of a process or of a trace, so many seconds after the beginning."""
+    """The sum of all pools of a process, so many seconds after the beginning."""
 
     seconds: float
     stats: PoolStats
@@ -147,7 +147,7 @@ class History:
     """Snapshots in the order of time.
 
     Attributes:
-        title: the process or the trace.
+        title: the process.
         peak: the pools with their maps, when most bytes were active.
     """
 

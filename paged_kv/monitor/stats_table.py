@@ -92,8 +92,7 @@ def blocks_table(stats: PoolStats) -> Table:
     names = ("blocks", "used", "cached", "free", "last block", "out of window", "slabs", "a block")
     rows = []
     for group in stats.groups:
-        # A trace does not record the number of layers.
-        layers = counted(group.layers, "layer") if group.layers else "all"
+        layers = counted(group.layers, "layer")
         name = layers if group.window is None else f"{layers}, window {group.window:,}"
         for each in group.formats:
             idle = each.last_block_slots, each.out_of_window_slots

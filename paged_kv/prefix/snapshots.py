@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_kv.allocator.prefixes.eviction import (
     LEAST_WORTH,
@@ -28,9 +28,7 @@ from paged_kv.allocator.prefixes.eviction import (
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.allocator.prefixes.uses import Mean
-
-if TYPE_CHECKING:  # Replays of traces need no MLX.
-    from paged_kv.pool.page_pool import Sized
+from paged_kv.pool.page_pool import Sized
 
 
 @dataclass(eq=False)

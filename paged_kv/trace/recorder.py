@@ -31,7 +31,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -93,17 +93,25 @@ class RequestRecorder:
         self._file: IO[str] | None = open_trace(path)
         self._lock = threading.Lock()
         self._began = monotonic()
-        self._pool: ref[PagePool] | None = None
+        self._pool: Callable[[], PagePool | None] = lambda: None
+        self._layers: list[dict[str, Any]] = []
         # The number of each page, by a hash of its tokens and of those before.
         self._ids: dict[int, int] = {}
         self._numbers = count()
 
     def is_of(self, pool: PagePool) -> bool:
-        """Whether the trace is of that pool: the first one that asks."""
+        """Whether the trace is of that pool: the first one that asks, or the next one with the same
+        layers once that is gone, as when a server loads its model again."""
+        header = _header(pool)
         with self._lock:
-            if self._pool is None:
-                self._pool = ref(pool)
-                self._write(_header(pool))
+            if not self._layers:
+                self._write(header)
+            if self._pool() is None and self._layers in ([], header["layers"]):
+                self._pool, self._layers = ref(pool), header["layers"]
+            if self._pool() is not pool:
+                logger.warning(
+                    "requests of %s are not recorded: %s is of another pool", pool.name, self._path
+                )
             return self._pool() is pool
 
     def end(self, request: RecordedRequest, salt: Hashable, rates: Rates) -> None:

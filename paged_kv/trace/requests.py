@@ -118,7 +118,12 @@ def read_trace(path: Path) -> Trace:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not lines:
         raise ValueError(f"{path} has no requests: record until at least one has ended")
-    return _trace(header, lines)
+    try:
+        return _trace(header, lines)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} has a broken first line or times ({error}): record again"
+        ) from None
 
 
 def _trace(header: dict[str, Any], lines: list[dict[str, Any]]) -> Trace:

@@ -13,7 +13,7 @@ from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.integrations.replay.replay import Outcome, Parameters, replay
+from paged_kv.integrations.replay.replay import Outcome, replay
 from paged_kv.trace.requests import LLAMA, Trace, TracedRequest, read_trace
 from tests.support.folders import ROOT
 from tests.support.zoo import small_model
@@ -23,7 +23,7 @@ BLOCK = 256 * 32 * 2 * 8 * 128 * 2
 
 
 def served(trace: Trace, blocks: float, page_format: str = "fp16") -> Outcome:
-    return replay(trace, Parameters(int(blocks * BLOCK), page_format))
+    return replay(trace, int(blocks * BLOCK), page_format)
 
 
 def trace_of(*requests: tuple[int, int, int, list[int]]) -> Trace:
@@ -53,7 +53,7 @@ def test_a_replay_comes_to_what_was_recorded(
     assert [each.prompt_length for each in trace.requests] == [588, 542, len(tokens) + 1]
     assert [each.answer_length for each in trace.requests] == [300, 2, 2]
     spaced = [replace(each, arrives=1_000_000 * each.number) for each in trace.requests]
-    again = replay(replace(trace, requests=spaced), Parameters(1 << 26, "fp16"))
+    again = replay(replace(trace, requests=spaced), 1 << 26, "fp16")
     assert again.served == 3
     # Behind full pages a replay knows no tokens.
     assert 0 <= factory.stats().prefix_hits - again.cached_tokens < 2 * 256

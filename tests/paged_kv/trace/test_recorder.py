@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.prefix.rates import Rates
 from paged_kv.trace import recorder
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder, request_recorder
@@ -28,7 +30,6 @@ def test_requests_that_begin_alike_have_ids_in_common_unless_their_salts_differ(
     monkeypatch.setattr(recorder, "MOST_PAGES", 6)
     pool = PagePool(1, max_bytes=1 << 20)
     assert recording.is_of(pool)
-    assert not recording.is_of(PagePool(1, max_bytes=1 << 20)), "a trace is of one pool"
     end(recording, [1] * 700)
     end(recording, [1] * 700, salt="key")
     end(recording, [*[1] * 400, *[2] * 300])
@@ -40,6 +41,15 @@ def test_requests_that_begin_alike_have_ids_in_common_unless_their_salts_differ(
     ids = [list(each.block_ids) for each in trace.requests]
     assert ids == [[0, 1], [2, 3], [0, 4], [0, 5], [6, 7], [0], [8]]
     assert trace.max_bytes == 1 << 20
+
+
+def test_a_trace_is_of_one_pool_and_of_its_like_after_it(recording: RequestRecorder) -> None:
+    pools = [PagePool(1, max_bytes=1 << 20) for _ in range(2)]
+    for pool in pools:
+        pool.group_of(0).open_layer(0, LayerGeometry.of(*[mx.zeros((1, 1, 1, 32))] * 2))
+    assert [recording.is_of(pool) for pool in pools] == [True, False]
+    del pools[0], pool
+    assert recording.is_of(pools[0])
 
 
 def test_the_environment_names_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,12 @@ def test_requests_come_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     assert first.answer_length == 1
 
 
+def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    header = {"paged_kv_trace": 2, "layers": [{"heads": 1}]}
+    with pytest.raises(ValueError, match="heads"):
+        read_trace(written(tmp_path / "trace", header, MOONCAKE))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
