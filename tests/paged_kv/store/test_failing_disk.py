@@ -165,7 +165,7 @@ def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
     data[-5] ^= 4
     middle.write_bytes(data)
     may_write = threading.Event()
-    with_store.queue.do(may_write.wait)
+    with_store.queue.do(may_write.wait, is_first=True)
     assert found(with_store, TEXT) == 0
     save(with_store, TEXT)
     may_write.set()

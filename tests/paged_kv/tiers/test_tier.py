@@ -8,8 +8,10 @@ from paged_kv.store import keys
 from paged_kv.store.errors import OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import Wanted
+from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tier import Tier
+from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Waits
 from paged_kv.tiers.writer import FULL, PAUSED
 from tests.support.memory_blobs import Memory
@@ -42,7 +44,7 @@ def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
 def test_what_waits_to_be_written_is_not_written_twice_though_nobody_finds_it() -> None:
     tier, may_write = tier_of(Memory()), Event()
     try:
-        tier.queue.do(may_write.wait)
+        tier.queue.do(may_write.wait, is_first=True)
         tier.queue.save(CHAIN[0])
         wanted = Wanted(Link.root(identity()), prompt(0, 256 * 3)[:256], 0, 0, (PAGES,), False, 256)
         assert not tier.ask(wanted, Waits())
@@ -50,6 +52,23 @@ def test_what_waits_to_be_written_is_not_written_twice_though_nobody_finds_it() 
     finally:
         may_write.set()
         tier.close()
+
+
+def test_what_was_read_in_advance_counts_for_its_tier_where_a_nearer_one_adds_to_it() -> None:
+    memory = Memory()
+    memory.is_shared = False
+    store = TieredStore([tier_of(memory)])
+    try:
+        store.save(CHAIN[0], store.tiers)
+        assert store.flush()
+        store.prefetched = PrefetchBuffer()
+        store.prefetched.put(CHAIN[1], "far")
+        wanted = Wanted(Link.root(identity()), prompt(0, 256 * 3)[:512], 0, 0, (PAGES,), False, 256)
+        offer, *_ = store.offers(wanted)
+        assert (offer.tier, offer.is_prefetched, offer.stored.num_tokens) == ("far", True, 512)
+        assert all(read is not None and is_right(read) for read in store.read(offer))
+    finally:
+        store.close()
 
 
 @pytest.fixture
