@@ -113,7 +113,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     page_format = arguments.page_format or trace.page_format
     runs: dict[str, tuple[int, str, EvictionPolicy]] = {}
     if trace.max_bytes is not None:
-        runs["as recorded"] = trace.max_bytes, trace.page_format, LEAST_WORTH
+        runs["as recorded"] = trace.max_bytes, trace.page_format, BETTER_OF_TWO
     if (changed := (max_bytes, page_format, POLICIES[arguments.eviction])) not in runs.values():
         runs[f"{format_size(max_bytes)}, {page_format}, {arguments.eviction}"] = changed
     outcomes = {title: replay(trace, *changes) for title, changes in runs.items()}

@@ -34,7 +34,7 @@ class Outer(Options):
         inner: others.
     """
 
-    place: str | None = option(None, flag="there", usual="nowhere")
+    place: str | None = option(None, flag="there", nargs="?", const=lambda: "near")
     is_open: bool = option(False)
     hidden: int = option(0, parse=None, check=abs)
     inner: Inner = part(Inner(), prefix="place_", group="inner")
@@ -51,6 +51,7 @@ def parsed(*words: str) -> Outer:
 
 def test_what_is_given_replaces_the_defaults_and_the_rest_stays() -> None:
     assert parsed() == DEFAULTS
+    assert parsed("--there").place == "near"
     given = parsed("--there", "x", "--is-open", "--place-after", "3")
     assert given == Outer("x", True, 0, Inner(3))
 
@@ -64,7 +65,7 @@ def test_help_names_the_defaults_at_hand() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, DEFAULTS)
     shown = " ".join(parser.format_help().split())
-    assert "where, 100% sure, and nowhere else (default: here)" in shown
+    assert "[THERE] where, 100% sure, and nowhere else (default: here)" in shown
     assert "how many (default: 2)" in shown
     assert "hidden" not in shown
 

@@ -15,156 +15,110 @@ INNER_ROOMS = ("allocator", "kernels", "integrations", "server")
 
 # The rooms that each room may import, besides its own files; "" is paged_kv itself. The order is
 # from the bottom up. A file can be a room of its own, below the others of its folder.
-ARROWS: dict[str, set[str]] = {
-    "allocator": set(),
-    "allocator.prefixes": {"allocator"},
-    "store": {"allocator", "allocator.prefixes"},
-    "kernels.pages": set(),
-    "kernels.plain": {"kernels.pages"},
-    "kernels.cpu": {"kernels.pages", "kernels.plain"},
-    "kernels.gpu": {"kernels.pages", "kernels.plain"},
-    "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
-    "commands.arguments": set(),
-    "offload": {"allocator", "kernels.pages", "kernels.plain"},
-    "admission": set(),
-    "pool": {
-        *("allocator", "allocator.prefixes", "commands.arguments", "kernels", "kernels.pages"),
-        "offload",
-    },
-    "recognition": set(),
-    "steps": {
-        *("allocator", "allocator.prefixes", "kernels", "kernels.pages", "kernels.plain"),
-        *("offload", "pool", "recognition"),
-    },
-    "cache": {"kernels.pages", "pool", "recognition", "steps"},
-    "tiers": {"allocator.prefixes", "commands.arguments", "store"},
-    "prefix": {
-        "allocator",
-        "allocator.prefixes",
-        "kernels.pages",
-        "pool",
-        "steps",
-        "store",
-        "tiers",
-    },
-    "monitor": {"allocator", "pool"},
-    "trace": {"kernels.pages", "pool", "prefix"},
-    "commands": {
-        *("commands.arguments", "kernels", "kernels.cpu", "kernels.pages", "monitor", "pool"),
-        *("store", "tiers"),
-    },
-    "integrations.batching": {
-        "integrations.mlx_lm_internals",
-        *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
-        *("prefix", "steps", "trace"),
-    },
-    "integrations.distributed": {"allocator", "pool"},
-    "integrations.mlx_lm_internals": {"allocator"},
-    "integrations.rebinding": set(),
-    "integrations.model_hooks": set(),
-    "integrations.heads": {"cache", "integrations.model_hooks", "kernels.pages", "pool", "steps"},
-    "integrations.compiled": {
-        *("cache", "integrations.batching", "integrations.heads", "kernels", "kernels.pages"),
-        *("pool", "steps"),
-    },
-    "integrations.states": {
-        *("cache", "integrations.batching", "integrations.model_hooks", "kernels.pages", "pool"),
-        *("recognition", "steps"),
-    },
-    "integrations": {
-        "integrations.mlx_lm_internals",
-        *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.compiled", "integrations.distributed", "integrations.heads"),
-        *("integrations.model_hooks", "integrations.rebinding", "integrations.states"),
-        *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
-        *("tiers", "trace"),
-    },
-    "integrations.mlx_vlm": {
-        "integrations.mlx_lm_internals",
-        *("cache", "integrations", "integrations.batching", "integrations.generation"),
-        *("integrations.rebinding", "kernels.pages", "steps"),
-    },
-    "integrations.grammar": {"integrations.mlx_lm_internals"},
-    "integrations.speculation": {
-        "integrations.mlx_lm_internals",
-        *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
-        *("integrations.batching", "integrations.distributed", "integrations.grammar"),
-        *("integrations.heads", "integrations.states", "kernels.pages", "steps"),
-    },
-    "integrations.generation": {
-        "commands.arguments",
-        *("allocator", "commands", "integrations", "integrations.batching"),
-        *("integrations.distributed", "integrations.speculation", "pool", "tiers"),
-        "store",
-    },
-    "integrations.bench": {
-        "commands.arguments",
-        *("cache", "commands", "integrations", "integrations.batching"),
-        *("integrations.generation", "kernels", "kernels.pages", "steps"),
-    },
-    "integrations.plan": {
-        *("commands.arguments", "pool"),
-        *("admission", "allocator", "cache", "commands", "integrations"),
-        *("integrations.batching", "integrations.heads", "integrations.speculation"),
-        "kernels.pages",
-    },
-    "integrations.replay": {
-        *("admission", "allocator.prefixes", "commands", "integrations", "integrations.batching"),
-        *("kernels.pages", "kernels.plain", "trace"),
-    },
-    "integrations.doctor": {
-        "commands.arguments",
-        *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
-        *("kernels.pages", "kernels.plain"),
-    },
-    "server.http": set(),
-    "server.options": {"commands", "commands.arguments", "integrations", "pool", "server.http"}
-    | {"tiers"},
-    "server.engine": {
-        "integrations.mlx_lm_internals",
-        "server.options",
-        *("admission", "allocator", "integrations", "integrations.batching"),
-        *("integrations.distributed", "server.http", "integrations.speculation"),
-        *("integrations.grammar", "integrations.states", "commands", "kernels.pages", "prefix"),
-        *("store", "tiers"),
-    },
-    "server.completions": {
-        "integrations.mlx_lm_internals",
-        "server.options",
-        *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
-        *("integrations.grammar", "server.engine", "server.http"),
-        *("kernels.pages", "prefix"),
-    },
-    "server.messages": {
-        "server.options",
-        "server.completions",
-        "server.http",
-    },
-    "server.responses": {
-        "server.options",
-        "server.completions",
-        "server.http",
-    },
-    "server": {
-        "server.options",
-        *("allocator", "commands", "integrations.distributed"),
-        *("server.completions", "server.engine"),
-        *("server.http", "server.messages", "monitor", "pool"),
-        "integrations.doctor",  # which BLAS there is
-        "server.responses",
-    },
-    "server.replicas": {
-        "integrations.mlx_lm_internals",
-        *("integrations", "server.options"),
-        *("commands", "integrations.distributed", "server", "server.completions", "server.engine"),
-        *("server.http", "server.messages", "server.responses"),
-    },
+ROOMS = {
+    "allocator": "",
+    "allocator.prefixes": "allocator",
+    "store": "allocator allocator.prefixes",
+    "kernels.pages": "",
+    "kernels.plain": "kernels.pages",
+    "kernels.cpu": "kernels.pages kernels.plain",
+    "kernels.gpu": "kernels.pages kernels.plain",
+    "kernels": "kernels.cpu kernels.gpu kernels.pages kernels.plain",
+    "offload": "allocator kernels.pages kernels.plain",
+    "admission": "",
+    "pool": "allocator allocator.prefixes kernels kernels.pages offload",
+    "recognition": "",
+    "steps": (
+        "allocator allocator.prefixes kernels kernels.pages kernels.plain offload pool recognition"
+    ),
+    "cache": "kernels.pages pool recognition steps",
+    "tiers": "allocator.prefixes store",
+    "prefix": "allocator allocator.prefixes kernels.pages pool steps store tiers",
+    "monitor": "allocator pool",
+    "trace": "kernels.pages pool prefix",
+    "commands": "kernels kernels.cpu kernels.pages monitor pool store tiers",
+    "integrations.batching": (
+        "admission allocator allocator.prefixes cache integrations.mlx_lm_internals "
+        "kernels.pages pool prefix steps trace"
+    ),
+    "integrations.distributed": "allocator pool",
+    "integrations.mlx_lm_internals": "allocator",
+    "integrations.rebinding": "",
+    "integrations.model_hooks": "",
+    "integrations.heads": "cache integrations.model_hooks kernels.pages pool steps",
+    "integrations.compiled": (
+        "cache integrations.batching integrations.heads kernels kernels.pages pool steps"
+    ),
+    "integrations.states": (
+        "cache integrations.batching integrations.model_hooks kernels.pages pool recognition steps"
+    ),
+    "integrations": (
+        "allocator allocator.prefixes cache commands integrations.batching integrations.compiled "
+        "integrations.distributed integrations.heads integrations.mlx_lm_internals "
+        "integrations.model_hooks integrations.rebinding integrations.states kernels.pages pool "
+        "prefix recognition steps store tiers trace"
+    ),
+    "integrations.mlx_vlm": (
+        "cache integrations integrations.batching integrations.generation "
+        "integrations.mlx_lm_internals integrations.rebinding kernels.pages steps"
+    ),
+    "integrations.grammar": "integrations.mlx_lm_internals",
+    "integrations.speculation": (
+        "allocator allocator.prefixes cache commands integrations integrations.batching "
+        "integrations.distributed integrations.grammar integrations.heads "
+        "integrations.mlx_lm_internals integrations.states kernels.pages steps"
+    ),
+    "integrations.generation": (
+        "allocator commands integrations integrations.batching integrations.distributed "
+        "integrations.speculation pool store tiers"
+    ),
+    "integrations.bench": (
+        "cache commands integrations integrations.batching integrations.generation kernels "
+        "kernels.pages steps"
+    ),
+    "integrations.plan": (
+        "admission allocator cache commands integrations integrations.batching "
+        "integrations.heads integrations.speculation kernels.pages pool"
+    ),
+    "integrations.doctor": (
+        "commands integrations integrations.bench kernels kernels.cpu kernels.pages kernels.plain"
+    ),
+    "integrations.replay": (
+        "admission allocator.prefixes commands integrations integrations.batching kernels.pages "
+        "kernels.plain trace"
+    ),
+    "server.http": "",
+    "server.options": "commands integrations pool server.http tiers",
+    "server.engine": (
+        "admission allocator commands integrations integrations.batching "
+        "integrations.distributed integrations.grammar integrations.mlx_lm_internals "
+        "integrations.speculation integrations.states kernels.pages prefix server.http "
+        "server.options store tiers"
+    ),
+    "server.completions": (
+        "allocator.prefixes commands integrations integrations.batching integrations.grammar "
+        "integrations.mlx_lm_internals kernels.pages prefix server.engine server.http "
+        "server.options"
+    ),
+    "server.messages": "server.completions server.http server.options",
+    "server.responses": "server.completions server.http server.options",
+    "server": (
+        "allocator commands integrations.distributed integrations.doctor monitor pool "
+        "server.completions server.engine server.http server.messages server.options "
+        "server.responses"
+    ),
+    "server.replicas": (
+        "commands integrations integrations.distributed integrations.mlx_lm_internals server "
+        "server.completions server.engine server.http server.messages server.options "
+        "server.responses"
+    ),
 }
+ARROWS = {room: set(others.split()) for room, others in ROOMS.items()}
 # Files of paged_kv that every room may import, except those of arrays and of integers.
 SMALL = {
     *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
     *("paged_kv.listeners", "paged_kv.ranks", "paged_kv.sizes"),
-    *("paged_kv.__version__", "paged_kv.options"),
+    *("paged_kv.__version__", "paged_kv.options", "paged_kv.commands.arguments"),
     *("paged_kv.blas_in_use", "paged_kv.openblas"),
 }
 KNOWS_NOTHING = ("allocator", "store", "kernels")

@@ -38,7 +38,6 @@ def test_an_option_that_needs_no_value_may_have_none(value: Any) -> None:
         ({}, "nothing to serve"),
         ({"model": "/missing"}, "there is no folder '/missing'"),
         ({"model": MODEL, "max_kv_bytes": "1KB"}, "gives pages 1.00 kB"),
-        ({"model": MODEL, "page_format": "q5"}, "'q5' is no page format"),
         ({"model": MODEL, "drop_tools": "maybe"}, "drop_tools=maybe is neither true nor false"),
         ({"model": MODEL, "max_tokens": "many"}, "max.tokens.*many"),
         ({"model": MODEL, "num_replica": 2}, "no option 'num_replica': there are num_replicas"),
@@ -50,7 +49,6 @@ def test_an_option_that_needs_no_value_may_have_none(value: Any) -> None:
         ({"model": MODEL, "ranks": 1.5}, "ranks=1.5 is not a number from 1 on"),
         ({"model": MODEL, "ranks": 2, "num_cpus": 0}, "ranks need num_cpus or num_gpus"),
         ({"model": MODEL, "ranks": 2, "adapter_path": MODEL}, "--adapter-path does not work"),
-        ({"model": MODEL, "store_bytes": "9GB"}, "--store-bytes is an option of --store"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
