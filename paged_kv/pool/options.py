@@ -59,8 +59,10 @@ class PoolOptions(Options):
 
     `page_format` may also be a pair of names, or a `RequantisationPolicy`. With "q4" a sequence's
     first page is "q8". The page that is being written, and layers with a sliding window or
-    `max_kv_size`, keep 16 bits. `stats()` shows what `max_bytes` None means; only a factory can
-    measure "auto". `eviction_policy` takes objects with a method `rank`, see `EvictionPolicy`.
+    `max_kv_size`, keep 16 bits. `max_bytes` None means 80 % of what the machine recommends, less
+    what is in use, as `stats()` shows; only a factory can measure "auto". docs/long-contexts.md
+    says what `read_tokens` and `offload` cost. `eviction_policy` is an object with a method `rank`,
+    see `EvictionPolicy`.
 
     Attributes:
         page_format: how full pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of

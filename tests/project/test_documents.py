@@ -21,7 +21,7 @@ from mlx.nn.layers.base import Module
 import paged_kv
 from paged_kv import command_line, embedded_model
 from paged_kv.integrations.generation.generate_command import add_generate_parser
-from paged_kv.server.options import server_parser
+from paged_kv.server.options import parsed_server_options
 from paged_kv.tiers.seal import LEAST_SECRET_BYTES
 from tests.support.folders import ROOT
 from tests.support.vision_zoo import IMAGE, whole_model
@@ -159,7 +159,7 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails unless `paged-kv` would start with these arguments."""
     match words:
         case ["paged-kv", "server", *options]:
-            server_parser().parse_args(options)
+            parsed_server_options(options)
         case ["mlx.launch", *launched]:
             assert "--" in launched, "mlx.launch takes the command's options for its own"
             require_command(launched[launched.index("--") + 1 :], monkeypatch)
