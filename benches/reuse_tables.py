@@ -67,6 +67,20 @@ def _shares_of(figures: Figures, kind: str) -> Iterator[tuple[str, str, dict[str
             yield load, fitting, shares
 
 
+def duels(figures: Figures) -> str:
+    """The share of the prompts' pages that each policy finds, and that the duel of the two does."""
+    rows = [
+        (name.replace("_", " "), f"{int(fitting):,}", *(f"{of[each]:.3f}" for each in _DUEL))
+        for name, sizes in figures.items()
+        for fitting, of in sizes.items()
+    ]
+    policies = ("`LeastRecentlyUsed`", "`LeastWorth`", "`BetterOfTwo`")
+    return table(("load", "pages that fit", *policies), rows)
+
+
+_DUEL = ("lru", "worth", "better")
+
+
 def replicas(figures: Figures) -> str:
     """What prompts find on replicas with either router, and what routing costs."""
     routers = ("power_of_two", "prefix")
@@ -117,5 +131,5 @@ def _router_rows(of: Figures) -> Iterator[tuple[str, str]]:
 
 
 TABLES: dict[str, Callable[[Figures], str]] = {
-    each.__name__: each for each in (state_reuse, eviction, replicas)
+    each.__name__: each for each in (state_reuse, eviction, duels, replicas)
 }
