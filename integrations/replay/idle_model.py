@@ -19,13 +19,11 @@ from paged_kv.trace.requests import TracedLayers
 
 
 class IdleModel(Module):
-    """A model of mlx-lm whose layers keep as many bytes a token as those of a trace. Layers that
-    are alike are one layer with the heads of all of them: it has the same blocks, and takes the
-    time of one."""
+    """A model of mlx-lm with the layers of a trace, those that are alike one after the other."""
 
     def __init__(self, layers: list[TracedLayers]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layers = layers
+        self.layers = [layer for layer in layers for _ in range(layer.count)]
 
     def make_cache(self) -> list[Any]:
         """A prompt cache, as for any model of mlx-lm."""
@@ -42,7 +40,7 @@ class IdleModel(Module):
         for layer, held in zip(self.layers, cache, strict=True):
             mask = create_attention_mask(inputs, held, window_size=layer.window)
             keys, values = (
-                _zeros((batch, layer.count * heads, count, dim), getattr(mx, layer.dtype))
+                _zeros((batch, heads, count, dim), getattr(mx, layer.dtype))
                 for heads, dim in ((layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim))
             )
             queries, (keys, values) = keys, held.update_and_fetch(keys, values)
