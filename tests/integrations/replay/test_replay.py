@@ -15,12 +15,13 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.prefixes.eviction import LeastFrequentlyUsed, LeastRecentlyUsed
 from paged_kv.command_line import main
 from paged_kv.integrations.replay.replay import Outcome, replay
-from paged_kv.trace.requests import LLAMA, Trace, TracedRequest, read_trace
+from paged_kv.trace.requests import Trace, TracedLayers, TracedRequest, read_trace
 from tests.support.folders import ROOT
 from tests.support.zoo import small_model
 
+LAYERS = TracedLayers(8, 128, 8, 128, "float16", count=2)
 # Bytes of a block of all layers in 16 bits.
-BLOCK = 256 * 32 * 2 * 8 * 128 * 2
+BLOCK = 256 * 2 * 2 * 8 * 128 * 2
 
 
 def served(trace: Trace, blocks: float, page_format: str = "fp16") -> Outcome:
@@ -31,12 +32,12 @@ def trace_of(*requests: tuple[int, int, int, list[int]]) -> Trace:
     """A trace of requests: when they arrive, their tokens, and their ids."""
     return Trace(
         [TracedRequest(number, *each, block_size=256) for number, each in enumerate(requests)],
-        [LLAMA],
+        [LAYERS],
     )
 
 
 # Llama has no window here, and Gemma has layers with one.
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_replay_comes_to_what_was_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,14 +75,14 @@ def _ended(generator: BatchGenerator, factory: Any, prompt: list[int], count: in
 
 
 def test_a_larger_budget_or_smaller_pages_let_more_requests_run() -> None:
-    """Two of 1,200 tokens, which grow by half, share nothing."""
-    trace = trace_of((0, 1200, 600, []), (0, 1200, 600, []))
-    roomy, short, small = served(trace, 20), served(trace, 12), served(trace, 12, "q4")
+    """Two of five blocks, which grow to six, share nothing."""
+    trace = trace_of((0, 1200, 150, []), (0, 1200, 150, []))
+    roomy, short, small = served(trace, 12), served(trace, 11), served(trace, 11, "q4")
     assert [each.served for each in (roomy, short, small)] == [2, 2, 2]
     assert [each.preemptions for each in (roomy, short, small)] == [0, 1, 0]
-    assert [each.peak_bytes // BLOCK for each in (roomy, short, small)] == [16, 12, 6]
+    assert [each.peak_bytes // BLOCK for each in (roomy, short, small)] == [12, 11, 5]
     assert short.seconds > roomy.seconds == small.seconds
-    assert served(trace, 6).refused == 2
+    assert served(trace, 5).refused == 2
 
 
 def test_a_policy_decides_what_is_found() -> None:
