@@ -49,6 +49,15 @@ def _checked_policy(policy: EvictionPolicy) -> EvictionPolicy:
     return policy
 
 
+def _checked_backend(backend: Backend) -> Backend:
+    if not hasattr(backend, "write_and_attend"):
+        raise TypeError(
+            f"backend must be a Backend, got {described(backend)}: leave it out for the best one, "
+            "or name one with PAGED_KV_BACKEND"
+        )
+    return backend
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and value == value
 
@@ -100,7 +109,7 @@ class PoolOptions(Options):
         None, parse=path, needs="read_tokens", usual="pages stay in memory", metavar="FOLDER"
     )
     wait_for_pages: bool = option(False, needs="offload")
-    backend: Backend | None = option(None, parse=None)
+    backend: Backend | None = option(None, parse=None, check=_checked_backend)
     eviction_policy: EvictionPolicy = option(BETTER_OF_TWO, parse=None, check=_checked_policy)
 
 

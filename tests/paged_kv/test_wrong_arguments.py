@@ -89,6 +89,7 @@ def test_of_a_pool() -> None:
             "page_format": FORMATS,
             "max_bytes": SIZES,
             "beside": ["pool"],
+            "backend": ["native", 4],
         }
     ):
         arguments: dict[str, Any] = {"num_layers": 2, argument: value}

@@ -81,7 +81,7 @@ def test_pages_on_disk_belong_to_a_head(tmp_path: Path) -> None:
     model, prompt = small_model("llama"), PROMPT
     options: dict[str, Any] = {"store": tmp_path, "max_bytes": 64 << 20}
     first = PagedCacheFactory(model, head=random_head(model), **options)
-    cache = first.make_cache()
+    cache, _ = first.fetch_cache(prompt)
     model(mx.array([prompt]), cache=cache)
     first.insert_cache(prompt, cache)
     first.close()
