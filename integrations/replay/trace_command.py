@@ -17,6 +17,7 @@ from paged_kv.allocator.prefixes.eviction import (
     LeastRecentlyUsed,
 )
 from paged_kv.commands.arguments import examples, path
+from paged_kv.pool.options import PoolOptions
 from paged_kv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -57,6 +58,15 @@ def add_trace_parser(subparsers: Subparsers) -> None:
     _add_replay_parser(commands)
 
 
+def _page_format(text: str) -> str:
+    """A page format, as the option of pools."""
+    try:
+        PoolOptions(page_format=text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _add_replay_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("replay", help="run a trace with other parameters and compare")
     parser.set_defaults(run=_replay)
@@ -69,6 +79,7 @@ def _add_replay_parser(commands: Subparsers) -> None:
     )
     parser.add_argument(
         "--page-format",
+        type=_page_format,
         metavar="FORMAT",
         help="how pages hold numbers: fp16, q8, q4, two of these as q8/q4, or auto (default: as "
         "recorded)",

@@ -85,7 +85,7 @@ ROOMS = {
     ),
     "integrations.replay": (
         "admission allocator.prefixes commands integrations integrations.batching kernels.pages "
-        "kernels.plain trace"
+        "kernels.plain pool trace"
     ),
     "server.http": "",
     "server.options": "commands integrations pool server.http tiers",
