@@ -18,12 +18,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benches.cached_pages import IndexedPages
 from benches.results_file import write_result
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, LEAST_WORTH, EvictionPolicy
-from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 
 POLICIES: dict[str, EvictionPolicy] = {
     "lru": LEAST_RECENTLY_USED,
@@ -141,38 +139,9 @@ def traced(file: Path) -> list[Prompt]:
     ]
 
 
-class Pages:
-    """Caches pages in a prefix index.
-
-    Args:
-        capacity: how many fit.
-        policy: chooses the pages to evict.
-    """
-
-    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
-        self._capacity = capacity
-        self._index = PrefixIndex(page_size=1, policy=policy)
-        # The index counts pages, so slabs may be mapped in part.
-        self._allocator = BlockAllocator(ByteBudget(4 * capacity + 64), block_bytes=1)
-
-    def serve(self, prompt: Prompt) -> int:
-        """Cache the pages of the next prompt; returns how many first ones were there."""
-        kept = prompt[: self._capacity]
-        # `match` leaves out a prompt's last token, and all of these count.
-        found = self._index.match("", [*kept, -1])
-        blocks = [node.blocks[self._allocator] for node in found.nodes]
-        self._allocator.retain(blocks)
-        room = self._capacity - (len(kept) - len(blocks))
-        self._index.evict(lambda: len(self._index) <= room)
-        blocks += self._allocator.allocate(len(kept) - len(blocks))
-        self._index.insert("", kept, [{self._allocator: block} for block in blocks])
-        self._allocator.release(blocks)
-        return found.num_tokens
-
-
 def share(prompts: list[Prompt], capacity: int, policy: EvictionPolicy) -> float:
     """The share of their pages that prompts find with a policy."""
-    pages = Pages(capacity, policy)
+    pages = IndexedPages(capacity, policy)
     return sum(map(pages.serve, prompts)) / sum(map(len, prompts))
 
 

@@ -78,12 +78,14 @@ class GeneratorParts:
         processing: for each of these the segments that are left, what is computed, and how many
             tokens there are.
         generating: the batch that generates.
+        counters: what it has done so far, such as `prompt_tokens`.
     """
 
     waiting = _Attribute(BatchGenerator, "_unprocessed_sequences")
     reading = _Attribute(BatchGenerator, "_prompt_batch")
     processing = _Attribute(BatchGenerator, "_currently_processing")
     generating = _Attribute(BatchGenerator, "_generation_batch")
+    counters = _Attribute(BatchGenerator, "_counters")
 
     def __init__(self, generator: Any) -> None:
         self.shown = generator

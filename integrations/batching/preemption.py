@@ -441,10 +441,10 @@ class Preemption:
 
     def _timed_step(self, held_back: set[int]) -> Responses:
         """As `step_without`; notes how long it takes."""
-        tokens, began = self._generator._counters.prompt_tokens, perf_counter()
+        tokens, began = self._parts.counters.prompt_tokens, perf_counter()
         responses = step_without(self._generator, held_back)
         rates, seconds = self._factory.prefixes.rates, perf_counter() - began
-        tokens = self._generator._counters.prompt_tokens - tokens
+        tokens = self._parts.counters.prompt_tokens - tokens
         if tokens > _FEW_TOKENS:
             rates.computing.note(tokens, seconds)
         else:

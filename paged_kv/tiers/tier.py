@@ -187,7 +187,7 @@ class Tier:
         for (place, _), name, data, future in zip(batch, names, found, futures, strict=True):
             try:
                 _settle(future, self._opened(place, name, data))
-            except Exception as error:
+            except Exception as error:  # whoever waits for this entry gets it: see `_wait`
                 _settle(future, error)
 
     def _opened(self, place: EntryPlace, name: str, data: Buffer) -> Entry:

@@ -180,7 +180,7 @@ class Writer:
         try:
             files = [self._file(entry) for entry in entries]
             outcomes = self._blobs.put(files, set(map(self._seal.name, keep)))
-        except Exception as error:
+        except Exception as error:  # as above: what cannot be written is dropped, and noted
             self._faults.note(error)
             self._drop(entries, FULL if getattr(error, "is_full", False) else FAILED)
             self._pause.note_failure()
