@@ -74,7 +74,9 @@ class Batch:
                     layers.add(layer)
                     return known
             new = [Sequence(self.pool) for _ in range(count)]
-            self._newcomers.append(([weakref.ref(each) for each in new], {layer}))
+            # Without those that nobody holds any more: a batch may be merged again and again.
+            living = [each for each in self._newcomers if any(ref() for ref in each[0])]
+            self._newcomers = [*living, ([weakref.ref(each) for each in new], {layer})]
             return new
 
     def begin(self, layer: int, count: int) -> Step:

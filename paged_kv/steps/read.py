@@ -178,10 +178,9 @@ class PagedRead:
         position_queries: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array | None:
-        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`.
-        None if lengths and a window cannot express
-        the mask, or if the sequences have changed since: the step then holds other tokens. An error
-        undoes the step in all layers."""
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`. None if
+        lengths and a window cannot express the mask, or if the sequences have changed since: the
+        step then holds other tokens. An error undoes the step in all layers."""
         with self.lock:
             try:
                 step, pages, count = self.group_step, self.pages, queries.shape[2]

@@ -96,6 +96,13 @@ def test_tokens_of_stock_caches_go_into_pages(pool: PagePool, by: str) -> None:
             assert row(cache, index) == expected
 
 
+def test_a_batch_remembers_no_sequences_that_nobody_holds(pool: PagePool) -> None:
+    (cache, *_) = sequence_of(pool, 3)
+    for _ in range(3):
+        cache.merge([cache, stock_like(3)])
+    assert len(cache.batch._newcomers) == 1
+
+
 def test_what_does_not_hold_all_tokens_in_arrays_is_refused(pool: PagePool) -> None:
     batch, latest, none = sequence_of(pool, 3), stock_like(3), list[int]()
     latest.offset = 300
