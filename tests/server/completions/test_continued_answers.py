@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.agent_model import Script, agent_folder
-from tests.support.running_server import (
-    PagedRunningServer,
-    noted_prompts,
-    paged_server,
-)
+from tests.support.running_server import PagedRunningServer, noted_prompts, paged_server
 from tests.support.tiny_model import asked
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -13,21 +13,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4
 from openai import OpenAI
 
-from paged_kv.server.completions import (
-    answer_bodies,
-    answering,
-    completion_plan,
-)
+from paged_kv.server.completions import answer_bodies, answering, completion_plan
 from paged_kv.server.completions.answer_bodies import OpenAIAnswers
 from paged_kv.server.engine.choice_text import ChoiceText, Delta
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.http.connection import MOST_READ_BYTES, Connection
-from tests.support.running_server import (
-    PATIENCE_S,
-    PagedRunningServer,
-    paged_server,
-    wait_until,
-)
+from tests.support.running_server import PATIENCE_S, PagedRunningServer, paged_server, wait_until
 from tests.support.server_process import post
 
 WITH_LOGPROBS: dict[str, Any] = {"logprobs": 2}

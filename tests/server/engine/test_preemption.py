@@ -1,16 +1,16 @@
 """Requests that are preempted over HTTP get the texts that they would have got."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 
-from tests.support.running_server import (
-    FEW_LIKELY,
-    PagedRunningServer,
-    paged_server,
-    wait_until,
-)
+from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.jobs import Job
+from tests.support.patience import PATIENCE_S
+from tests.support.running_server import FEW_LIKELY, PagedRunningServer, paged_server, wait_until
 from tests.support.tiny_model import BLOCK, tokens_of
 
 NAME = "default_model"
@@ -67,33 +67,41 @@ def test_streams_of_preempted_requests_are_what_they_would_have_been(tiny: str) 
     assert found == expected
 
 
-def with_priority(body: dict[str, Any], priority: int) -> dict[str, Any]:
-    return {**body, "extra_body": {**body.get("extra_body", {}), "priority": priority}}
-
-
 @pytest.mark.slow
-def test_a_request_of_a_better_priority_takes_the_place_of_others(tiny: str) -> None:
+def test_a_request_of_a_better_priority_takes_the_place_of_others(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They continue with the tokens that they would have got."""
-    low = [with_priority({**body, "max_tokens": 160}, 5) for body in requests()]
+    low = [{**body, "max_tokens": 160} for body in requests()]
+    for body in low:
+        body["extra_body"] = {**body.get("extra_body", {}), "priority": 5}
     high = {**requests()[0], "max_tokens": 20, "prompt": tokens_of(9, 470)}
-    found, ended = [], []
+    found, ended, step, leave = [], list[int](), BatchedRows.step, GenerationThread._leave
+
+    def note_end(thread: GenerationThread, job: Job) -> None:
+        ended.append(job.priority)
+        leave(thread, job)
+
+    monkeypatch.setattr(GenerationThread, "_leave", note_end)
     for size in (LARGE, SMALL):
         with paged_server("--model", tiny, *size) as running, ThreadPoolExecutor(5) as clients:
+            thread, held = running.service.thread, Event()
+
+            def hold(rows: BatchedRows, thread: Any = thread, held: Event = held) -> Any:
+                """Once all generate, wait for the other request, however slow its client is."""
+                generating = [job for job in thread.jobs.values() if job.generated_tokens]
+                if len(generating) == len(low) and not held.is_set():
+                    held.set()
+                    wait_until(lambda: thread._mailbox._commands)
+                return step(rows)
+
+            monkeypatch.setattr(BatchedRows, "step", hold)
             running.hold_until_submitted(len(low))
-
-            def ask(body: dict[str, Any], number: int, running: Any = running) -> dict[int, str]:
-                try:
-                    return texts(running, body)
-                finally:
-                    ended.append(number)
-
-            asked = [clients.submit(ask, body, at) for at, body in enumerate(low)]
-            jobs = running.service.thread.jobs
-            wait_until(lambda jobs=jobs: sum(j.generated_tokens > 0 for j in [*jobs.values()]) == 4)
             ended.clear()
-            first = ask(high, -1)
-            found.append([first, *(each.result() for each in asked)])
+            asked = [clients.submit(texts, running, body) for body in low]
+            assert held.wait(PATIENCE_S)
+            found.append([texts(running, high), *(each.result() for each in asked)])
             stats = running.pools[0].stats()
-    assert ended[0] == -1
+    assert ended == [0, *[5] * len(low)]
     assert stats.preemptions > 0
     assert found[0] == found[1]
