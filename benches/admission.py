@@ -37,11 +37,7 @@ from mlx_lm.generate import BatchGenerator
 from benches.results_file import write_result
 from benches.serving import MODEL, SOURCES
 from paged_kv import PagedCacheFactory
-from paged_kv.admission.admission import Admission
-from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Optimistic, Policy, Reserve
-from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import Preemption, attach
+from paged_kv.integrations.batching.preemption import attach
 
 SEED = 20
 REQUESTS = 200
@@ -67,11 +63,6 @@ class Request:
     prompt: tuple[int, ...]
     answer: int
     max_tokens: int
-
-    @property
-    def demand(self) -> Demand:
-        """The tokens that it may need."""
-        return Demand(len(self.prompt), self.max_tokens)
 
 
 @dataclass
@@ -140,14 +131,7 @@ class Run:
         self._factory = PagedCacheFactory(model, max_bytes=POOL_BYTES)
         self._generator = BatchGenerator(model, completion_batch_size=PLACES)
         preemption = attach(self._generator, self._factory)
-        assert preemption is not None, "the model has pages"
-        self._admission: Admission[Request] = Admission(
-            lambda request: request.demand,
-            patience_s=1e9,
-            places=PLACES,
-            pools=[pool_size(self._factory.pool)],
-            policy=self._policy(policy, preemption),
-        )
+        preemption.reserve_share = float(policy == "reserve")
         self._by_uid: dict[int, Request] = {}
         self._served = Served()
 
@@ -157,23 +141,15 @@ class Run:
         with self._factory:
             while len(self._served.texts) < len(self._requests) or self._by_uid:
                 while arriving and arriving[0].arrives <= self._served.steps:
-                    self._admission.arrive(arriving.popleft())
-                self._begin()
+                    self._arrive(arriving.popleft())
                 self._step()
         self._served.seconds = perf_counter() - began
         return self._finished()
 
-    def _policy(self, name: str, preemption: Preemption) -> Policy:
-        if name == "reserve":
-            return Reserve()
-        size = pool_size(self._factory.pool)
-        return Optimistic(lambda demand: preemption.can_begin(demand.bytes_to_begin(size)))
-
-    def _begin(self) -> None:
-        while (request := self._admission.next()) is not None:
-            (uid,) = self._generator.insert([list(request.prompt)], [request.max_tokens])
-            self._by_uid[uid] = request
-            self._served.texts[request.number] = []
+    def _arrive(self, request: Request) -> None:
+        (uid,) = self._generator.insert([list(request.prompt)], [request.max_tokens])
+        self._by_uid[uid] = request
+        self._served.texts[request.number] = []
 
     def _step(self) -> None:
         generator, served = self._generator, self._served
@@ -186,7 +162,6 @@ class Run:
                 # A text that ends by itself, as at a model's end token.
                 generator.remove([response.uid])
                 del self._by_uid[response.uid]
-                self._admission.leave(request)
         served.steps += 1
         served.running.append(len(generator._generation_batch) + len(generator._prompt_batch))
 

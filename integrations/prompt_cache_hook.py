@@ -25,8 +25,6 @@ from paged_kv.integrations.batching.cache_rows import copied_to_pages
 from paged_kv.integrations.batching.kept_prompts import KeptPrompts
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.shared_prefill import (
-    SharedPrefill,
-    Start,
     joined,
     without_first,
 )
@@ -139,7 +137,7 @@ def insert_segments(
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
     prompts = [joined(segments[at]) for at in new]
     with mx.stream(generator.stream):
-        starts = preemption.starts(prompts) if preemption else _starts(generator, factory, prompts)
+        starts = preemption.starts(prompts)
     for at, prompt, start in zip(new, prompts, starts, strict=True):
         caches[at], all_tokens[at] = start.cache, prompt[: start.cached]
         segments[at] = without_first(segments[at], start.cached)
@@ -150,15 +148,9 @@ def insert_segments(
     keeps = keeps_prompts(generator.model)
     if keeps:
         KeptPrompts.of(generator, factory).add(inserted)
-    if preemption is not None and (keeps or not all(start.is_complete for start in starts)):
+    if keeps or not all(start.is_complete for start in starts):
         preemption.share_later(inserted)
     return uids
-
-
-def _starts(generator: Any, factory: PagedFactory, prompts: list[list[int]]) -> list[Start]:
-    """What prompts start with of a model without pages, which is never short of them."""
-    step = generator.prefill_step_size
-    return SharedPrefill(factory, generator.model, step, lambda *_: True).starts(prompts)
 
 
 def installed_factory(model: Module) -> PagedFactory | None:

@@ -49,6 +49,12 @@ def _http_url(text: str) -> str:
     return text
 
 
+def _reserved(text: str) -> float:
+    """A share, or one of the two words for 0 and 1."""
+    words = {"optimistic": 0.0, "reserve": 1.0}
+    return words[text] if text in words else share(text)
+
+
 def _alias(text: str) -> tuple[str, str]:
     name, _, model = text.partition("=")
     if not name or not model:
@@ -127,9 +133,10 @@ class ServerOptions(ModelOptions):
         prefill_key: the API key to send to the other server, in a file or in an environment
             variable: env:NAME.
         prefill_over: hand over prompts with more unknown tokens than this.
-        admission: optimistic begins a request when its prompt and a few tokens fit; if memory gets
-            short later, the latest requests wait, and continue where they were. reserve begins a
-            request when its prompt and max_tokens fit, and never interrupts it.
+        admission: the share of an answer's max_tokens that memory must hold, beside its prompt and
+            a few tokens, for a request to begin. With 0 (or: optimistic) most requests run at a
+            time; if memory gets short later, the latest ones wait, and continue where they were.
+            With 1 (or: reserve) none is interrupted.
         model_ttl: unload the model after this time without a request; the next request loads it
             again.
         admission_timeout: seconds that a request waits for its turn before it gets 503; 0 refuses
@@ -214,7 +221,7 @@ class ServerOptions(ModelOptions):
     prefill_from: str | None = option(None, parse=_http_url, group="several servers", metavar="URL")
     prefill_key: str | None = option(None, metavar="FILE", needs="prefill_from")
     prefill_over: int = option(2000, parse=positive, metavar="TOKENS", needs="prefill_from")
-    admission: str = option("optimistic", group="limits", choices=["optimistic", "reserve"])
+    admission: float = option(0.0, parse=_reserved, group="limits", metavar="SHARE")
     model_ttl: float | None = option(None, parse=duration, usual="it stays", metavar="SECONDS")
     admission_timeout: float = option(60.0, parse=duration)
     held_share: float = option(0.5, parse=share, metavar="SHARE")

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -32,7 +33,6 @@ from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.priorities import Priorities
 from paged_kv.integrations.batching.rows import (
     Line,
     Waiting,
@@ -46,7 +46,7 @@ from paged_kv.integrations.batching.rows import (
     prompt_chunks,
     row_as_waiting,
     running_uids,
-    step_without,
+    step_with,
 )
 from paged_kv.integrations.batching.shared_prefill import (
     WORTH_SHARING,
@@ -54,12 +54,15 @@ from paged_kv.integrations.batching.shared_prefill import (
     SharedPrefill,
     Start,
     Tokens,
+    cut_at,
+    joined,
+    shared_beyond,
 )
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.keeping import LookedUp
+from paged_kv.prefix.keeping import LookedUp, inner_salt
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
@@ -88,23 +91,50 @@ class PagedFactory(Reuses, Protocol):
 
     def can_admit(self, tokens: int) -> bool: ...
 
+    def peek(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a sequence is for, which BatchGenerator does not know.
+
+    Attributes:
+        priority: sequences with the lowest begin first.
+        arrival: the uid that it is sorted by among those of its priority; None for its own.
+        salt: it shares prompts with sequences of the same salt only.
+        session: that its prompt is part of.
+        since: when it arrived, by `time.monotonic`.
+        when_begun: called with the number of its cached tokens when it begins for the first time.
+    """
+
+    priority: int = 0
+    arrival: int | None = None
+    salt: Hashable = None
+    session: Hashable = None
+    since: float = field(default_factory=monotonic)
+    when_begun: Callable[[int], object] = lambda cached: None
+
+
+_NO_REQUEST = Request()
+
 
 class Preemption:
-    """The running and the waiting sequences of one BatchGenerator. It is the scheduler's `Runner`.
+    """The running and the waiting sequences of one BatchGenerator: their only queue. It is the
+    scheduler's `Runner`.
 
     Sequences whose caches are of another pool, or hold tokens that BatchGenerator was not told,
     cannot be preempted, as nothing could compute them again.
 
     Args:
         generator: BatchGenerator.
-        factory: makes the caches of its model, which has layers with pages.
+        factory: makes the caches of its model.
 
     Attributes:
-        priorities: of sequences that have one.
-        salts: of sequences that share prompts with their like only, by uid.
-        sessions: that the prompts of sequences are part of, by uid.
-        since: when the requests of sequences arrived, by uid and `time.monotonic`; those that are
-            not named arrive here.
+        requests: of the sequences that are for one, by uid.
+        reserve_share: the share of an answer's tokens that memory is reserved for when a sequence
+            begins, 0 to 1.
+        chunk_tokens: the most tokens of prompts that a step computes in all; None for the
+            generator's `prefill_step_size` of each prompt.
     """
 
     def __init__(self, generator: BatchGenerator, factory: PagedFactory) -> None:
@@ -115,21 +145,22 @@ class Preemption:
         self._factory = factory
         self._pool = factory.pool
         self._ranks = factory.ranks
-        self.priorities = Priorities()
-        self._line = Line(self._generator, self.priorities.order)
+        self.requests: dict[int, Request] = {}
+        self.reserve_share = 0.0
+        self.chunk_tokens: int | None = None
+        self._line = Line(self._generator, self._order)
         self._last_responses = LastResponses(self._pool)
-        self._scheduler = Scheduler(self, self.priorities.order)
+        self._scheduler = Scheduler(self, self._order)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
-        # The tokens that a sequence held when it was preempted, and where its prompt ends.
+        # Sequences that wait without pages: the tokens that each held when it was preempted.
         self._held: dict[int, int] = {}
-        self._prompt_tokens: dict[int, int] = {}
+        # New ones of these, whose prompts were not looked up yet.
+        self._new: set[int] = set()
+        self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
         # Sequences that wait and may share more than they hold.
         self._unshared: set[int] = set()
         self._error: PoolExhausted | OutOfMemory | None = None
-        self.salts: dict[int, Hashable] = {}
-        self.sessions: dict[int, Hashable] = {}
-        self.since: dict[int, float] = {}
         recorder = factory.recorder
         self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
         self._recorded: dict[int, RecordedRequest] = {}
@@ -144,17 +175,20 @@ class Preemption:
         """
         self._learn()
         self._rejoin()
-        running = sorted(running_uids(self._generator), key=self.priorities.order)
+        running = sorted(running_uids(self._generator), key=self._order)
         self._line.sort()
         waiting = [each.uid for each in self._line]
         places, fixed = free_places(self._generator), set(running) - self._known
+        self._divide_chunk(len(self._parts.reading))
         if not self._scheduler.schedule(running, waiting, places, fixed):
             error, self._error = self._error, None
             assert error is not None, "schedule stops only after a failed reservation"
             if isinstance(error, OutOfMemory):
                 error = OutOfMemory(error.why, running[0] if running else waiting[0])
             raise error
-        prompts, generated = self._timed_step(set(waiting))
+        begun = {each.uid for each in self._line}.intersection(running)
+        self._divide_chunk(len(self._parts.reading) + len(begun))
+        prompts, generated = self._timed_step(begun)
         self._last_responses.note(generated)
         for response in generated:
             self._note_token(response)
@@ -170,46 +204,93 @@ class Preemption:
         them begins, what it shares with the others is computed."""
         self._unshared.update(uids)
 
+    def begin_later(self, uid: int) -> None:
+        """Look up what is cached of a sequence's prompt when it begins. It was inserted with an
+        empty cache."""
+        self._held[uid] = 0
+        self._new.add(uid)
+
     def has_room(self, number: int, running: list[int]) -> bool:
         while not self._ranks.agree("room", self._has_room(number, running)):
             if not self._take_back():
                 return False
         return True
 
-    def _has_room(self, number: int, running: list[int]) -> bool:
-        begun = [(each.uid, each.growth) for each in self._line if each.uid in running]
-        growth = self._promised(number, self._line[number].growth)
-        nbytes = growth.bytes_to_begin(pool_size(self._pool))
-        return self._fits(nbytes, begun)
-
-    def can_begin(self, nbytes: int, priority: int = 0) -> bool:
-        """Whether a new sequence that takes so many bytes can begin at once. Sequences of worse
-        priorities are preempted if that makes enough room."""
-        if any(self.priorities.of(each.uid) <= priority for each in self._line):
-            return False
-        behind = self.priorities.behind(priority, running_uids(self._generator))
-        victims = [
-            uid for uid in behind if uid in self._known and not self._scheduler.is_spared(uid)
-        ]
-        if not victims:
-            return self._fits(nbytes, [])
-        if not self._ranks.agree("way", self._fits_without(victims, nbytes)):
-            return False
-        while not self._ranks.agree("room", self._fits(nbytes, [])):
-            if not victims:
-                return False
-            self._scheduler.preempt(victims.pop())
-        return True
-
-    def _fits_without(self, victims: list[int], nbytes: int) -> bool:
-        """Whether a new sequence fits at once, or certainly without these. The others may share
-        pages, so that they take less than is counted here."""
-        if self._fits(nbytes, []):
-            return True
+    def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
         size = pool_size(self._pool)
-        others = [each for each in growths(self._generator) if each[0] not in victims]
+        others = [each for each in self._running(running) if each[0] not in victims]
+        # They may share pages, so that they take less than is counted here.
         in_use = sum(size.bytes_for(growth.held) for _, growth in others)
+        fits = self._fits(number, others, in_use, shared_tokens=0)
+        return self._ranks.agree("way", fits and self._shared_tokens(number, running) is not None)
+
+    def _has_room(self, number: int, running: list[int]) -> bool:
+        shared = self._shared_tokens(number, running)
+        others = list(self._running(running))
+        return shared is not None and self._fits(number, others, self._pool.bytes_active, shared)
+
+    def _fits(
+        self, number: int, others: list[tuple[int, Growth]], in_use: int, shared_tokens: int
+    ) -> bool:
+        """Whether a waiting sequence fits beside others, which hold `in_use` bytes, if it shares
+        its first tokens with them."""
+        size = pool_size(self._pool)
+        growth = self._promised(number, self._line[number].growth)
+        nbytes = growth.bytes_to_begin(size) - size.shared_bytes(shared_tokens)
         return has_room(nbytes, [self._promised(*each) for each in others], size, in_use)
+
+    def _shared_tokens(self, number: int, running: list[int]) -> int | None:
+        """How many first tokens of a waiting sequence are in full pages of running ones that it
+        will find. None if one of these is about to have computed more of them.
+
+        A prompt that waits for that is not computed twice, and begins at most one step later than
+        it would have been computed.
+        """
+        if number not in self._held:
+            return 0
+        tokens, salt = self._line[number].all_tokens, self._salt(number)
+        cached, shared = self._factory.peek(tokens, salt=salt)
+        for uid, other, computed in self._prompts(running):
+            if inner_salt(self._salt(uid)) == inner_salt(salt):
+                missing = shared_beyond(cached, tokens, other)
+                left = len(other) - computed
+                if missing and left <= missing + self._generator.prefill_step_size:
+                    return None
+        return min(shared, len(tokens) - 1)
+
+    def _running(self, running: list[int]) -> Iterator[tuple[int, Growth]]:
+        """The tokens of the sequences that run, and of those that begin in this step."""
+        yield from growths(self._generator)
+        yield from ((each.uid, each.growth) for each in self._line if each.uid in running)
+
+    def _prompts(self, running: list[int]) -> Iterator[tuple[int, Tokens, int]]:
+        """The prompts that are being computed: uid, tokens, and how many are computed."""
+        batch = self._parts.reading
+        for uid, tokens, (segments, *_) in zip(
+            batch.uids, batch.tokens, self._parts.processing, strict=True
+        ):
+            yield uid, [*tokens, *joined(segments)], len(tokens)
+        for each in self._line:
+            if each.uid in running:
+                yield each.uid, each.all_tokens, len(each.tokens)
+
+    def _order(self, uid: int) -> tuple[int, tuple[int, int]]:
+        """What sequences are sorted by: priority and arrival."""
+        request = self.requests.get(uid, _NO_REQUEST)
+        arrival = uid if request.arrival is None else request.arrival
+        return request.priority, (arrival, uid)
+
+    def _salt(self, uid: int) -> Hashable:
+        return self.requests.get(uid, _NO_REQUEST).salt
+
+    def _divide_chunk(self, prompts: int) -> None:
+        """Divide the tokens of prompts that a step computes among so many. So the time to the next
+        token of an answer does not grow with the number of prompts."""
+        if self.chunk_tokens is not None:
+            size = max(1, self.chunk_tokens // max(1, prompts))
+            shortages = Shortages.of(self._generator)
+            longest = None if shortages is None else shortages.longest
+            self._generator.prefill_step_size = size if longest is None else min(size, longest)
 
     def reserve(self, running: list[int]) -> bool:
         return self._try(self._reserve_step, behind=None)
@@ -264,8 +345,10 @@ class Preemption:
         # A reserved block that was not written is not worth keeping.
         for sequence in cache.sequences:
             sequence.shrink()
-        salt, session = self.salts.get(waiting.uid), self.sessions.get(waiting.uid)
-        self._factory.insert_cache(waiting.tokens, waiting.cache, salt=salt, session=session)
+        request = self.requests.get(waiting.uid, _NO_REQUEST)
+        self._factory.insert_cache(
+            waiting.tokens, waiting.cache, salt=request.salt, session=request.session
+        )
         self._held[waiting.uid] = len(waiting.tokens)
         segments = [segment for segment in [waiting.tokens, *waiting.segments] if segment]
         return waiting._replace(segments=segments, cache=self._factory.make_cache(), tokens=[])
@@ -275,10 +358,15 @@ class Preemption:
         tokens = waiting.all_tokens
         counts = self._pool.counts
         read_before = counts.tokens_read
-        salt = LookedUp(self.salts.get(waiting.uid))
-        cache, cached = self._factory.fetch_cache(tokens, salt=salt)
+        salt = self._salt(waiting.uid)
+        is_new = waiting.uid in self._new
+        cache, cached = self._factory.fetch_cache(tokens, salt=salt if is_new else LookedUp(salt))
         counts.tokens_reread += counts.tokens_read - read_before
-        return waiting.starting_with(cache, cached)
+        found = waiting.starting_with(cache, cached)
+        parting = self._factory.parting(tokens, salt=salt) if is_new else 0
+        if parting > cached:
+            found = found._replace(segments=cut_at(found.segments, [parting - cached]))
+        return found
 
     def _share(self, number: int) -> None:
         """Compute what a waiting sequence shares with others that wait, and let all hold it."""
@@ -316,9 +404,12 @@ class Preemption:
                 sequence.shrink()
 
     def _note_begun(self, waiting: Waiting) -> None:
-        self._unshared.discard(waiting.uid)
-        held = self._held.pop(waiting.uid, 0)
-        self._pool.counts.tokens_recomputed += max(0, held - len(waiting.tokens))
+        uid, cached = waiting.uid, len(waiting.tokens)
+        self._unshared.discard(uid)
+        self._pool.counts.tokens_recomputed += max(0, self._held.pop(uid, 0) - cached)
+        if uid in self._new:
+            self._new.discard(uid)
+            self.requests.get(uid, _NO_REQUEST).when_begun(cached)
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -349,14 +440,9 @@ class Preemption:
         counted = zip(cache.sequences, counts, strict=True)
         reserve(self._pool, [StepRow.next(each, cache.layer, count) for each, count in counted])
 
-    def _fits(self, nbytes: int, begun: list[tuple[int, Growth]]) -> bool:
-        in_use = self._pool.bytes_active
-        running = [self._promised(*each) for each in (*growths(self._generator), *begun)]
-        return has_room(nbytes, running, pool_size(self._pool), in_use)
-
     def _promised(self, uid: int, growth: Growth) -> Growth:
         """The tokens of a sequence that others must leave room for."""
-        return growth if uid in self._known else growth.to_the_end
+        return growth.with_reserve(self.reserve_share if uid in self._known else 1)
 
     def _try(self, work: Work, behind: int | None) -> bool:
         """Whether the work succeeds on every rank, if need be with the pages of ended sequences
@@ -391,11 +477,10 @@ class Preemption:
 
     def _take_pages(self, behind: int | None) -> bool:
         """Let sequences wait without their pages; false if none has any."""
-        order = self.priorities.order
         holders = [
             each
             for each in self._line
-            if (behind is None or order(each.uid) > order(behind))
+            if (behind is None or self._order(each.uid) > self._order(behind))
             and each.tokens
             and each.uid in self._known
         ]
@@ -411,14 +496,14 @@ class Preemption:
             if cache is not None and cache.pool is self._pool and cache.size() == len(each.tokens):
                 self._known.add(each.uid)
                 self._record(each)
-        if len(self._known) > len(line) + len(running_uids(self._generator)):
-            uids = {each.uid for each in line}.union(running_uids(self._generator))
+        running = running_uids(self._generator)
+        if max(len(self._known), len(self.requests)) > len(line) + len(running):
+            uids = {each.uid for each in line}.union(running)
             for uid in self._known - uids:
                 self._end_record(uid)
-            self._known &= uids
-            self._unshared &= uids
-            kept = self._generating, self._held, self._prompt_tokens, self.sessions
-            for gone in (*kept, self.priorities.by_uid, self.salts, self.since):
+            for kept in (self._known, self._unshared, self._new):
+                kept &= uids
+            for gone in (self.requests, self._generating, self._held, self._prompt_tokens):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 
@@ -432,17 +517,17 @@ class Preemption:
     def _record(self, new: Waiting) -> None:
         """Begin to record the request of a sequence, if requests are recorded."""
         if self._recorder is not None:
-            since = self.since.get(new.uid, monotonic())
-            self._recorded[new.uid] = RecordedRequest(since, new.all_tokens, [])
+            request = self.requests.get(new.uid) or Request()
+            self._recorded[new.uid] = RecordedRequest(request.since, new.all_tokens, [])
 
     def _end_record(self, uid: int) -> None:
         if self._recorder is not None and (recorded := self._recorded.pop(uid, None)) is not None:
-            self._recorder.end(recorded, self.salts.get(uid), self._factory.prefixes.rates)
+            self._recorder.end(recorded, self._salt(uid), self._factory.prefixes.rates)
 
-    def _timed_step(self, held_back: set[int]) -> Responses:
-        """As `step_without`; notes how long it takes."""
+    def _timed_step(self, begun: set[int]) -> Responses:
+        """As `step_with`; records how long it takes."""
         tokens, began = self._parts.counters.prompt_tokens, perf_counter()
-        responses = step_without(self._generator, held_back)
+        responses = step_with(self._generator, begun)
         rates, seconds = self._factory.prefixes.rates, perf_counter() - began
         tokens = self._parts.counters.prompt_tokens - tokens
         if tokens > _FEW_TOKENS:
@@ -463,13 +548,12 @@ class Preemption:
         return response
 
 
-def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption | None:
-    """Let a generator's steps preempt sequences, from now on, and survive shortages of memory. None
-    if its model has no pages, so that nothing is preempted."""
+def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption:
+    """Let a generator's steps preempt sequences, from now on, and survive shortages of memory."""
     preemption: Preemption | None = getattr(generator, _ATTACHED, None)
-    if preemption is None and factory.pool.num_layers:
+    if preemption is None:
         preemption = Preemption(generator, factory)
         setattr(generator, _ATTACHED, preemption)
     if Shortages.of(generator) is None:
-        Shortages(generator, None if preemption is None else preemption.step)
+        Shortages(generator, preemption.step)
     return preemption

@@ -68,7 +68,7 @@ class Line:
         order: what they are sorted by, of a uid.
     """
 
-    def __init__(self, generator: Any, order: Callable[[int], Any] = int) -> None:
+    def __init__(self, generator: Any, order: Callable[[int], Any]) -> None:
         self._parts = GeneratorParts(generator)
         self._order = order
 
@@ -121,9 +121,9 @@ def prompt_chunks(generator: BatchGenerator) -> list[int]:
 def free_places(generator: BatchGenerator) -> int:
     """The number of sequences that may begin."""
     parts = GeneratorParts(generator)
-    prompts = generator.prefill_batch_size - len(parts.reading)
-    rows = generator.completion_batch_size - len(parts.generating)
-    return min(prompts, rows)
+    reading = len(parts.reading)
+    rows = generator.completion_batch_size - len(parts.generating) - reading
+    return min(generator.prefill_batch_size - reading, rows)
 
 
 def running_uids(generator: BatchGenerator) -> list[int]:
@@ -132,18 +132,17 @@ def running_uids(generator: BatchGenerator) -> list[int]:
     return [*parts.generating.uids, *parts.reading.uids]
 
 
-def step_without(generator: BatchGenerator, held_back: set[int]) -> tuple[list[Any], list[Any]]:
-    """BatchGenerator's step without some of the waiting sequences, which are the last ones."""
-    line = GeneratorParts(generator).waiting
-    waiting = [each for each in line if each[0] in held_back]
+def step_with(generator: BatchGenerator, begun: set[int]) -> tuple[list[Any], list[Any]]:
+    """BatchGenerator's step, in which these of the waiting sequences begin, and no others."""
+    parts = GeneratorParts(generator)
+    waiting = [each for each in parts.waiting if each[0] not in begun]
     # Only the deque may hold the others: a reference to their caches would keep pages shared.
-    for _ in waiting:
-        line.pop()
+    parts.put_in_line([each for each in parts.waiting if each[0] in begun])
     try:
         prompts, generated = next_of(generator)
         return prompts, generated
     finally:
-        line.extend(waiting)
+        parts.put_in_line([*parts.waiting, *waiting])
 
 
 def token_counts(prompt_cache: list[Any]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Serves the requests of a trace as `paged-kv server` does, with a model that computes nothing.
 
-The pool, the prefix cache, the admission, the scheduler and mlx-lm's BatchGenerator are those that
+The pool, the prefix cache, the scheduler and mlx-lm's BatchGenerator are those that
 serve. Time is that of a clock which the steps move on: each takes as long as the tokens of prompts
 that it computes, and at least as long as a step of decode. A request generates as many tokens as it
 did, and prompts that continue an answer find it cached.
@@ -10,10 +10,10 @@ Not replayed are the states of recurrent layers, pages on disk, drafts and prior
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,14 +21,10 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from tqdm import tqdm
 
-from paged_kv.admission.admission import Admission, RequestImpossible
-from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Optimistic
 from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.shared_prefill import shared_beyond
+from paged_kv.integrations.batching.preemption import Request, attach
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.replay.idle_model import IdleBackend, IdleModel
 from paged_kv.trace.requests import Trace, TracedRequest
@@ -88,15 +84,6 @@ def replay(
         return _Replay(trace, model, factory).run()
 
 
-@dataclass(eq=False)
-class _Running:
-    """A request that runs, and how many tokens of its prompt are left to compute."""
-
-    request: TracedRequest
-    prompt: list[int]
-    left: int
-
-
 class _Replay:
     """One run. The clock counts milliseconds."""
 
@@ -105,33 +92,23 @@ class _Replay:
         self._outcome = Outcome()
         self._now = 0.0
         self._arriving = deque(trace.requests)
-        self._running: dict[int, _Running] = {}
+        self._requests: dict[int, TracedRequest] = {}  # that wait or run, by uid
         self._generator: Any = BatchGenerator(
             model, completion_batch_size=PLACES, prefill_batch_size=PROMPTS_AT_ONCE
         )
-        preemption = attach(self._generator, factory)
-        assert preemption is not None, "the model has pages"
-        size = pool_size(self._pool)
-        self._admission: Admission[TracedRequest] = Admission(
-            self._demand,
-            patience_s=math.inf,
-            places=PLACES,
-            pools=[size],
-            policy=Optimistic(lambda demand: preemption.can_begin(demand.bytes_to_begin(size))),
-        )
+        self._preemption = attach(self._generator, factory)
+        self._preemption.chunk_tokens = STEP_TOKENS
 
     def run(self) -> Outcome:
         """Serve all requests."""
         outcome, total = self._outcome, len(self._arriving)
         with tqdm(total=total, desc="replay", leave=False, disable=None) as bar:
-            while self._arriving or not self._admission.is_idle:
-                if self._admission.is_idle:
+            while self._arriving or self._requests:
+                if not self._requests:
                     self._now = max(self._now, self._arriving[0].arrives)
                 while self._arriving and self._arriving[0].arrives <= self._now:
                     self._arrive(self._arriving.popleft())
-                while (request := self._admission.next()) is not None:
-                    self._begin(request)
-                if self._running:
+                if self._requests:
                     self._step()
                 bar.update(outcome.served + outcome.refused - bar.n)
         outcome.preemptions = self._pool.counts.preemptions
@@ -139,62 +116,44 @@ class _Replay:
         outcome.seconds = self._now / 1000
         return outcome
 
-    def _demand(self, request: TracedRequest) -> Demand:
-        prompt = request.prompt
-        cached, in_use = self._factory.peek(prompt)
-        awaits = any(
-            other.left <= missing + STEP_TOKENS
-            for other in self._running.values()
-            if other.left and (missing := shared_beyond(cached, prompt, other.prompt))
-        )
-        answer = request.answer_length
-        return Demand(len(prompt), answer, shared_tokens=in_use, awaits_prefix=awaits)
-
     def _arrive(self, request: TracedRequest) -> None:
-        try:
-            self._admission.arrive(request)
-        except RequestImpossible:
+        prompt = request.prompt
+        if len(prompt) + request.answer_length > pool_size(self._pool).longest:
             self._outcome.refused += 1
-
-    def _begin(self, request: TracedRequest) -> None:
-        prompt, outcome = request.prompt, self._outcome
-        cache, cached = self._factory.fetch_cache(prompt)
+            return
         positions = count(len(prompt))
         (uid,) = self._generator.insert_segments(
-            segments=[[prompt[cached:]]],
+            segments=[[prompt]],
             max_tokens=[request.answer_length],
-            caches=[cache],
-            all_tokens=[prompt[:cached]],
+            caches=[self._factory.make_cache()],
             samplers=[lambda _: mx.array([request.token(next(positions))], mx.uint32)],
         )
-        self._running[uid] = _Running(request, prompt, len(prompt) - cached)
-        outcome.prompt_tokens += len(prompt)
+        self._requests[uid] = request
+        begun = partial(self._record_begun, request)
+        self._preemption.requests[uid] = Request(when_begun=begun)
+        self._preemption.begin_later(uid)
+
+    def _record_begun(self, request: TracedRequest, cached: int) -> None:
+        outcome, wait_s = self._outcome, (self._now - request.arrives) / 1000
+        outcome.prompt_tokens += request.prompt_length
         outcome.cached_tokens += cached
-        wait_s = (self._now - request.arrives) / 1000
         outcome.mean_wait_s += wait_s
         outcome.longest_wait_s = max(outcome.longest_wait_s, wait_s)
 
     def _step(self) -> None:
         """Compute a token of every answer, and at most `STEP_TOKENS` of prompts."""
-        prompts = sum(each.left > 0 for each in self._running.values())
-        self._generator.prefill_step_size = STEP_TOKENS // max(1, min(PROMPTS_AT_ONCE, prompts))
         with self._generator.stats() as work:
             read, sampled = self._generator.next()
         for response in read:
-            self._note_read(response)
+            if response.end_of_segment and not response.end_of_prompt:
+                cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
+                self._factory.insert_cache(tokens, cache)
         for response in sampled:
             if response.finish_reason is not None:
                 self._factory.insert_cache(response.all_tokens, response.prompt_cache)
-                self._admission.leave(self._running.pop(response.uid).request)
+                del self._requests[response.uid]
                 self._outcome.served += 1
         prompt_ms = work.prompt_tokens * self._trace.prompt_ms
         self._now += max(self._trace.decode_ms, prompt_ms)
         active = self._pool.stats().bytes_active
         self._outcome.peak_bytes = max(self._outcome.peak_bytes, active)
-
-    def _note_read(self, response: Any) -> None:
-        done, total = response.progress
-        self._running[response.uid].left = total - done
-        if response.end_of_segment and not response.end_of_prompt:
-            cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
-            self._factory.insert_cache(tokens, cache)

@@ -13,11 +13,13 @@ must fit beside what is in use:
 
 Most of them end in blocks that are there already. No sequence counts for more than its prompt and
 `max_tokens`. A window takes at most its ring, so a ring that is complete counts nothing. A sequence
-that cannot be preempted counts with all tokens that it may hold: see `Growth.to_the_end`.
+that cannot be preempted counts with all tokens that it may hold, and a share of them may be
+reserved for any sequence: see `Growth.with_reserve`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -41,10 +43,10 @@ class Growth:
     most: int
     owns_last_page: bool = False
 
-    @property
-    def to_the_end(self) -> Growth:
-        """The growth of a sequence that cannot be preempted, so all its tokens must fit."""
-        return replace(self, prompt=self.most)
+    def with_reserve(self, share: float) -> Growth:
+        """The growth of a sequence for which this share of the tokens that it may still generate is
+        reserved: with 1, all its tokens must fit, and it is never preempted."""
+        return replace(self, prompt=self.prompt + math.ceil(share * (self.most - self.prompt)))
 
     def bytes_to_come(self, pool: PoolSize) -> int:
         """Bytes that it takes beside those that it holds, until it has generated

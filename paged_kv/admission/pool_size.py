@@ -87,6 +87,12 @@ class PoolSize:
         shared = [group for group in self.groups if not group.is_ring]
         return sum(group.full_bytes(tokens // self.page_size) for group in shared)
 
+    @property
+    def longest(self) -> float:
+        """The length of the longest sequence that may run, while no other does; infinite if any
+        may."""
+        return max(0, self.tokens_in(self.promisable))
+
     def tokens_in(self, nbytes: int) -> float:
         """The length of the longest sequence that fits in `nbytes`; infinite if any fits."""
         if self.bytes_for(UNENDING) <= nbytes:

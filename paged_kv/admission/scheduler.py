@@ -6,7 +6,8 @@ that order, so a preempted sequence, which came before those that have never run
 those of its priority.
 
     begins      the head of the line, while there is room for it and a place
-    preempted   the last of the running sequences, while the next step of all does not fit
+    preempted   the last of the running sequences, while the next step of all does not fit; and
+                those of worse priorities than the head of the line, if that makes room for it
 
 The first running sequence is never preempted for those behind it, so it ends at some time, and the
 next one becomes the first: no sequence waits for ever while none of a better priority comes. It is
@@ -40,6 +41,10 @@ class Runner(Protocol):
         """Whether a waiting sequence may begin beside the running ones."""
         ...
 
+    def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
+        """Whether it could if these were preempted."""
+        ...
+
     def begin(self, number: int) -> bool:
         """Let a waiting sequence run, and reserve memory for its first step; false, and no effect,
         if the pool does not hold it."""
@@ -51,13 +56,14 @@ class Scheduler:
 
     Args:
         runner: runs them.
-        order: what sequences are sorted by; their numbers if it is not given.
+        order: what sequences are sorted by: their priority, the lowest of which comes first, and
+            their arrival.
 
     Attributes:
         preemptions: how often a sequence was preempted.
     """
 
-    def __init__(self, runner: Runner, order: Callable[[int], Any] = int) -> None:
+    def __init__(self, runner: Runner, order: Callable[[int], tuple[int, Any]]) -> None:
         self._runner = runner
         self._order = order
         self._preempted: set[int] = set()
@@ -82,25 +88,24 @@ class Scheduler:
             victim = self._victim(running, fixed)
             if victim is None:
                 return False
-            self.preempt(victim)
-            running.remove(victim)
-            insort(waiting, victim, key=self._order)
-        while waiting and places > 0 and self._begin(waiting[0], running):
+            self._preempt(victim, running, waiting)
+        while waiting and places > 0:
+            preempted = self.preemptions
+            if not self._begin(running, waiting, fixed):
+                break
             running.append(waiting.pop(0))
             running.sort(key=self._order)
-            places -= 1
+            places += self.preemptions - preempted - 1
         return bool(running) or not waiting or places <= 0
 
-    def is_spared(self, number: int) -> bool:
-        """Whether a sequence has come back and has not generated a token since."""
-        return number in self._returned
-
-    def preempt(self, number: int) -> None:
+    def _preempt(self, number: int, running: list[int], waiting: list[int]) -> None:
         """Take a running sequence out of the batch; it comes back when it is its turn."""
         self._runner.preempt(number)
         self._preempted.add(number)
         self._returned.discard(number)
         self.preemptions += 1
+        running.remove(number)
+        insort(waiting, number, key=self._order)
 
     def note_token(self, number: int) -> None:
         """Note that a sequence has generated a token: it may be preempted again."""
@@ -115,8 +120,10 @@ class Scheduler:
             others[-1] if others else None,
         )
 
-    def _begin(self, number: int, running: list[int]) -> bool:
-        if running and not self._runner.has_room(number, running):
+    def _begin(self, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
+        """Let the head of the line run, if there is or can be made room for it."""
+        number = waiting[0]
+        if running and not self._make_room(running, waiting, fixed):
             return False
         if not self._runner.begin(number):
             return False
@@ -124,6 +131,24 @@ class Scheduler:
             self._preempted.remove(number)
             self._returned.add(number)
         return True
+
+    def _make_room(self, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
+        """Whether there is room for the head of the line, if need be in the place of sequences of
+        worse priorities: of none if that would not be enough."""
+        number = waiting[0]
+        if self._runner.has_room(number, running):
+            return True
+        (priority, _), spared = self._order(number), fixed | self._returned
+        victims = [
+            each for each in running if self._order(each)[0] > priority and each not in spared
+        ]
+        if not victims or not self._runner.would_have_room(number, running, victims):
+            return False
+        while victims:
+            self._preempt(victims.pop(), running, waiting)
+            if self._runner.has_room(number, running):
+                return True
+        return False
 
     def _forget_ended(self, running: list[int], waiting: list[int]) -> None:
         if self._preempted or self._returned:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.admission.demand import Demand
-from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.shared_prefill import cut_at, shared_beyond, without_first
+from paged_kv.integrations.batching.preemption import Request, attach
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 from paged_kv.server.engine.jobs import (
+    Begun,
     Event,
     Failed,
     Job,
@@ -26,7 +25,7 @@ from paged_kv.server.engine.jobs import (
     Token,
     TopToken,
 )
-from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from paged_kv.server.engine.sampling import Sampling
 from paged_kv.server.http.api_errors import no_memory
@@ -52,25 +51,28 @@ class _Row:
 class BatchedRows:
     """The sequences of one model. All of this runs on the generation thread.
 
-    A job's prompt is computed for its first choice. The others fork it before its last token.
+    A job's prompt is computed for its first choice. The others fork it before its last token. A job
+    waits in the batch's queue until it can begin.
 
     Args:
-        provider: has loaded the model.
+        provider: has loaded `loaded`.
+        loaded: the model.
         stream: of MLX.
     """
 
-    def __init__(self, provider: PagedModelProvider, stream: mx.Stream) -> None:
+    def __init__(
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
+    ) -> None:
         options = provider.options
+        self._loaded = loaded
         self._reuse = provider.reuse
-        self._step_tokens = provider.prompt_step
-        self._prompts_at_once = options.prompt_concurrency
         self._tokenizer: Any = provider.tokenizer
         self._rows: dict[int, _Row] = {}
+        self._begun: list[Job] = []  # in this step
         self._reading: set[int] = set()
-        self._left: dict[int, int] = {}  # tokens of prompts to compute, by uid
         sizes: dict[str, Any] = {
             "completion_batch_size": options.decode_concurrency,
-            "prefill_batch_size": options.prompt_concurrency,
+            "prefill_batch_size": min(options.prompt_concurrency, options.decode_concurrency),
             "prefill_step_size": provider.prompt_step,
         }
         self._generator: Any = (
@@ -80,9 +82,10 @@ class BatchedRows:
                 provider.model, provider.draft, options_of=self._drafting, stream=stream, **sizes
             )
         )
-        (factory, *_) = provider.factories
-        self._pool = factory.pool
-        self._preemption = attach(self._generator, factory)
+        (self._factory, *_) = provider.factories
+        self._preemption = attach(self._generator, self._factory)
+        self._preemption.chunk_tokens = provider.prompt_step
+        self._preemption.reserve_share = options.admission
         shortages = Shortages.of(self._generator)
         assert shortages is not None, "`attach` makes them"
         self._failed = shortages.failed
@@ -90,57 +93,28 @@ class BatchedRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def fits(self, demand: Demand) -> bool:
-        """Whether a job can begin at once, beside what is in use now, or in the place of choices
-        of worse priorities, which are preempted."""
-        if self._preemption is None:
-            return True
-        nbytes = demand.bytes_to_begin(pool_size(self._pool))
-        return self._preemption.can_begin(nbytes, demand.priority)
-
-    def sharing(self, prompt: Prompt, salt: Hashable) -> tuple[int, bool]:
-        """How many first tokens of a prompt are in full pages of running choices, and whether one
-        of these is about to have computed more of them.
-
-        A prompt that waits for that is not computed twice, and begins at most one step later than
-        it would have been computed.
-        """
-        cached, in_use = self._reuse.peek(prompt.tokens, salt)
-        return in_use, any(
-            self._is_worth_waiting(uid, prompt, cached)
-            for uid in self._reading
-            if self._rows[uid].job.salt == salt
-        )
-
-    def _is_worth_waiting(self, uid: int, prompt: Prompt, cached: int) -> bool:
-        missing = shared_beyond(cached, prompt.tokens, self._rows[uid].prompt.tokens)
-        # It is cached once the choice's whole prompt is computed.
-        return missing > 0 and self._left[uid] <= missing + self._step_tokens
-
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
-        """Add a job; the next steps compute it."""
-        cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
-        hold(self._reuse, prompt, job.salt)
-        job.cached_tokens = cached
+        """Add a job; the next steps compute it when there is room."""
         first, *others = samplings
         row = _Row(job, prompt, job.first_choice, others)
-        parting = self._reuse.parting(prompt.tokens, job.salt)
-        segments = cut_at(prompt.segments, [parting]) if parting else prompt.segments
-        rest = without_first(segments, cached)
-        uid = self._insert(row, cache, prompt.tokens[:cached], rest, first)
-        del cache
-        if cached == len(prompt.tokens) - 1:
+        uid = self._insert(row, self._factory.make_cache(), [], prompt.segments, first)
+        self._preemption.begin_later(uid)
+
+    def _record_begun(self, uid: int, cached: int) -> None:
+        """Note that a job begins with so many tokens of its prompt cached."""
+        row = self._rows[uid]
+        hold(self._reuse, row.prompt, row.job.salt)
+        row.job.cached_tokens = cached
+        self._begun.append(row.job)
+        if cached == len(row.prompt.tokens) - 1:
             self._fork(uid)
 
     def step(self) -> Happened:
-        """Compute one token of every choice, and a part of the unfinished prompts.
-
-        A step computes at most one chunk of prompt tokens in total. So the time to a choice's next
-        token does not grow with the number of prompts.
-        """
-        prompts = min(self._prompts_at_once, len(self._reading))
-        self._generator.prefill_step_size = max(1, self._step_tokens // max(1, prompts))
+        """Begin what there is room for, compute one token of every choice, and a part of the
+        unfinished prompts."""
         read, sampled = self._generator.next()
+        begun, self._begun = self._begun, []
+        yield from ((job, Begun(job, self._loaded)) for job in begun)
         for response in read:
             yield from self._note_read(response)
         for response in sampled:
@@ -159,7 +133,7 @@ class BatchedRows:
         caches = self._generator.remove(uids, return_prompt_caches=True)
         for uid in uids:
             row = self._rows.pop(uid)
-            self._note_computed(uid)
+            self._reading.discard(uid)
             cache, tokens = caches.pop(uid)
             if tokens:
                 self._keep(row, tokens, cache)
@@ -171,19 +145,21 @@ class BatchedRows:
     def close(self) -> None:
         """Drop all sequences."""
         self._rows.clear()
+        self._preemption.requests.clear()  # they refer to this object, which holds the caches
         self._generator.close()
 
     def _insert(
         self,
         row: _Row,
-        cache: list[Any] | None,
+        cache: list[Any],
         known: list[int],
-        rest: Iterable[list[int]],
+        rest: list[list[int]],
         sampling: Sampling,
+        first: int | None = None,
     ) -> int:
-        segments = list(rest)
+        """Add a choice, whose job's first one has the uid `first` if it is another."""
         (uid,) = self._generator.insert_segments(
-            segments=[segments],
+            segments=[list(rest)],
             max_tokens=[row.job.arguments.max_tokens],
             caches=[cache],
             all_tokens=[known],
@@ -191,14 +167,12 @@ class BatchedRows:
             logits_processors=[sampling.processors],
             stop_sequences=[row.job.ending.stop_sequences(self._tokenizer)],
         )
-        if self._preemption is not None:
-            self._preemption.priorities.by_uid[uid] = row.job.priority
-            self._preemption.salts[uid] = row.job.salt
-            self._preemption.sessions[uid] = row.job.session
-            self._preemption.since[uid] = row.job.since
+        job = row.job
+        begun = partial(self._record_begun, uid)
+        request = Request(job.priority, first, job.salt, job.session, job.since, begun)
+        self._preemption.requests[uid] = request
         self._rows[uid] = row
         self._reading.add(uid)
-        self._left[uid] = sum(map(len, segments))
         return int(uid)
 
     def _fork(self, uid: int) -> None:
@@ -210,7 +184,7 @@ class BatchedRows:
         for number, sampling in enumerate(row.followers, row.number + 1):
             other = _Row(row.job, row.prompt, number, [])
             last = [row.prompt.tokens[-1:]]
-            self._insert(other, copy.deepcopy(cache), list(known), last, sampling)
+            self._insert(other, copy.deepcopy(cache), list(known), last, sampling, first=uid)
         row.followers.clear()
 
     def _note_read(self, response: Any) -> Happened:
@@ -218,9 +192,8 @@ class BatchedRows:
         if uid not in self._reading:
             return  # a preempted choice, whose tokens are computed again
         done, total = response.progress
-        self._left[uid] = total - done
         if response.end_of_prompt:
-            self._note_computed(uid)
+            self._reading.discard(uid)
         elif response.end_of_segment:
             cache, tokens = self._generator.extract_cache([uid])[uid]
             self._keep(row, tokens[:], cache)
@@ -228,11 +201,6 @@ class BatchedRows:
             self._fork(uid)
         if row.number == row.job.first_choice:
             yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
-
-    def _note_computed(self, uid: int) -> None:
-        """Note that no more of a choice's prompt is computed."""
-        self._reading.discard(uid)
-        self._left.pop(uid, None)
 
     def _drafting(self, uid: int) -> RowOptions:
         job = self._rows[uid].job
@@ -253,7 +221,7 @@ class BatchedRows:
         unless it was dropped since."""
         row = self._rows.pop(uid, None)
         if row is not None:
-            self._note_computed(uid)
+            self._reading.discard(uid)
             self.drop(row.job)
             yield row.job, Failed(no_memory())
 

@@ -1,8 +1,10 @@
 """Runs the generation thread: only it touches models, caches and arrays.
 
 Between two steps the thread takes commands from other threads, drops jobs of disconnected clients,
-begins the jobs that admission lets begin, and refuses jobs that waited too long. An error in one
-job ends that job; an error in a step ends the jobs of that step. If the thread dies, `ended` tells.
+gives new jobs to the batch of their model, and refuses jobs that waited too long. The batch's
+scheduler says which jobs begin. Only a job that cannot join the batch, and what comes behind it,
+waits here until the batch is empty. An error in one job ends that job; an error in a step ends the
+jobs of that step. If the thread dies, `ended` tells.
 
 Where several ranks share the model, each runs this thread on the same commands and the same clock,
 rank 0's. So all of them begin, preempt and drop the same jobs, and compute the same steps.
@@ -14,6 +16,7 @@ import gc
 import logging
 import threading
 import traceback
+from bisect import insort
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -21,16 +24,13 @@ from time import monotonic
 
 import mlx.core as mx
 
-from paged_kv.admission.admission import Admission, RequestImpossible
-from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
+from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
 from paged_kv.server.engine.jobs import (
     Begun,
-    Empty,
     Failed,
     Job,
     Mailbox,
@@ -42,7 +42,7 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened, wrong_value
+from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ IDLE_S = 5.0
 COMPARED_STEPS = 64
 
 # What makes these is the same on all ranks: the request, or that a rank's pool is full.
-COMMON_ERRORS = (APIError, RequestImpossible, PoolExhausted)
+COMMON_ERRORS = (APIError, PoolExhausted)
 
 Command = Callable[["GenerationThread"], None]
 
@@ -83,14 +83,7 @@ class GenerationThread:
         self.jobs: dict[int, Job] = {}
         self._options = provider.options
         self._ranks = provider.ranks
-        is_optimistic = self._options.admission == "optimistic"
-        self._admission: Admission[Job] = Admission(
-            self._demand,
-            self._options.admission_timeout,
-            self._options.decode_concurrency,
-            clock=lambda: self._now,
-            policy=Unanimous(Optimistic(self._fits) if is_optimistic else Reserve(), self._ranks),
-        )
+        self._line: list[Job] = []  # that cannot join the batch yet, in their order
         self._rows: Rows | None = None
         self._mailbox: Mailbox[Command] = Mailbox()
         self._now = monotonic()
@@ -181,6 +174,7 @@ class GenerationThread:
             self._obey(self._next_commands())
             self._begin()
             self._step()
+            self._refuse_late()
             if self._has_left:
                 self.provider.release_unused(is_idle=not self.jobs)
                 self._has_left = False
@@ -196,7 +190,8 @@ class GenerationThread:
             if self._rows is not None and self._options.model_ttl is not None:
                 most.append(self._used + self._options.model_ttl - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
-            commands = self._mailbox.take(wait=self._admission.is_idle, seconds=max(0.0, min(most)))
+            is_idle = not self._line and (self._rows is None or not len(self._rows))
+            commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
         self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
         return commands
@@ -300,66 +295,92 @@ class GenerationThread:
         return own.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
 
     def _admit(self, job: Job) -> None:
-        """Let a job wait for its turn, unless its client has left meanwhile."""
+        """Queue a job, unless its client has left meanwhile."""
         if job.number not in self.jobs:
             return
         try:
-            self._fit(job)
-            self._admission.arrive(job, job.priority)
+            if self._rows is not None and self._rows.loaded.key == job.model:
+                self._fit(job)
+            insort(self._line, job, key=_order)
         except Exception as error:
             self._require_common(error)
             self._fail(job, _as_api_error(error))
 
     def _fit(self, job: Job) -> None:
-        """Lower a job's `max_tokens` to what the memory holds. Where not even one token fits, it
-        stays, and is refused."""
-        self._admission.pools = self.provider.pool_sizes()
-        if most := self._admission.fitting_tokens(job):
-            job.arguments.max_tokens = most
+        """Lower a job's `max_tokens` to what memory holds of one choice while nothing else runs.
 
-    def _demand(self, job: Job) -> Demand:
-        if job.prompt is None or self._rows is None or self._rows.loaded.key != job.model:
-            # Loading its model and reading its prompt happen while no other job runs.
-            return Demand(0, 0, is_alone=True)
-        return self._rows.demand(job, job.prompt)
-
-    def _fits(self, demand: Demand) -> bool:
-        return self._rows is None or self._rows.fits(demand)
+        Raises:
+            APIError: 400, it does not hold the prompt and a token.
+        """
+        if job.prompt is None or job.computes_nothing:
+            return
+        size = pool_size(self.provider.factories[0].pool)
+        longest = min(self._ranks.gather("longest", size.longest))
+        tokens, most = len(job.prompt.tokens), job.arguments.max_tokens
+        if tokens + min(1, most) > longest:
+            # As for a prompt beyond the model's context: clients compact a conversation by these
+            # words.
+            raise APIError(
+                400,
+                f"prompt is too long: {tokens} tokens > {max(0, longest - 1)} maximum, as memory "
+                f"holds {longest} with the answer: shorten the prompt, or start the server with a "
+                "larger --max-kv-bytes",
+                code="context_length_exceeded",
+            )
+        job.arguments.max_tokens = int(min(most, longest - tokens))
 
     def _begin(self) -> None:
-        if not len(self._admission):
-            return
-        self._admission.pools = self.provider.pool_sizes()
-        while (job := self._admission.next()) is not None:
+        """Give jobs to the batch of their model, in their order, as far as they can join it."""
+        while self._line and self._can_join(self._line[0]):
+            job = self._line.pop(0)
             try:
-                self._begin_job(job)
+                self._give(job)
             except Exception as error:
                 self._require_common(error)
-                if self._rows is not None and self._rows.holds(job):
-                    self._rows.drop(job)
                 self._fail(job, _as_api_error(error))
-        for job in self._admission.late():
-            retry_after_s = max(1, round(self._options.admission_timeout))
-            self._fail(job, busy(self._admission.why_late(), retry_after_s))
 
-    def _begin_job(self, job: Job) -> None:
+    def _can_join(self, job: Job) -> bool:
+        rows = self._rows
+        if rows is None or not len(rows):
+            return True
+        if job.prompt is None or rows.loaded.key != job.model:
+            # Its model is loaded and its prompt is read while no other job runs.
+            return False
+        return rows.can_join(job, job.prompt)
+
+    def _give(self, job: Job) -> None:
         rows = self._rows_for(job)
         if job.prompt is None:
             job.prompt = job.read(rows.loaded)
         self._fit(job)
-        self._admission.renew(job)
         rows.begin(job, job.prompt)
+
+    def _record_begun(self, job: Job) -> None:
         for fetcher in self.provider.fetchers[:1]:
             fetcher.end(job.number)
         job.stage = Stage.RUNNING
-        tokens, cached = len(job.prompt.tokens), job.cached_tokens
-        self.metrics.note_prompt(tokens, cached)
-        log.info("%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, cached)
-        self._outbox.put(job, Begun(job, rows.loaded))
-        if not rows.holds(job):
-            for choice in job.numbers:
-                self._outbox.put(job, Empty(choice))
-            self._leave(job)
+        tokens = 0 if job.prompt is None else len(job.prompt.tokens)
+        self.metrics.note_prompt(tokens, job.cached_tokens)
+        log.info(
+            "%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, job.cached_tokens
+        )
+
+    def _refuse_late(self) -> None:
+        """Refuse the jobs that have waited too long."""
+        patience_s = self._options.admission_timeout
+        waiting = [*self._line]
+        if self._rows is not None:
+            waiting += filter(self._rows.holds, self.jobs.values())
+        for job in waiting:
+            if job.stage is Stage.WAITING and job.since + patience_s <= self._now:
+                self._fail(job, busy(self._why_late(), max(1, round(patience_s))))
+
+    def _why_late(self) -> str:
+        return (
+            f"the request could not begin in {self._options.admission_timeout:g} s, as "
+            f"{len(self._running())} others run. Ask again later, or start the server with a "
+            "larger --max-kv-bytes, --decode-concurrency or --admission-timeout"
+        )
 
     def _rows_for(self, job: Job) -> Rows:
         """The rows of a job's model, which replaces the loaded one if that is another."""
@@ -382,6 +403,8 @@ class GenerationThread:
         try:
             with self._ranks.computing():
                 for job, event in self._rows.step():
+                    if isinstance(event, Begun):
+                        self._record_begun(job)
                     self.metrics.generation_tokens += isinstance(event, Token)
                     self._outbox.put(job, event)
             for job in [job for job in self._running() if not self._rows.holds(job)]:
@@ -395,7 +418,8 @@ class GenerationThread:
             self.provider.require_same_caches()
 
     def _note_failed_step(self, error: Exception) -> None:
-        """Fail the running jobs and start an empty batch: the old one's state is unknown."""
+        """Fail the running jobs, or the one that could not begin while none ran, and start an empty
+        batch: the old one's state is unknown."""
         self._require_common(error)
         if is_shortage(error):  # what is in use is freed now
             failure = no_memory()
@@ -409,12 +433,16 @@ class GenerationThread:
         log.error("a step failed, and its requests with it", exc_info=error)
         # A kept log record would keep the caches that the traceback's frames refer to.
         traceback.clear_frames(error.__traceback__)
-        for job in self._running():
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return
+        there = sorted(filter(rows.holds, self.jobs.values()), key=_order)
+        failed = self._running() or there[:1]  # the first one could not begin
+        rows.close()
+        for job in failed:
             self._fail(job, failure)
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
-            self._use_loaded()
+        self._line = sorted({*there, *self._line}.difference(failed), key=_order)
+        self._use_loaded()
 
     def _require_common(self, error: Exception) -> None:
         """Raise an error that other ranks may not have: without this one they cannot go on."""
@@ -423,7 +451,7 @@ class GenerationThread:
 
     def _drop_choice(self, number: int, choice: int) -> None:
         job = self.jobs.get(number)
-        if self._rows is not None and job is not None and job.stage is Stage.RUNNING:
+        if self._rows is not None and job is not None and self._rows.holds(job):
             self._rows.drop(job, choice)
             self._has_left = True
             # Release its promise now: another job, maybe of the same request, may wait for it.
@@ -435,8 +463,6 @@ class GenerationThread:
         job = self.jobs.get(number)
         if job is None:
             return
-        if self._rows is not None and job.stage is Stage.RUNNING:
-            self._rows.drop(job)
         self._leave(job)
 
     def _fail(self, job: Job, error: APIError) -> None:
@@ -449,13 +475,20 @@ class GenerationThread:
         self.jobs.pop(job.number, None)
         for fetcher in self.provider.fetchers:
             fetcher.end(job.number)
-        self._admission.leave(job)
+        if job in self._line:
+            self._line.remove(job)
         if self._rows is not None:
+            self._rows.drop(job)
             self._rows.forget(job)
         self._has_left = True
 
     def _running(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
+
+
+def _order(job: Job) -> tuple[int, int]:
+    """What jobs are sorted by: their priority, and their arrival."""
+    return job.priority, job.number
 
 
 def _no_session(name: str) -> APIError:
@@ -472,10 +505,6 @@ def _as_api_error(error: Exception) -> APIError:
     match error:
         case APIError():
             return error
-        case RequestImpossible(is_long=True):
-            return APIError(400, str(error), code="context_length_exceeded")
-        case RequestImpossible():
-            return wrong_value(str(error), "max_tokens")
         case PoolExhausted():
             return busy(str(error))
     log.error("a request could not begin", exc_info=error)

@@ -17,8 +17,6 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load, load_config
 
-from paged_kv.admission.pool_size import PoolSize
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.mlx_lm_internals import downloaded
@@ -184,11 +182,6 @@ class PagedModelProvider(ModelProvider):
                 logging.warning("loading %s again", before.key[0])
                 self._load(*before.key)
             raise
-
-    def pool_sizes(self) -> list[PoolSize]:
-        """The memory that the loaded model's pool can promise. The draft model's promises nothing:
-        when it is full, nothing is drafted."""
-        return [pool_size(factory.pool) for factory in self.factories[:1]]
 
     def require_same_caches(self) -> None:
         """Raise RanksDiffer if the ranks' caches have come apart."""

@@ -228,11 +228,6 @@ class PromptReuse:
             return None, 0
         return self._factory.fetch_cache(tokens, salt=salt)
 
-    def peek(self, tokens: list[int], salt: Hashable) -> tuple[int, int]:
-        """The length of the prefix that `fetch` would find in memory now, and how many first tokens
-        are in full pages that sequences hold."""
-        return (0, 0) if self._factory is None else self._factory.peek(tokens, salt=salt)
-
     def parting(self, tokens: list[int], salt: Hashable) -> int:
         """After how many tokens a prompt is worth an `insert`, beside its end; 0 if nowhere."""
         return 0 if self._factory is None else self._factory.parting(tokens, salt=salt)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from paged_kv.admission.demand import Demand
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.server.engine.batched_rows import BatchedRows, Happened
 from paged_kv.server.engine.begun_grammars import begun_grammars, stopped_grammar
-from paged_kv.server.engine.jobs import Failed, Job, Prompt
+from paged_kv.server.engine.jobs import Begun, Empty, Failed, Job, Prompt
 from paged_kv.server.engine.paged_model_provider import (
     LoadedModel,
     PagedModelProvider,
@@ -32,42 +31,33 @@ class Rows:
         self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
         self.loaded = loaded
-        self._batch = BatchedRows(provider, stream)
+        self._batch = BatchedRows(provider, loaded, stream)
         self._single = SingleRow(provider, loaded, stream)
         self._samplers = Samplers(loaded)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
+        self._empty: list[Job] = []  # that are to generate nothing
 
     def __len__(self) -> int:
-        return len(self._batch) + len(self._single)
+        return len(self._batch) + len(self._single) + len(self._empty)
 
-    def demand(self, job: Job, prompt: Prompt) -> Demand:
-        """The most that a job may need."""
-        if job.computes_nothing:
-            return Demand(0, 0)
-        most = job.arguments.max_tokens
-        demand = Demand(len(prompt.tokens), most, priority=job.priority)
-        if self._is_alone(job, prompt):
-            # It computes its choices one after the other.
-            return replace(demand, is_alone=True)
-        shared, awaits = self._batch.sharing(prompt, job.salt)
-        return replace(demand, choices=job.choices, shared_tokens=shared, awaits_prefix=awaits)
-
-    def fits(self, demand: Demand) -> bool:
-        """Whether a job could begin at once, beside what is in use now."""
-        return self._batch.fits(demand)
+    def can_join(self, job: Job, prompt: Prompt) -> bool:
+        """Whether a job may begin or wait beside those that are there: not if it or one of them
+        runs alone."""
+        return not len(self) or not (len(self._single) or self._is_alone(job, prompt))
 
     def forget(self, job: Job) -> None:
         """Note that a job has ended."""
         self._grammars.pop(job, None)
 
     def begin(self, job: Job, prompt: Prompt) -> None:
-        """Add a job; the next steps compute it, unless it is to generate nothing.
+        """Add a job; it begins in the next step that has room for it.
 
         Raises:
             APIError: 400, its sampling options or its grammar do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
         if job.computes_nothing:
+            self._empty.append(job)
             return
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
@@ -81,6 +71,10 @@ class Rows:
 
     def step(self) -> Happened:
         """Compute a token of every choice, and a part of the unfinished prompts."""
+        while self._empty:
+            job = self._empty.pop()
+            yield job, Begun(job, self.loaded)
+            yield from ((job, Empty(number)) for number in job.numbers)
         for rows in (self._batch, self._single):
             if len(rows):
                 yield from rows.step()
@@ -93,10 +87,12 @@ class Rows:
         """Stop a job, or one of its choices."""
         self._batch.drop(job, number)
         self._single.drop(job, number)
+        if number is None and job in self._empty:
+            self._empty.remove(job)
 
     def holds(self, job: Job) -> bool:
         """Whether the job has an unfinished choice."""
-        return self._batch.holds(job) or self._single.holds(job)
+        return self._batch.holds(job) or self._single.holds(job) or job in self._empty
 
     def close(self) -> None:
         """Drop all jobs."""

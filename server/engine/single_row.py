@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,7 +17,9 @@ from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.server.engine.batched_rows import Happened, as_token, hold
 from paged_kv.server.engine.jobs import (
+    Begun,
     Empty,
+    Event,
     Job,
     Progress,
     Prompt,
@@ -115,7 +117,7 @@ class SingleRow:
     def __init__(
         self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
-        self._vocab_size = loaded.vocab_size
+        self._loaded = loaded
         self._provider = provider
         self._options = provider.options
         self._stream = stream
@@ -135,7 +137,8 @@ class SingleRow:
         start = self._start(job, prompt)
         job.cached_tokens = start.cached
         self._job, self._dropped = job, set()
-        self._events = self._choices(job, prompt, samplings, [start])
+        begun: list[tuple[Job, Event]] = [(job, Begun(job, self._loaded))]
+        self._events = chain(begun, self._choices(job, prompt, samplings, [start]))
 
     def step(self) -> Happened:
         """Compute the next part of the prompt, or the next token."""
@@ -205,7 +208,7 @@ class SingleRow:
         computed, cache = list(prompt.cache_key), start.cache
         scores = None
         if job.prompt_logprobs is not None and not job.scored:
-            scores = PromptScores(job, prompt.tokens, self._vocab_size)
+            scores = PromptScores(job, prompt.tokens, self._loaded.vocab_size)
         for done in self._read(start, prompt.tokens, scores):
             if done in start.ends:
                 # Of a copy of the list, which is emptied.

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
+from paged_kv.server.engine.jobs import Stage
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
@@ -124,7 +125,7 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         with pytest.raises(APIStatusError) as refused:
             client.completions.create(model="default_model", prompt=system * 3, max_tokens=5)
         assert refused.value.status_code == 400
-        for part in ("tokens were asked", "max_tokens=5", "at most 512 fit", "--max-kv-bytes"):
+        for part in ("tokens > 511 maximum", "holds 512", "--max-kv-bytes"):
             assert part in str(refused.value)
         answer = client.completions.create(
             model="default_model", prompt="import", max_tokens=512, logit_bias=GO_ON
@@ -161,6 +162,7 @@ def test_requests_wait_for_memory_and_all_are_served(
     with paged_server(*options(model, *memory, "--admission", "reserve")) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
         running.hold_until_submitted(len(questions))
+        jobs = running.service.thread.jobs
         with ThreadPoolExecutor(len(questions)) as clients:
             answers = [
                 clients.submit(
@@ -168,7 +170,7 @@ def test_requests_wait_for_memory_and_all_are_served(
                 )
                 for text in questions
             ]
-            wait_until(lambda: len(running.service.thread._admission) >= 3)
+            wait_until(lambda: sum(job.stage is Stage.WAITING for job in [*jobs.values()]) >= 3)
             assert all(answer.result()[0] for answer in answers)
         assert_idle_pools_hold_nothing(running)
 

@@ -146,12 +146,12 @@ def test_a_held_prompt_outlives_the_prompts_of_others_with_windows_and_states_to
     assert factory.stats().pages_pinned == 3
     factory.clear()
     reuse.advance(100.0 + HOUR_S - 1)
-    found = {salt: reuse.peek([*TEXT[:600], 1], salt)[0] for salt in ("alice", "bob")}
+    found = {salt: factory.peek([*TEXT[:600], 1], salt=salt)[0] for salt in ("alice", "bob")}
     assert found == {"alice": 600, "bob": 0}
     reuse.advance(100.0 + HOUR_S)
     assert factory.stats().pages_pinned == 0
     factory.clear()
-    assert reuse.peek([*TEXT[:600], 1], "alice")[0] == 0
+    assert factory.peek([*TEXT[:600], 1], salt="alice")[0] == 0
     factory.pool.check()
 
 
@@ -167,7 +167,7 @@ def test_what_is_held_gives_way_to_steps_and_to_snapshots() -> None:
     room = factory.prefixes.snapshots.max_bytes
     factory.prefixes.snapshots.max_bytes = factory.prefixes.snapshots.nbytes
     computed(model, reuse, TEXT[:900], "new")
-    assert reuse.peek([*TEXT[:900], 1], "new")[0] == 900
+    assert factory.peek([*TEXT[:900], 1], salt="new")[0] == 900
     factory.prefixes.snapshots.max_bytes = room
     # A sequence that needs all of the memory gets it.
     cache = factory.make_cache()

@@ -12,8 +12,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, StopSequences
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import Preemption
+from paged_kv.integrations.batching.preemption import Preemption, Request
 from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.keeping import inner_salt
@@ -216,8 +215,9 @@ def test_a_preempted_sequences_pages_are_its_sessions_and_keep_its_salt(
         generator: Any = generator_of(model)
         uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
         preemption = generator.paged_kv_preemption
-        preemption.sessions.update({uid: f"chat {uid}" for uid in uids})
-        preemption.salts.update(dict.fromkeys(uids, "a user's"))
+        preemption.requests.update(
+            {uid: Request(salt="a user's", session=f"chat {uid}") for uid in uids}
+        )
         until_preempted(generator, factory)
         returning = list(_preempted(generator))
         prompt = PROMPTS[uids.index(returning[0])]
@@ -236,11 +236,11 @@ def test_a_preempted_sequences_pages_are_its_sessions_and_keep_its_salt(
         generator.next()
         assert set(salts) == {"a user's"}
         # Those of the others have ended with them.
-        assert preemption.salts == dict.fromkeys(returning, "a user's")
+        assert list(preemption.requests) == returning
         generator.remove(returning)
         generator.insert(PROMPTS[:1], max_tokens=[1])
         generator.next()
-        assert not preemption.sessions
+        assert not preemption.requests
 
 
 def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
@@ -255,7 +255,7 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
         generator = generator_of(model)
         uids = generator.insert([[1], [2], [3]], max_tokens=[40] * 3, caches=caches)
         caches.clear()
-        assert not any(each.growth.owns_last_page for each in Line(generator))
+        assert not any(each.growth.owns_last_page for each in Line(generator, int))
         generator.next()
         assert running_uids(generator) == uids
         assert factory.stats().blocks_used == 3
@@ -263,7 +263,7 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
     assert factory.stats().preemptions == 0
 
 
-def test_sequences_make_way_for_one_of_a_better_priority_if_that_is_enough() -> None:
+def test_sequences_make_way_for_one_of_a_better_priority() -> None:
     model = small_model("qwen3")
     factory = factory_of_blocks(model, 6)
     with factory:
@@ -273,21 +273,23 @@ def test_sequences_make_way_for_one_of_a_better_priority_if_that_is_enough() -> 
         while min(map(len, noted.given.values())) < 42:
             noted.step()
         preemption = generator.paged_kv_preemption
-        preemption.priorities.by_uid.update(dict.fromkeys(uids, 5))
-        block = pool_size(factory.pool).bytes_for(1)
+        preemption.requests.update(dict.fromkeys(uids, Request(priority=5)))
         assert factory.stats().blocks_used == 6
-        # Not for one that is no better, nor for one that would not fit all the same.
-        assert not preemption.can_begin(2 * block, 5)
-        assert not preemption.can_begin(7 * block, 0)
-        assert factory.stats().preemptions == 0
-        # Nor before they have generated.
-        preemption._scheduler._returned = set(uids)
-        assert not preemption.can_begin(2 * block, 0)
-        preemption._scheduler._returned = set()
-        assert preemption.can_begin(2 * block, 0)
-        assert set(_preempted(generator)) == {uids[1]}
-        # Nobody passes one that waits and is as good.
-        assert not preemption.can_begin(0, 5)
+
+        def preempted_for(priority: int) -> set[int]:
+            """The sequences that make way for one that takes two blocks."""
+            new = [list(range(1, 400))]
+            (uid,) = generator.insert_segments([new], [1], caches=[factory.make_cache()])
+            preemption.requests[uid] = Request(priority)
+            preemption.begin_later(uid)
+            noted.given[uid] = []
+            noted.step()
+            generator.remove([uid])
+            del noted.given[uid]
+            return set(_preempted(generator))
+
+        assert not preempted_for(5)
+        assert preempted_for(0) == {uids[1]}
         while len(noted.ended) < 2:
             noted.step()
     assert_same_runs(noted.runs(), undisturbed()[:2], TOLERANCE)

@@ -16,9 +16,6 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Reserve, Unanimous
-from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.distributed import connections
 from paged_kv.integrations.distributed import watch as watch_module
@@ -293,16 +290,6 @@ class OtherStores(Ranks):
         if question == "stored prefix" and self._offers:
             return [answer, self._offers.pop()]
         return [answer, answer]
-
-
-def test_a_policy_needs_every_rank() -> None:
-    demand, pool = Demand(1, 1), PoolSize(100, 0, (GroupSize(10, lambda _: 1),))
-    for policy, is_yes in (
-        (Unanimous(Reserve(), ALONE), True),
-        (Unanimous(Reserve(), LesserRanks(room=False, possible=False)), False),
-    ):
-        assert policy.is_possible(demand, pool) is is_yes
-        assert policy.has_room(demand, [], [pool]) is is_yes
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -1,4 +1,4 @@
-"""The memory that an `Admission` promises is available, whatever is cached, forked or mapped."""
+"""The memory that is promised to sequences is available, whatever is cached, forked or mapped."""
 
 import random
 from collections import Counter
@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.admission.admission import Admission
-from paged_kv.admission.demand import Demand
+from paged_kv.admission.growth import Growth, has_room
 from paged_kv.cache.saved_state import page_views
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
@@ -35,6 +34,12 @@ class Row:
     @property
     def is_done(self) -> bool:
         return self.sequence.length >= len(self.tokens)
+
+    @property
+    def growth(self) -> Growth:
+        tables = self.sequence.tables.values()
+        held = max([self.sequence.length, *[table.tokens for table in tables]])
+        return Growth(held, self.sequence.length, len(self.tokens)).with_reserve(1)
 
 
 def write(pool: PagePool, sequence: Sequence, count: int) -> None:
@@ -98,29 +103,29 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
     pool = opened(windows, budget_blocks, page_format)
     size = pool_size(pool)
     prefixes = PrefixCache(pool, has_states=False)
-    admission: Admission[tuple[int, ...]] = Admission(
-        lambda tokens: Demand(len(tokens), 0), 1.0, pools=[size]
-    )
     rows: list[Row] = []
+    tokens: list[int] = []
     served = serial = 0
     for _ in range(150 if page_format == "fp16" else 250):
-        if not len(admission):
-            length = rng.randrange(1, int(size.tokens_in(size.promisable)))
+        if not tokens:
+            length = rng.randrange(1, int(size.longest))
             # Prompts that share a prefix and part in the middle of a page.
             serial += 1
             half = length // 2
-            admission.arrive((*[rng.randrange(3)] * half, *range(length - half - 1), -serial))
-        tokens = admission.next()
-        if tokens is not None:
-            rows.append(begun(prefixes, list(tokens)))
-            served += 1
+            tokens = [*[rng.randrange(3)] * half, *range(length - half - 1), -serial]
+        growths, needed = [row.growth for row in rows], size.bytes_for(len(tokens))
+        if not rows or has_room(needed, growths, size, pool.bytes_active):
+            rows.append(begun(prefixes, tokens))
+            # It copies the last page that it has found, if that is not full.
+            write(pool, rows[-1].sequence, 1)
+            served, tokens = served + 1, []
         for row in rng.sample(rows, len(rows) // 2 + len(rows) % 2):
             left = len(row.tokens) - row.sequence.length
-            write(pool, row.sequence, min(left, rng.randrange(1, 400)))
+            if left:
+                write(pool, row.sequence, min(left, rng.randrange(1, 400)))
             if rng.random() < 0.3 or row.is_done:
                 prefixes.insert("", row.tokens[: row.sequence.length], row.sequence, None)
             if row.is_done or rng.random() < 0.05:
-                admission.leave(tuple(row.tokens))
                 rows.remove(row)
         del row
         pool.check()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +59,8 @@ class Row:
 
 class Machine:
     """Runs sequences without a model, and checks each decision of the scheduler. The first sequence
-    in order, which is that of priorities and of arrivals, is never preempted."""
+    in order, which is that of priorities and of arrivals, is never preempted, but for one of a
+    better priority."""
 
     def __init__(self, pool: PoolSize, places: int, priorities: list[int] | None = None) -> None:
         self.pool, self.places, self.priorities = pool, places, priorities
@@ -90,6 +92,10 @@ class Machine:
         new_bytes = self.sequences[number].growth.bytes_to_begin(self.pool)
         return has_room(new_bytes, [each.growth for each in sequences], self.pool, in_use)
 
+    def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
+        assert not self.has_room(number, running)
+        return self.has_room(number, [each for each in running if each not in victims])
+
     def begin(self, number: int) -> bool:
         sequence = self.sequences[number]
         sequence.held = sequence.cached
@@ -103,7 +109,8 @@ class Machine:
         return True
 
     def preempt(self, number: int) -> None:
-        assert number != min(self.running, key=self.order), "the first sequence was preempted"
+        first = min(self.running + self.waiting[:1], key=self.order)
+        assert number != first, "the first sequence was preempted"
         spared = [each for each in self.running if self.since_return.get(each, 1) == 0]
         behind = [each for each in self.running if self.order(each) > self.order(number)]
         assert {*behind} <= {*spared}, "one that comes later was not preempted"
@@ -220,6 +227,7 @@ class Limited:
     """Runs as many sequences as there is room for."""
 
     room = 2
+    can_make_room = True
 
     def reserve(self, running: list[int]) -> bool:
         return len(running) <= self.room
@@ -230,13 +238,16 @@ class Limited:
     def has_room(self, number: int, running: list[int]) -> bool:
         return len(running) < self.room
 
+    def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
+        return self.can_make_room
+
     def begin(self, number: int) -> bool:
         return True
 
 
 def test_who_has_returned_is_spared_until_it_has_generated() -> None:
     runner, running, waiting = Limited(), [0, 1, 2], list[int]()
-    scheduler = Scheduler(runner)
+    scheduler = Scheduler(runner, lambda number: (0, number))
 
     def schedule(room: int) -> list[int]:
         runner.room = room
@@ -251,6 +262,25 @@ def test_who_has_returned_is_spared_until_it_has_generated() -> None:
     assert schedule(2) == [0, 1]
 
 
+def test_one_of_a_better_priority_takes_the_place_of_as_few_as_it_needs() -> None:
+    for can_make_room, fixed, left in (
+        (True, set[int](), [0, 1, 5]),
+        (True, {2}, [0, 2, 5]),
+        (False, set[int](), [0, 1, 2]),
+    ):
+        runner, running, waiting = Limited(), [0, 1, 2], [5, 4]
+        runner.room, runner.can_make_room = 3, can_make_room
+        scheduler = Scheduler(runner, lambda number: (-(number == 5), number))
+        assert scheduler.schedule(running, waiting, 3, fixed)
+        assert sorted(running) == left
+    # Of equal ones, and of one that has just returned, it takes none.
+    runner, running, waiting = Limited(), [0, 1], [5]
+    scheduler = Scheduler(runner, lambda number: (-(number == 5), number))
+    scheduler._returned = {0, 1}
+    assert scheduler.schedule(running, waiting, 3)
+    assert running == [0, 1]
+
+
 def test_growth_counts_the_rest_of_a_prompt_and_one_more_block() -> None:
     for growth, to_come, to_begin in (
         (Growth(0, 4, 100), 2, 2),
@@ -263,5 +293,16 @@ def test_growth_counts_the_rest_of_a_prompt_and_one_more_block() -> None:
     ):
         assert growth.bytes_to_come(pool_of(10)) == to_come
         assert growth.bytes_to_begin(pool_of(10)) == to_begin
+    # So much of an answer as is reserved must fit besides.
+    assert Growth(4, 4, 24).with_reserve(0.5).bytes_to_come(pool_of(10)) == 4
+    assert Growth(4, 4, 24).with_reserve(1).bytes_to_come(pool_of(10)) == 5
     # A complete ring needs no more.
     assert Growth(8, 8, 100).bytes_to_come(pool_of(10, ring=2)) == 1
+
+
+def test_the_longest_sequence_is_one_that_fits_alone() -> None:
+    assert pool_of(10).longest == 40
+    assert replace(pool_of(10), slack=3).longest == 28
+    assert replace(pool_of(10), slack=11).longest == 0
+    ring = GroupSize(1, lambda tokens: min(tokens, 2), is_ring=True)
+    assert PoolSize(2, 0, (ring,)).longest == inf

@@ -42,7 +42,7 @@ def test_the_budget_is_used_to_its_last_token(
             for tokens in (TOKENS, TOKENS + 1):
                 status, error = tried(tight, tokens, 1)
                 assert status == 400
-                assert f"at most {TOKENS} fit" in error["message"]
+                assert f"> {TOKENS - 1} maximum" in error["message"]
             # Without tokens to generate nothing is computed.
             assert tried(tight, TOKENS + 1, 0)[0] == 200
         assert_idle_pools_hold_nothing(tight)

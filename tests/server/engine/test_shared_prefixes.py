@@ -51,9 +51,9 @@ def test_users_of_other_salts_do_not_wait_for_each_other(
         begun.append(steps[0])
         original_begin(rows, *job)
 
-    original_step, original_begin = BatchedRows.step, BatchedRows.begin
+    original_step, original_begin = BatchedRows.step, BatchedRows._record_begun
     monkeypatch.setattr(BatchedRows, "step", step)
-    monkeypatch.setattr(BatchedRows, "begin", begin)
+    monkeypatch.setattr(BatchedRows, "_record_begun", begin)
     running.hold_until_submitted(2)
     with ThreadPoolExecutor(2) as clients:
         bodies = [{"cache_salt": salt} for salt in salts]

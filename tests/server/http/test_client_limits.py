@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from openai import BadRequestError, RateLimitError
 
-from paged_kv.admission.admission import Admission
-from paged_kv.admission.demand import Demand
 from paged_kv.server.http.access import ClientLimits, Limits, name_of_key
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.http.priorities import PriorityRange
@@ -36,24 +34,6 @@ def test_requests_are_counted_by_key() -> None:
     for client, priority in ((a, 1), (a, -1), (b, 101)):
         with pytest.raises(APIError, match="you may ask"):
             limits.require_priority(client, priority)
-
-
-def test_lower_priorities_begin_first_and_equal_ones_in_their_order() -> None:
-    now = 0.0
-    requests: Admission[str] = Admission(lambda _: Demand(1, 1), 10, places=1, clock=lambda: now)
-    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -1)):
-        requests.arrive(name, priority)
-        now += 1
-    order = []
-    while (begun := requests.next()) is not None:
-        order.append(begun)
-        requests.leave(begun)
-    assert "".join(order) == "ceadb"
-    for name, priority in (("late", 5), ("soon", 0)):
-        requests.arrive(name, priority)
-        now += 6
-    assert requests.late() == ["late"]
-    assert requests.next() == "soon"
 
 
 @pytest.mark.slow
