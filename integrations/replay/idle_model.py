@@ -66,7 +66,7 @@ class IdleBackend(PlainBackend):
     def copy(self, *_: Any) -> None:
         """Does nothing."""
 
-    def attend(self, pages: LayerMemory, queries: mx.array, *_: Any) -> mx.array:
+    def attend(self, pages: LayerMemory, queries: mx.array, *_: Any, **__: Any) -> mx.array:
         return _zeros((*queries.shape[:3], pages.geometry.v_dim), queries.dtype)
 
 

@@ -107,7 +107,6 @@ void clear_padding(const Attention& a) {
         if (step >= own.begin && step < own.end) continue;
         size_t place = (static_cast<size_t>(row) * heads + head) * a.steps + step;
         memset(data_of(*a.outputs) + place * bytes, 0, bytes);
-        if (a.log_sum_exp) a.log_sum_exp[place] = -INFINITY;
       }
   }
 }
@@ -208,14 +207,8 @@ KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int en
 using namespace paged_kv;
 
 int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
-                    const PagedKvTensor* queries, const PagedKvTensor* outputs,
-                    const PagedKvOptions* options) {
-  return paged_kv_attend_latent(pages, metadata, queries, nullptr, outputs, options);
-}
-
-int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* metadata,
-                           const PagedKvTensor* queries, const PagedKvTensor* position_queries,
-                           const PagedKvTensor* outputs, const PagedKvOptions* options) {
+                    const PagedKvTensor* queries, const PagedKvTensor* position_queries,
+                    const PagedKvTensor* outputs, const PagedKvOptions* options) {
   return guarded([&] {
     Strided q(*queries), position_q(position_queries), out(*outputs);
     Strided new_k(options->new_k), new_v(options->new_v);
@@ -239,7 +232,6 @@ int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* met
     a.causal = options->causal;
     a.window = options->window;
     a.softcap = options->softcap * LOG2_E;
-    a.log_sum_exp = options->log_sum_exp;
     if (options->new_k) {
       a.new_k = &new_k.tensor;
       a.new_v = &new_v.tensor;

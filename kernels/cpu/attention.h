@@ -70,7 +70,6 @@ struct Attention {
   const int32_t* runs;
   int run_count;
   const float* sinks;  // [q_heads] base-2 logits, or null
-  float* log_sum_exp;
 };
 
 // The attention of consecutive queries of one row by the query heads of one KV head. Query row r of

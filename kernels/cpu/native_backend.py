@@ -165,52 +165,14 @@ class NativeBackend:
         attention: Attention,
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
-    ) -> mx.array:
-        return self._attend(pages, queries, metadata, attention, unwritten, None, position_queries)
-
-    def write_and_attend(
-        self,
-        pages: LayerMemory,
-        step: Unwritten,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array:
-        return self._attend(pages, queries, metadata, attention, None, step)
-
-    def attend_with_log_sum_exp(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None = None,
-    ) -> tuple[mx.array, mx.array]:
-        """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
-
-        The log-sum-exp counts the sinks; it is -inf where a query is padding.
-        """
-        log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
-        address = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, metadata, attention, unwritten, log_sum_exp=address)
-        return output, mx.array(log_sum_exp)
-
-    def _attend(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-        unwritten: Unwritten | None,
+        *,
         step: Unwritten | None = None,
-        position_queries: mx.array | None = None,
-        log_sum_exp: int | None = None,
     ) -> mx.array:
-        """Write a step, if given, then attend to pages and new tokens. Waits for MLX once.
-        `log_sum_exp` is the address of another output."""
+        """See `Backend.attend`. Waits for MLX once, with a step too."""
         waited_for, dim = [queries, *(step or ())], pages.geometry.v_dim
         if position_queries is not None:
-            waited_for, dim = [queries, position_queries], queries.shape[3]
+            waited_for.append(position_queries)
+            dim = queries.shape[3]
         others: list[mx.array] = []
         if unwritten is not None:
             others = [mx.contiguous(unwritten[0]), mx.contiguous(unwritten[1])]
@@ -235,7 +197,6 @@ class NativeBackend:
             window=attention.window or 0,
             softcap=attention.softcap or 0,
             read_tokens=attention.read_tokens or 0,
-            log_sum_exp=log_sum_exp,
         )
         # The struct holds addresses only: the tensors must live until the call is over.
         tensors = [Tensor(each) for each in others] if others else []

@@ -139,7 +139,6 @@ class OptionsStruct(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("new_k", ctypes.c_void_p),
         ("new_v", ctypes.c_void_p),
-        ("log_sum_exp", ctypes.c_void_p),
     )
 
 
@@ -173,9 +172,7 @@ class NativeLibrary:
         pages, metadata = ctypes.POINTER(PagesStruct), ctypes.POINTER(MetadataStruct)
         tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
         self._write = self._function("write", pages, metadata, tensor, tensor)
-        self._attend = self._function(
-            "attend_latent", pages, metadata, tensor, tensor, tensor, options
-        )
+        self._attend = self._function("attend", pages, metadata, tensor, tensor, tensor, options)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
         self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages

@@ -77,7 +77,6 @@ typedef struct {
   const PagedKvTensor* sinks;   // [q_heads] logits of a key without a value, or null
   const PagedKvTensor* new_k;   // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
   const PagedKvTensor* new_v;   // the context lengths count but that no page holds yet
-  float* log_sum_exp;           // [batch, q_heads, S] natural logarithms, or null
 } PagedKvOptions;
 
 // The instruction sets that this library has and this machine supports, separated by commas. The
@@ -99,18 +98,15 @@ PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvMetad
                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to
 // outputs [batch, q_heads, S, v_dim], contiguous and of the queries' dtype. Padding gets zeros.
+//
+// With position queries it is latent attention: keys are latents and values position keys, of the one
+// KV head that all query heads share. Scores are scale * queries [batch, q_heads, S, k_dim] @ latents +
+// position_queries [batch, q_heads, S, v_dim] @ position keys, in one dtype; outputs [batch, q_heads, S,
+// k_dim] are sums of latents. Else the position queries are null.
 PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
-                                    const PagedKvTensor* queries, const PagedKvTensor* outputs,
-                                    const PagedKvOptions* options);
-// Latent attention: keys are latents and values position keys, of the one KV head that all query heads
-// share. Scores are scale * queries [batch, q_heads, S, k_dim] @ latents + position_queries [batch,
-// q_heads, S, v_dim] @ position keys, in one dtype; outputs [batch, q_heads, S, k_dim] are sums of
-// latents. Otherwise like the above, which it is without position queries (null).
-PAGED_KV_EXPORT int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* metadata,
-                                           const PagedKvTensor* queries,
-                                           const PagedKvTensor* position_queries,
-                                           const PagedKvTensor* outputs,
-                                           const PagedKvOptions* options);
+                                    const PagedKvTensor* queries,
+                                    const PagedKvTensor* position_queries,
+                                    const PagedKvTensor* outputs, const PagedKvOptions* options);
 // The bytes of pages that attention has read so far, what rows read together counted once.
 PAGED_KV_EXPORT int64_t paged_kv_page_bytes_read(void);
 // Copies whole pages, also into pages of another layout: what both hold alike is the same bytes. No

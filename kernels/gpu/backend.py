@@ -156,10 +156,22 @@ class GpuBackend:
         attention: Attention,
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
+        *,
+        step: Unwritten | None = None,
     ) -> mx.array:
-        """See `Backend.attend`. For latent steps of several tokens, MLX attends to what a kernel
+        """See `Backend.attend`. A step of one token per sequence that is written takes no more
+        launches than without it. For latent steps of several tokens, MLX attends to what a kernel
         gathers: one head."""
         tables, slabs = self._bound(pages, metadata)
+        geometry, dtype, own = pages.geometry, queries.dtype, pages.geometry.k_dtype
+        is_decode = queries.shape[2] == 1 and unwritten is None
+        if step is not None:
+            is_for_latents = (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
+            if not is_decode or is_for_latents or slabs is None or not tables.slabs:
+                self.write(pages, *step, metadata)
+                step = None
+            elif WRITABLE not in metadata.memo:  # Not a call in each layer.
+                pages.require_writable(metadata, 1)
         if slabs is None:
             self._fall_back(pages)
             output = self._plain.attend(
@@ -167,14 +179,12 @@ class GpuBackend:
             )
             mx.eval(output)
             return output
-        is_decode, v_dim = queries.shape[2] == 1 and unwritten is None, pages.geometry.v_dim
         is_gathered = not is_decode
-        if position_queries is None:
-            is_gathered = self._is_gathered(pages.geometry, tables, queries.shape[2], attention)
+        if position_queries is None and step is None:
+            is_gathered = self._is_gathered(geometry, tables, queries.shape[2], attention)
         if is_gathered:
-            read = self._gathered_rows(pages, metadata, unwritten)
+            read, v_dim = self._gathered_rows(pages, metadata, unwritten), geometry.v_dim
             return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
-        dtype, own = queries.dtype, pages.geometry.k_dtype
         asked = [queries if dtype == own else queries.astype(own)]
         if position_queries is not None:
             asked.append(position_queries.astype(own))
@@ -183,37 +193,8 @@ class GpuBackend:
         if is_decode and position_queries is None and attention.read_tokens is not None:
             runs = self._chosen_runs(pages, slabs, tables, asked[0], metadata, attention)
         unwritten = self._in_dtype(pages, unwritten)
-        output = self._attention(
-            pages, slabs, tables, asked, attention, unwritten=unwritten, runs=runs
-        )
-        return output if dtype == own else output.astype(dtype)
-
-    def write_and_attend(
-        self,
-        pages: LayerMemory,
-        step: Unwritten,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array:
-        """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
-        than `attend` alone."""
-        tables, slabs = self._bound(pages, metadata)
-        geometry = pages.geometry
-        is_for_latents = (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
-        is_decode = queries.shape[2] == 1 and not is_for_latents
-        if not is_decode or slabs is None or not tables.slabs:
-            self.write(pages, *step, metadata)
-            return self.attend(pages, queries, metadata, attention)
-        if WRITABLE not in metadata.memo:  # Not a call in each layer.
-            pages.require_writable(metadata, 1)
-        dtype, own = queries.dtype, geometry.k_dtype
-        queries = queries if dtype == own else queries.astype(own)
-        runs = None
-        if attention.read_tokens is not None:
-            runs = self._chosen_runs(pages, slabs, tables, queries, metadata, attention)
-        output = self._attention(pages, slabs, tables, [queries], attention, step, runs=runs)
-        if geometry.has_summaries:
+        output = self._attention(pages, slabs, tables, asked, attention, step, unwritten, runs)
+        if step is not None and geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(1))
         return output if dtype == own else output.astype(dtype)
 

@@ -106,6 +106,8 @@ class Backend(Protocol):
         attention: Attention,
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
+        *,
+        step: Unwritten | None = None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
@@ -114,7 +116,8 @@ class Backend(Protocol):
         unwritten tokens are given, or no sequence has more tokens.
 
         `unwritten` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
-        the last tokens of each sequence, counted in its length.
+        the last tokens of each sequence, counted in its length. A `step` is such keys and values
+        that are written too, see `write`: at a lower cost than by a call of its own.
 
         With position queries [B, q_heads, S, v_dim] it is latent attention (MLA): keys are latents
         [B, 1, T, k_dim], values are position keys [B, 1, T, v_dim], and all heads share both.
@@ -122,15 +125,4 @@ class Backend(Protocol):
         q_heads, S, k_dim], is the sum of latents, weighted by their softmax. All tokens are read,
         and there are neither sinks nor a softcap.
         """
-        ...
-
-    def write_and_attend(
-        self,
-        pages: LayerMemory,
-        step: Unwritten,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array:
-        """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
         ...

@@ -230,18 +230,16 @@ class LayerPages(LayerMemory):
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
     ) -> mx.array:
-        """See `Backend.attend`, or `Backend.write_and_attend` if the step is written later. With
-        position queries an unwritten step is written first."""
-        later = self._unwritten
-        if later is not None and later.metadata is metadata and position_queries is None:
-            output = self.backend.write_and_attend(self, later.step, queries, metadata, attention)
-            self._unwritten = None
-            return output
-        if later is not None:
-            if position_queries is not None:
-                self.backend.begin(queries, position_queries)  # computed together with the step
+        """See `Backend.attend`. Writes the step too if it is written later."""
+        later, attend = self._unwritten, self.backend.attend
+        if later is None:
+            return attend(self, queries, metadata, attention, unwritten, position_queries)
+        if later.metadata is not metadata:
             self.write_back()
-        return self.backend.attend(self, queries, metadata, attention, unwritten, position_queries)
+            return attend(self, queries, metadata, attention, unwritten, position_queries)
+        output = attend(self, queries, metadata, attention, None, position_queries, step=later.step)
+        self._unwritten = None
+        return output
 
     def compute(self) -> None:
         """Write the unwritten step, and wait for all operations on the pages.

@@ -102,7 +102,12 @@ class PlainBackend:
         attention: Attention,
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
+        *,
+        step: Unwritten | None = None,
     ) -> mx.array:
+        if step is not None:
+            self.write(pages, *step, metadata)
+
         def read(row: int) -> tuple[mx.array, mx.array]:
             return read_row(pages, metadata, row, unwritten)
 
@@ -131,17 +136,6 @@ class PlainBackend:
         return row_attention.attend(
             read, queries, metadata, pages.geometry.v_dim, replace(attention, read_tokens=None)
         )
-
-    def write_and_attend(
-        self,
-        pages: LayerMemory,
-        step: Unwritten,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array:
-        self.write(pages, *step, metadata)
-        return self.attend(pages, queries, metadata, attention)
 
 
 def _write_slots(

@@ -83,7 +83,11 @@ class _RecordedOperations(PlainBackend):
         attention: Attention,
         unwritten: Unwritten | None = None,
         position_queries: mx.array | None = None,
+        *,
+        step: Unwritten | None = None,
     ) -> mx.array:
+        if step is not None:
+            self.write(pages, *step, metadata)
         keys, values, is_seen = _read(pages, metadata, attention)
         if position_queries is not None:
             return row_attention.latent_attention(

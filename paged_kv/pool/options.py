@@ -50,7 +50,7 @@ def _checked_policy(policy: EvictionPolicy) -> EvictionPolicy:
 
 
 def _checked_backend(backend: Backend) -> Backend:
-    if not hasattr(backend, "write_and_attend"):
+    if not hasattr(backend, "attend"):
         raise TypeError(
             f"backend must be a Backend, got {described(backend)}: leave it out for the best one, "
             "or name one with PAGED_KV_BACKEND"

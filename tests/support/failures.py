@@ -16,7 +16,7 @@ from paged_kv import PagePool
 from paged_kv.kernels.pages.errors import ThreadConflict
 
 # Calls that may fail, of the backend and of MLX.
-OF_BACKEND = ("new_slab", "begin", "write", "copy", "gather", "attend", "write_and_attend")
+OF_BACKEND = ("new_slab", "begin", "write", "copy", "gather", "attend")
 OF_MLX = ("eval", "async_eval", "synchronize")
 ERRORS: list[type[BaseException]] = [
     MemoryError,

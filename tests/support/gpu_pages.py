@@ -87,13 +87,14 @@ class Separately:
 
     backend: GpuBackend
 
-    def write_and_attend(
+    def attend(
         self,
         pages: LayerPages,
-        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
+        *,
+        step: Unwritten,
     ) -> mx.array:
         self.backend.write(pages, *step, metadata)
         return self.backend.attend(pages, queries, metadata, attention)
@@ -129,8 +130,8 @@ class Batch:
             self.metadata.block_tables, lengths, self.metadata.right_padding
         )
         asked, options = self._asked(1, gqa_group_size, options)
-        found = backend.write_and_attend(
-            self.pages, self._step(1), asked, self.metadata, Attention(**options)
+        found = backend.attend(
+            self.pages, asked, self.metadata, Attention(**options), step=self._step(1)
         )
         return self._error(found, asked, self.metadata, None, options)
 

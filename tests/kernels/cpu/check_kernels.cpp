@@ -23,7 +23,7 @@ constexpr int READ = 448;  // tokens of a step that chooses: 14 runs
 constexpr int SIZES[] = {4, 2, 2};
 constexpr double TOLERANCES[] = {5e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
 // Where queries may be rounded to bytes. 500 batches came to 0.17 and 0.07: logits are large here.
-constexpr double ROUNDED_OUTPUT = 0.3, ROUNDED_LOG_SUM_EXP = 0.15;
+constexpr double ROUNDED_OUTPUT = 0.3;
 
 std::mt19937 random_bits;
 
@@ -403,13 +403,11 @@ struct Seen {
 };
 
 void check_query(const Case& c, const Seen& in, const Array& q, const Array& position_q, const Array& out,
-                 const float* sinks, const float* log_sum_exp, int b, int head, int step) {
+                 const float* sinks, int b, int head, int step) {
   int first = c.own_begin(b, c.steps), end = c.own_end(b, c.steps);
-  size_t row = ((size_t)b * c.heads * c.gqa_group_size + head) * c.steps + step;
   if (step < first || step >= end) {
     for (int d = 0; d < c.out_dim(); d++)
       expect(out.at(b, head, step, d) == 0, "padding gets zeros: " + c.name());
-    expect(log_sum_exp[row] == -INFINITY, "padding has no log-sum-exp: " + c.name());
     return;
   }
   int position = c.lengths[b] - (end - step);
@@ -437,8 +435,6 @@ void check_query(const Case& c, const Seen& in, const Array& q, const Array& pos
     if (!(error <= (c.may_round_queries() ? ROUNDED_OUTPUT : TOLERANCES[c.q_format])))
       fail("attention is off by " + std::to_string(error) + ": " + c.name());
   }
-  double tolerance = c.may_round_queries() ? ROUNDED_LOG_SUM_EXP : 1e-4;
-  expect(fabs(log_sum_exp[row] - (top + log(total))) < tolerance, "log-sum-exp: " + c.name());
 }
 
 // Floats are as they were, and codes within half a step of the largest number of a group, which a
@@ -502,12 +498,12 @@ void check_case(bool latent) {
   // Small, because the scale is theirs already: a softmax of large scores has one weight.
   Array position_q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.v_dim, pick(0, 1), 8);
   Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.out_dim(), false, 0);
-  std::vector<float> sinks(c.heads * c.gqa_group_size), log_sum_exp((size_t)c.batch * sinks.size() * c.steps);
+  std::vector<float> sinks(c.heads * c.gqa_group_size);
   for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
   int64_t sinks_shape[] = {(int64_t)sinks.size()};
   PagedKvTensor sinks_tensor{sinks.data(), 1, 0, 1, 2, 32, 1, sinks_shape, nullptr, 0};
   PagedKvOptions options{c.scale, c.causal, c.window, c.softcap, 0, c.sinks ? &sinks_tensor : nullptr,
-                         nullptr, nullptr, log_sum_exp.data()};
+                         nullptr, nullptr};
 
   // The unwritten keys and values stand for the last tokens, of which the pages' slots are spoilt.
   int new_tokens = c.has_new ? pick(1, 300) : 0;
@@ -525,9 +521,8 @@ void check_case(bool latent) {
       for (int p = c.lengths[b] - (c.own_end(b, last) - c.own_begin(b, last)); p < c.lengths[b]; p++) c.spoil(b, p);
     }
   }
-  int status = c.latent ? paged_kv_attend_latent(&c.pages, &c.metadata, &q.tensor, &position_q.tensor,
-                                                 &out.tensor, &options)
-                        : paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options);
+  int status = paged_kv_attend(&c.pages, &c.metadata, &q.tensor, c.latent ? &position_q.tensor : nullptr,
+                               &out.tensor, &options);
   expect(!status, "attend: " + c.name());
   for (int b = 0; b < c.batch; b++) {
     int last = (int)(in.longest - skipped);
@@ -536,7 +531,7 @@ void check_case(bool latent) {
     for (int head = 0; head < c.heads * c.gqa_group_size; head++) {
       if (head % c.gqa_group_size == 0) seen.emplace_back(c, in, b, head / c.gqa_group_size, c.lengths[b] - num_new);
       for (int step = 0; step < c.steps; step += pick(1, 60))
-        check_query(c, seen.back(), q, position_q, out, sinks.data(), log_sum_exp.data(), b, head, step);
+        check_query(c, seen.back(), q, position_q, out, sinks.data(), b, head, step);
     }
   }
 }
@@ -548,10 +543,9 @@ void check_choice() {
   c.write(in.keys.tensor, in.values.tensor);
   Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, 1, c.k_dim, pick(0, 1));
   Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, 1, c.v_dim, false, 0);
-  std::vector<float> log_sum_exp((size_t)c.batch * c.heads * c.gqa_group_size);
   c.sinks = false;
-  PagedKvOptions options{c.scale, c.causal, 0, c.softcap, READ, nullptr, nullptr, nullptr, log_sum_exp.data()};
-  expect(!paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options), "choose: " + c.name());
+  PagedKvOptions options{c.scale, c.causal, 0, c.softcap, READ, nullptr, nullptr, nullptr};
+  expect(!paged_kv_attend(&c.pages, &c.metadata, &q.tensor, nullptr, &out.tensor, &options), "choose: " + c.name());
   for (int b = 0; b < c.batch; b++)
     for (int kv_head = 0; kv_head < c.heads; kv_head++) {
       int first = kv_head * c.gqa_group_size, end = first + c.gqa_group_size;
@@ -570,7 +564,7 @@ void check_choice() {
         read.lengths[b] = (int)seen.keys.size();
       }
       for (int head = first; head < end; head++)
-        check_query(read, seen, q, q, out, nullptr, log_sum_exp.data(), b, head, 0);
+        check_query(read, seen, q, q, out, nullptr, b, head, 0);
     }
 }
 

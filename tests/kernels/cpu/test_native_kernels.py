@@ -53,31 +53,6 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(free.pop() for _ in range(-(-length // 256))) for length in lengths)
 
 
-@pytest.mark.parametrize("queries", [1, 70])
-def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend, queries: int) -> None:
-    """As for a ring: the pages, then the new tokens, as if they were two contexts. Padding has no
-    log-sum-exp."""
-    geometry = LayerGeometry(2, 64, mx.float32, 2, 64, mx.float32)
-    pages, table = new_pages(backend, geometry), (64, 3, 1)
-    keys, values = normal((1, 2, 700, 64), mx.float32, 1), normal((1, 2, 700, 64), mx.float32, 2)
-    query = normal((1, 8, queries, 64), mx.float32, 3)
-    metadata = unpadded((table,), (700,))
-    pages.write(keys, values, metadata)
-    attention = Attention(0.125, causal=False)
-    whole = pages.attend(query, metadata, attention)
-    first = unpadded((table,), (400,))
-    rest = unpadded(((),), (300,))
-    new_tokens = keys[:, :, 400:], values[:, :, 400:]
-    a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, attention)
-    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, attention, unwritten=new_tokens)
-    share = mx.sigmoid(lse_a - lse_b)[..., None]
-    assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
-    few = unpadded((table,), (1,))
-    found, lse = backend.attend_with_log_sum_exp(pages, query, few, attention)
-    assert not found[:, :, :-1].any()
-    assert (lse[:, :, :-1] == -mx.inf).all()
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_queries_of_another_dtype_than_the_pages(backend: NativeBackend, dtype: mx.Dtype) -> None:
     pages = new_pages(backend, LayerGeometry(2, 64, mx.bfloat16, 2, 64, mx.float16))

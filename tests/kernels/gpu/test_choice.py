@@ -136,7 +136,7 @@ class Sides:
         attention = Attention(**{"scale": 0.1, "read_tokens": READ} | options)
         backend: Any = self.ours.backend
         asked = Separately(backend) if separately else backend
-        found = asked.write_and_attend(self.ours, self.step, queries, self.metadata, attention)
+        found = asked.attend(self.ours, queries, self.metadata, attention, step=self.step)
         self.theirs.write(*self.step, self.metadata)
         expected = self.expected(queries, self.metadata, attention)
         exact = self.expected(queries, self.metadata, replace(attention, read_tokens=None))
@@ -201,7 +201,7 @@ def test_padding_chooses_nothing(dialect: str) -> None:
     attention = Attention(0.2, read_tokens=READ)
     before = summary_words(sides.ours, metadata.block_tables[1][-1])
     found = numbers(
-        sides.ours.backend.write_and_attend(sides.ours, sides.step, queries, metadata, attention)
+        sides.ours.backend.attend(sides.ours, queries, metadata, attention, step=sides.step)
     )
     sides.theirs.write(*sides.step, metadata)
     expected = numbers(sides.expected(queries, metadata, attention))
@@ -234,7 +234,7 @@ def test_the_step_that_fills_a_page_summarises_it(dialect: str, dtype: mx.Dtype)
     for before, end in zip([0, *ends], ends, strict=False):
         metadata, step = unpadded((table,), (end,)), keys[None, :, before:end]
         if end == 512:
-            backend.write_and_attend(pages, (step, step), step, metadata, Attention(0.1))
+            backend.attend(pages, step, metadata, Attention(0.1), step=(step, step))
         else:
             pages.write(step, step, metadata)
         for page, entry in enumerate(table):

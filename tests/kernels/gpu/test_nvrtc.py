@@ -64,7 +64,7 @@ def test_kernels_of_heads_compile(
     for attention in (Attention(1.0), Attention(1.0, sinks=mx.zeros((8,)))):
         pages.attend(one, metadata, attention)
         pages.attend(two, metadata, attention)
-        backend.write_and_attend(pages, step, one, metadata, attention)
+        backend.attend(pages, one, metadata, attention, step=step)
     pages.attend(one, metadata, Attention(1.0), unwritten=step)
     pages.attend(one, metadata, Attention(1.0, read_tokens=768))
     behind = sharing(backend, geometry, formats, [(0, 1), (0, 2)], [300, 300])

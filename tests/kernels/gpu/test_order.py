@@ -42,7 +42,7 @@ def _use(dialect: str) -> list[str]:
     pages.gather(metadata)
     for _ in range(2):
         token = (step[:, :, :1], step[:, :, :1])
-        backend.write_and_attend(pages, token, queries, metadata, attention)
+        backend.attend(pages, queries, metadata, attention, step=token)
     return unordered(device.launches)
 
 

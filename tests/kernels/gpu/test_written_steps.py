@@ -49,7 +49,7 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
         step = normal((3, 2, 1, 64), mx.float16, 1), normal((3, 2, 1, 64), mx.float16, 2)
         queries = normal((3, 4, 1, 64), mx.float16, 3)
         attention = Attention(0.125)
-        outputs.append(asked.write_and_attend(batch.pages, step, queries, metadata, attention))
+        outputs.append(asked.attend(batch.pages, queries, metadata, attention, step=step))
         held.append(batch.bytes())
     assert held[0] == held[1]
     assert mx.allclose(outputs[0], outputs[1], atol=1e-3)
@@ -67,7 +67,7 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
         backend.write(pages, tokens, tokens, AttentionMetadata(((3,),), (256,), (0,)))
         metadata = AttentionMetadata(((3, 3),), (300,), (0,), (60,))
         attention = Attention(0.125, window=240)
-        outputs.append(numbers(asked.write_and_attend(pages, step, queries, metadata, attention)))
+        outputs.append(numbers(asked.attend(pages, queries, metadata, attention, step=step)))
     assert abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 
@@ -106,7 +106,7 @@ def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.Monkey
         if written:
             backend.attend(batch.pages, queries, metadata, attention)
         else:
-            backend.write_and_attend(batch.pages, step, queries, metadata, attention)
+            backend.attend(batch.pages, queries, metadata, attention, step=step)
         return [launch.name.split("_")[2] for launch in device.launches[before:]]
 
     whole = ["decode"] if dialect == "metal" else ["decode", "merge"]
