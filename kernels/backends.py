@@ -15,8 +15,7 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.plain.plain_backend import PlainBackend
-from paged_kv.kernels.plain.plain_recorder import PlainRecorder
+from paged_kv.kernels.plain.plain_backend import PlainBackend, PlainRecorder
 from paged_kv.kernels.verdicts import verdict_on
 
 

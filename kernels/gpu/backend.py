@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.plain import row_attention
+from paged_kv.kernels.plain.attention import Read, attend_by_row
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
@@ -184,7 +184,7 @@ class GpuBackend:
             is_gathered = self._is_gathered(geometry, tables, queries.shape[2], attention)
         if is_gathered:
             read, v_dim = self._gathered_rows(pages, metadata, unwritten), geometry.v_dim
-            return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
+            return attend_by_row(read, queries, metadata, v_dim, attention, position_queries)
         asked = [queries if dtype == own else queries.astype(own)]
         if position_queries is not None:
             asked.append(position_queries.astype(own))
@@ -239,7 +239,7 @@ class GpuBackend:
 
     def _gathered_rows(
         self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
-    ) -> row_attention.Read:
+    ) -> Read:
         """Reads sequences from keys and values that a kernel gathers for all of them."""
         keys, values = self.gather(pages, metadata, unwritten)
 

@@ -1,6 +1,6 @@
 """Describes a batch to the kernels: block tables, lengths and padding."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -65,14 +65,15 @@ class AttentionMetadata:
         return range(head), range(first, self.context_lens[row])
 
     @cached_property
-    def ends_in_own(self) -> bool:
-        """Whether a step of one token has no padding."""
-        return all(self.valid_tokens(1))
-
-    @cached_property
-    def but_latest(self) -> "AttentionMetadata":
-        """The same sequences without their last token; each must end in a valid token."""
-        return replace(self, context_lens=tuple([length - 1 for length in self.context_lens]))
+    def rows(self) -> tuple["AttentionMetadata", ...]:
+        """Each sequence as a batch of its own."""
+        if len(self.context_lens) == 1:
+            return (self,)
+        lengths = self.context_lens, self.right_padding, self.first_tokens, self.head_tokens
+        return tuple(
+            AttentionMetadata((table,), *[each[row : row + 1] for each in lengths])
+            for row, table in enumerate(self.block_tables)
+        )
 
     @cached_property
     def ends(self) -> tuple[int, ...]:

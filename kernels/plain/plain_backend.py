@@ -5,11 +5,12 @@ MLX arrays are values. A write replaces a slab by the result of a scatter, which
 slab's own memory if nothing else refers to it. A read in flight does refer to it, and the write
 would copy the whole slab. So a write first waits for the stream to be idle. Writes are computed at
 once, because sequences of all threads share a slab: see `ThreadConflict`.
+
+Recorded steps find tokens by arrays instead of Python numbers: they read all pages that the tables
+have room for, and hide what is no token.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -17,18 +18,28 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.choice import chooses, chosen_tokens
+from paged_kv.kernels.pages.choice import chooses, chosen_runs, chosen_tokens, run_scores
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
-from paged_kv.kernels.pages.summaries import summaries_of
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
+from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
 from paged_kv.kernels.pages.untouched_memory import untouched
-from paged_kv.kernels.plain import row_attention
-from paged_kv.kernels.plain.page_gather import gather, read_row
-from paged_kv.kernels.plain.token_gather import gather_tokens
+from paged_kv.kernels.plain.attention import attend_by_row, latent_attention, softcapped
+from paged_kv.kernels.plain.gather import (
+    ReadSlab,
+    find_places,
+    gather,
+    gather_tokens,
+    read_places,
+    read_row,
+    read_slab,
+    read_summaries,
+)
 
-Indices = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
 
 
 class PlainBackend:
@@ -51,22 +62,26 @@ class PlainBackend:
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
-        pages.require_writable(metadata, keys.shape[2])
+        count = keys.shape[2]
+        pages.require_writable(metadata, count)
         # First, so that keys that cannot be computed stay out of the slabs, which others share.
         mx.eval(keys, values)
         mx.synchronize()
-        step = metadata.valid_tokens(keys.shape[2])
-        slabs, page_ids, slots = _places(metadata, step, pages.slab_stride)
-        tokens = _step_indices(step, keys.shape[2])
-        written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
-        for slab, number in zip(written, np.unique(slabs), strict=True):
-            mine = np.flatnonzero(slabs == number)
-            chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
-            _write_slots(slab, keys, values, chosen, page_ids[mine], slots[mine])
+        tokens, slabs, page_ids, slots = _step_places(metadata, count, pages.slab_stride)
+        by_token = [mx.flatten(each.swapaxes(1, 2), 0, 1)[:, :, None] for each in (keys, values)]
+        numbers = np.unique(slabs).tolist()
+        for number in numbers:
+            slab, here = pages.slabs[number], slabs == number
+            new_keys, new_values = by_token
+            if here.sum() < by_token[0].shape[0]:
+                new_keys, new_values = (each[mx.array(tokens[here])] for each in by_token)
+            page, slot = mx.array(page_ids[here]), mx.array(slots[here])
+            for lines, words in _new_lines(slab, new_keys, new_values, page, slot):
+                slab.memory[lines] = words
         if pages.geometry.has_summaries:
-            for entry in metadata.filled_entries(keys.shape[2]):
-                summarise(pages, entry)
-        mx.eval([slab.memory for slab in written])
+            for entry in metadata.filled_entries(count):
+                _summarise(pages, entry)
+        mx.eval([pages.slabs[number].memory for number in numbers])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
         mx.synchronize()
@@ -107,60 +122,57 @@ class PlainBackend:
     ) -> mx.array:
         if step is not None:
             self.write(pages, *step, metadata)
+        is_exact = unwritten is not None or position_queries is not None
+        most = None if is_exact or queries.shape[2] > 1 else attention.read_tokens
 
         def read(row: int) -> tuple[mx.array, mx.array]:
-            return read_row(pages, metadata, row, unwritten)
-
-        is_latent = position_queries is not None
-        if not is_latent and unwritten is None and chooses(attention, metadata, queries.shape[2]):
-            return self._attend_chosen(pages, queries, metadata, attention)
-        v_dim = pages.geometry.v_dim
-        return row_attention.attend(read, queries, metadata, v_dim, attention, position_queries)
-
-    def _attend_chosen(
-        self,
-        pages: LayerMemory,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array:
-        """Attention to chosen tokens. Sequences that may be read whole are, as without a choice."""
-
-        def read(row: int) -> tuple[mx.array, mx.array]:
-            keys, values = read_row(pages, metadata, row, None)
-            if keys.shape[2] <= (attention.read_tokens or 0):
+            keys, values = read_row(pages, metadata, row, unwritten)
+            if most is None or attention.window is not None or keys.shape[2] <= most:
                 return keys, values
-            summaries = _summaries(pages, metadata.block_tables[row], metadata.context_lens[row])
-            return chosen_tokens(queries[row : row + 1], keys, values, summaries, attention)
+            entries = metadata.rows[row].block_table_array[:, : -(-keys.shape[2] // PAGE_SIZE)]
+            (found,) = read_places(pages, find_places(entries, pages.slab_stride), read_summaries)
+            own, summaries = queries[row : row + 1], mx.flatten(found, 2, 3)
+            return chosen_tokens(own, keys, values, summaries, attention)
 
-        return row_attention.attend(
-            read, queries, metadata, pages.geometry.v_dim, replace(attention, read_tokens=None)
-        )
+        v_dim = pages.geometry.v_dim
+        return attend_by_row(read, queries, metadata, v_dim, attention, position_queries)
 
 
-def _write_slots(
-    slab: Slab,
-    keys: mx.array,
-    values: mx.array,
-    tokens: mx.array | None,
-    page_ids: Indices,
-    slots: Indices,
-) -> None:
-    """Write tokens of a step to pages and slots of a slab. `tokens` are indices into [B * S]; None
-    means all."""
+def _step_places(
+    metadata: AttentionMetadata, count: int, slab_stride: int
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Of the valid tokens of a step, sequence by sequence: their indices among [B * count], and
+    their slabs, pages and slots."""
+    step = metadata.valid_tokens(count)
+    tokens = np.concatenate([row * count + np.array(own, np.int64) for row, own in enumerate(step)])
+    positions = np.concatenate(
+        [
+            np.arange(length - len(own), length)
+            for own, length in zip(step, metadata.context_lens, strict=True)
+        ]
+    )
+    entries = metadata.block_table_array[tokens // max(count, 1), positions // PAGE_SIZE]
+    slabs, page_ids = np.divmod(entries.astype(np.int64), slab_stride)
+    return tokens, slabs, page_ids, positions % PAGE_SIZE
+
+
+def _new_lines(
+    slab: Slab, keys: mx.array, values: mx.array, page_ids: mx.array, slots: mx.array
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """Lines of a slab, and their words, for tokens [N, heads, 1, dim] at pages and slots [N]."""
     layout = slab.layout
     encoded = layout.page_format.encode(keys, values)
     for plane, offset, words in zip(layout.planes, layout.offsets, encoded, strict=True):
-        if not plane.words:
-            continue
-        first = mx.array(page_ids * layout.page_units + offset // layout.unit_words)
-        lines = slot_lines(first, mx.array(slots), plane, layout.unit_words)
-        by_token = mx.flatten(words.transpose(0, 2, 1, 3), 0, 1)
-        chosen = by_token if tokens is None else by_token[tokens]
-        slab.memory[lines] = chosen.reshape(-1, layout.unit_words)
+        if plane.words:
+            units = plane.slot_words // layout.unit_words
+            first = page_ids * layout.page_units + offset // layout.unit_words
+            heads = mx.arange(plane.heads)[:, None] * PAGE_SIZE
+            in_plane = (heads + slots[:, None, None]) * units + mx.arange(units)
+            lines = (first[:, None, None] + in_plane).reshape(-1)
+            yield lines, words.reshape(-1, layout.unit_words)
 
 
-def summarise(pages: LayerMemory, entry: int) -> None:
+def _summarise(pages: LayerMemory, entry: int) -> None:
     """Write the summaries of a full page of 16 bits."""
     slab, layout = pages.slabs[entry // pages.slab_stride], pages.layout_of(entry)
     words = summaries_of(layout.numbers(pages.view(entry))[0]).view(WORD)
@@ -169,43 +181,137 @@ def summarise(pages: LayerMemory, entry: int) -> None:
     slab.memory[end - lines.shape[0] : end] = lines
 
 
-def _summaries(pages: LayerMemory, table: tuple[int, ...], context_len: int) -> mx.array:
-    """The summaries of a sequence's pages, float16 [1, k_heads, pages * 8, 2 * k_dim]. Those of a
-    page that is not full say nothing."""
-    planes = []
-    for entry in table[: -(-context_len // PAGE_SIZE)]:
-        layout = pages.layout_of(entry)
-        plane = layout.summaries
-        assert plane is not None
-        words = pages.view(entry).reshape(-1)[layout.summaries_at :]
-        planes.append(words.reshape(1, plane.heads, plane.slots, plane.slot_words))
-    return mx.concatenate(planes, axis=2).view(mx.float16)
+class PlainRecorder:
+    """See `StepRecorder` for the operations."""
+
+    pays = False
+
+    def key(self, pages: LayerPages, tables: Tables) -> Hashable:
+        slabs = [pages.slabs[number] for number in tables.slabs]
+        return tuple((slab.memory.shape, slab.layout) for slab in slabs)
+
+    def arrays(self, pages: LayerPages, tables: Tables) -> list[mx.array]:
+        return [pages.slabs[number].memory for number in tables.slabs]
+
+    def stand_in(self, pages: LayerPages, tables: Tables, arrays: list[mx.array]) -> LayerPages:
+        stand_in = LayerPages(
+            pages.geometry, _RecordedOperations(), pages.slab_stride, pages.read_tokens
+        )
+        for number, memory in zip(tables.slabs, arrays, strict=True):
+            stand_in.slabs[number] = Slab(memory, pages.slabs[number].layout)
+        return stand_in
+
+    def changes(self, tables: Tables) -> int:
+        return len(tables.slabs)
+
+    def changed(self, stand_in: LayerPages, tables: Tables) -> list[mx.array]:
+        return self.arrays(stand_in, tables)
+
+    def keep(
+        self, pages: LayerPages, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
+        """Computes them, as every write of plain operations does."""
+        for number, memory in zip(tables.slabs, changed, strict=True):
+            pages.slabs[number].memory = memory
+        if pages.geometry.has_summaries:
+            for entry in filled:
+                _summarise(pages, entry)
+        mx.eval(self.arrays(pages, tables))
 
 
-def _places(
-    metadata: AttentionMetadata, step: list[range], slab_stride: int
-) -> tuple[Indices, Indices, Indices]:
-    """Slab, page and slot of each valid token of a step, sequence by sequence."""
-    entries, positions = [], []
-    for table, context_len, own in zip(
-        metadata.block_tables, metadata.context_lens, step, strict=True
-    ):
-        at = np.arange(context_len - len(own), context_len)
-        first = (context_len - len(own)) // PAGE_SIZE
-        entries.append(np.array(table[first:], dtype=np.int64)[at // PAGE_SIZE - first])
-        positions.append(at)
-    slabs, page_ids = np.divmod(np.concatenate(entries), slab_stride)
-    return slabs, page_ids, np.concatenate(positions) % PAGE_SIZE
+class _RecordedOperations(PlainBackend):
+    """Plain operations of a step of one token per sequence, by the arrays of `Tables`. MLX cannot
+    write a slab in place while its memory is shared, so a step replaces it."""
+
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
+    ) -> None:
+        tables = tables_of(metadata, pages.slab_stride)
+        position, entries = tables.array[:, :1] - 1, tables.array[:, ROW_FIELDS:]
+        entry = mx.take_along_axis(entries, position // PAGE_SIZE, axis=1)[:, 0]
+        slot = position[:, 0] % PAGE_SIZE
+        for at, number in enumerate(tables.slabs):
+            slab, is_here = pages.slabs[number], entry // pages.slab_stride == at
+            if slab.layout.page_format != FP16:
+                continue
+            page = mx.where(is_here, entry % pages.slab_stride, 0)
+            for lines, words in _new_lines(slab, keys, values, page, slot):
+                is_new = mx.repeat(is_here, lines.size // is_here.size)[:, None]
+                # Added, so that a token of another slab changes nothing wherever it points.
+                difference = mx.where(is_new, words - slab.memory[lines], 0)
+                slab.memory = slab.memory.at[lines].add(difference)
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        unwritten: Unwritten | None = None,
+        position_queries: mx.array | None = None,
+        *,
+        step: Unwritten | None = None,
+    ) -> mx.array:
+        if step is not None:
+            self.write(pages, *step, metadata)
+        keys, values, is_seen = _read(pages, metadata, attention)
+        if position_queries is not None:
+            return latent_attention(queries, position_queries, keys, values, attention, is_seen)
+        if chooses(attention, metadata, queries.shape[2]):
+            is_seen = is_seen & _is_chosen(pages, queries, metadata, attention)
+        if attention.softcap is not None:
+            return softcapped(queries, keys, values, attention, is_seen)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=attention.scale, mask=is_seen, sinks=attention.sinks
+        )
 
 
-def _step_indices(step: list[range], count: int) -> Indices:
-    """The same tokens as indices into [B * S]."""
-    return np.concatenate([row * count + np.array(own, int) for row, own in enumerate(step)])
+def _read(
+    pages: LayerMemory, metadata: AttentionMetadata, attention: Attention
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Keys and values [B, heads, T, dim] of all pages that the tables have room for, zeros where
+    there is no token, and which of them the query sees, boolean [B, 1, 1, T]."""
+    tables = tables_of(metadata, pages.slab_stride)
+    length, _, head_tokens, first_token = (tables.array[:, at : at + 1] for at in range(4))
+    at = mx.arange(tables.reach)[None]
+    is_token = (at < length) & ((at < head_tokens) | (at >= first_token))
+    is_seen = is_token
+    if attention.window is not None:
+        is_seen = is_token & (at >= length - attention.window)
+    keys, values = _in_slabs(pages, tables, read_slab)
+    is_token, is_seen = is_token[:, None, :, None], is_seen[:, None, None]
+    return mx.where(is_token, keys, 0), mx.where(is_token, values, 0), is_seen
 
 
-def slot_lines(first: mx.array, slots: mx.array, plane: Plane, unit_words: int) -> mx.array:
-    """Lines of a slab, [tokens * heads * units], of slots whose plane begins at line `first`."""
-    units = plane.slot_words // unit_words
-    heads = mx.arange(plane.heads)[None, :, None] * PAGE_SIZE
-    in_plane = (heads + slots[:, None, None]) * units + mx.arange(units)
-    return (first[:, None, None] + in_plane).reshape(-1)
+def _is_chosen(
+    pages: LayerMemory, queries: mx.array, metadata: AttentionMetadata, attention: Attention
+) -> mx.array:
+    """Which tokens of the pages that `_read` reads a query head chooses, [B, q_heads, 1, T]."""
+    assert attention.read_tokens is not None
+    tables = tables_of(metadata, pages.slab_stride)
+    length = tables.array[:, 0]
+    (summaries,) = _in_slabs(pages, tables, read_summaries)
+    scores = run_scores(queries, summaries, attention.scale)
+    runs = chosen_runs(scores, length, attention.read_tokens)
+    none = mx.zeros((*runs.shape[:2], tables.reach // RUN_TOKENS), mx.bool_)
+    is_chosen = mx.put_along_axis(none, runs, mx.array(True), axis=-1)
+    is_chosen = is_chosen | (length <= attention.read_tokens)[:, None, None]
+    of_tokens = mx.repeat(is_chosen, RUN_TOKENS, axis=-1)[:, :, None]
+    return mx.repeat(of_tokens, queries.shape[1] // runs.shape[1], axis=1)
+
+
+def _in_slabs(pages: LayerMemory, tables: Tables, read: ReadSlab) -> tuple[mx.array, ...]:
+    """What `read` finds in the pages of the tables, of whichever slab each is in, one behind the
+    other: [B, heads, T or runs, dim]."""
+    entries = tables.array[:, None, ROW_FIELDS : ROW_FIELDS + tables.reach // PAGE_SIZE]
+    slab_of_entry, page = entries // pages.slab_stride, entries % pages.slab_stride
+    found: tuple[mx.array, ...] = ()
+    for at, number in enumerate(tables.slabs):
+        is_here = slab_of_entry == at
+        here = read(pages.slabs[number], mx.where(is_here, page, 0), None)
+        if found:
+            is_page = is_here[..., None, None]
+            pairs = zip(here, found, strict=True)
+            here = tuple([mx.where(is_page, new, other) for new, other in pairs])
+        found = here
+    return tuple([mx.flatten(each, 2, 3) for each in found])

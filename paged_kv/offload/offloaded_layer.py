@@ -34,8 +34,8 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, PageLayout
-from paged_kv.kernels.plain.page_gather import stacked
-from paged_kv.kernels.plain.row_attention import by_row
+from paged_kv.kernels.plain.attention import by_row
+from paged_kv.kernels.plain.gather import stacked
 from paged_kv.offload.page_file import PageFile, Place, Words
 from paged_kv.offload.streamed_attention import attend_streamed, tokens_at_once
 

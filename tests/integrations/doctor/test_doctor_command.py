@@ -15,7 +15,7 @@ from paged_kv.integrations.doctor import compiled_steps, examination, report
 from paged_kv.kernels import verdicts
 from paged_kv.kernels.backends import choose_backend, device_backend, variant
 from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.plain.plain_recorder import PlainRecorder
+from paged_kv.kernels.plain.plain_backend import PlainRecorder
 from paged_kv.kernels.self_test import Check
 from paged_kv.kernels.verdicts import Verdict, record_verdict, verdict_file, verdict_on
 from paged_kv.steps.recorded import NotRecordable, RecordedStep

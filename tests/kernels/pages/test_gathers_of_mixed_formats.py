@@ -1,4 +1,4 @@
-"""A batch is gathered one sequence at a time if page formats differ, else in one call."""
+"""Where sequences of a batch begin when a window has passed some of their tokens."""
 
 import mlx.core as mx
 import pytest
@@ -11,8 +11,6 @@ from tests.support.arrays import normal
 from tests.support.backends import BACKENDS, backend_named
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
-# In two slabs of different formats.
-TABLES = ((0, 64), (1,), (65, 2), (66,))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

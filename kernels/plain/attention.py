@@ -1,4 +1,4 @@
-"""Attention with MLX's own operations, sequence by sequence.
+"""Attention with MLX's own operations, sequence by sequence, and its masks.
 
 `read(row)` gives the keys and values [1, heads, tokens, dim] of a sequence's valid tokens.
 """
@@ -9,12 +9,11 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.plain.attention_mask import causal_window_mask
 
 Read = Callable[[int], tuple[mx.array, mx.array]]
 
 
-def attend(
+def attend_by_row(
     read: Read,
     queries: mx.array,
     metadata: AttentionMetadata,
@@ -123,3 +122,29 @@ def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
     if len(own) == count:
         return output
     return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])
+
+
+def causal_window_mask(
+    length: int, queries: int, window: int | None, sink_tokens: int = 0
+) -> mx.array:
+    """Boolean [queries, length]: each of the last `queries` of `length` tokens sees itself, the
+    tokens less than `window` positions before it, and the sink tokens before it."""
+    keys = mx.arange(length)[None]
+    at = mx.arange(length - queries, length)[:, None]
+    mask = at >= keys
+    return mask if window is None else mask & ((at < keys + window) | (keys < sink_tokens))
+
+
+def batch_mask(
+    metadata: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
+) -> mx.array:
+    """Boolean [B, 1, queries, T] for keys laid out as by `Backend.gather`: `causal_window_mask`
+    with the sink tokens of each sequence, and without the padding before its first token."""
+    length = max(metadata.ends)
+    starts = mx.array([length - end for end in metadata.ends])[:, None, None, None]
+    keys = mx.arange(length)
+    mask = causal_window_mask(length, queries, window)
+    if sink_tokens:
+        at = mx.arange(length - queries, length)[:, None]
+        mask = mask | ((keys < starts + sink_tokens) & (at >= keys))
+    return mask & (keys >= starts)

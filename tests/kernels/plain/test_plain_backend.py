@@ -1,4 +1,4 @@
-"""Plain operations that find tokens by arrays give what those give that find them by numbers."""
+"""What recorded steps of plain operations give is what steps by numbers give."""
 
 from typing import Any
 
@@ -11,8 +11,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FormatName
 from paged_kv.kernels.pages.tables import Tables, tables_of
-from paged_kv.kernels.plain.plain_backend import PlainBackend
-from paged_kv.kernels.plain.plain_recorder import PlainRecorder
+from paged_kv.kernels.plain.plain_backend import PlainBackend, PlainRecorder
 from tests.support.arrays import normal
 from tests.support.gpu_pages import STRIDE, new_pages
 
