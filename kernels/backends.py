@@ -1,5 +1,4 @@
-"""Chooses the backend, the code that reads and writes pages on this device, and what records its
-operations."""
+"""Chooses the backend, the code that reads and writes pages on this device."""
 
 import os
 from collections.abc import Callable
@@ -10,12 +9,10 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
-from paged_kv.kernels.gpu.recorder import GpuRecorder
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.plain.plain_backend import PlainBackend, PlainRecorder
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.verdicts import verdict_on
 
 
@@ -118,11 +115,3 @@ def _best() -> Backend:
         warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")
         return PlainBackend()
     return NativeBackend(library)
-
-
-def recorder_of(backend: Backend) -> StepRecorder | None:
-    """The recorder of a backend's steps; None if MLX cannot record them, because they are not
-    operations of its graph."""
-    if isinstance(backend, GpuBackend):
-        return GpuRecorder(backend)
-    return PlainRecorder() if isinstance(backend, PlainBackend) else None

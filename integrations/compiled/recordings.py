@@ -28,7 +28,7 @@ from paged_kv.integrations.compiled.recording import (
 )
 from paged_kv.integrations.heads.model_head import ModelHead
 from paged_kv.integrations.heads.noted_outputs import note_outputs
-from paged_kv.kernels.backends import recorder_of, variant
+from paged_kv.kernels.backends import variant
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.warn_once import warn_once
@@ -364,7 +364,7 @@ def compiles(choice: bool | None, backend: Backend) -> bool:
         return choice
     if named is not None:
         return named == "1"
-    recorder = recorder_of(backend)
+    recorder = backend.recorder
     if recorder is None or not recorder.pays:
         return False
     verdict = verdict_on(variant(backend))

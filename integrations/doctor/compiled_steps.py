@@ -16,7 +16,6 @@ from mlx_lm.models import llama
 
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.kernels.backends import recorder_of
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.self_test import Check
 
@@ -33,7 +32,7 @@ TOLERANCE = 3e-2
 
 def why_not(backend: Backend) -> str | None:
     """Why factories of this backend compile no steps; None if they do."""
-    recorder = recorder_of(backend)
+    recorder = backend.recorder
     if recorder is None:
         return f"MLX cannot record the {backend.name} backend"
     return None if recorder.pays else f"they are not known to pay on the {backend.name} backend"

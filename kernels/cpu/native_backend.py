@@ -29,7 +29,7 @@ from paged_kv.kernels.pages.memory import require_memory
 from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import PageLayout
 from paged_kv.kernels.pages.untouched_memory import untouched
-from paged_kv.kernels.plain.gather import gather, gather_tokens
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
@@ -43,13 +43,13 @@ STRUCT = "native"
 COPIED_BYTES = 1 << 16
 
 
-class NativeBackend:
-    """See `Backend` for the operations."""
+class NativeBackend(PlainBackend):
+    """See `Backend` for the operations. Gathers are plain operations."""
 
     name = "native"
-    fallbacks = 0
     writes_in_place = True
     slab_padding = ALIGNMENT
+    recorder = None
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
@@ -98,15 +98,6 @@ class NativeBackend:
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
-
-    gather = staticmethod(gather)
-    gather_tokens = staticmethod(gather_tokens)
-
-    def synchronize(self, pages: LayerMemory) -> None:
-        """Does nothing: every call is complete when it returns."""
-
-    def forget_pending(self, pages: LayerMemory) -> None:
-        """Does nothing: nothing is pending."""
 
     def attend(
         self,

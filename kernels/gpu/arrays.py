@@ -162,8 +162,8 @@ class BoundSlabs:
         *handles, layouts = self.inputs
         return [*handles[: self.count], layouts]
 
-    def standing_for(self, handles: list[mx.array]) -> BoundSlabs:
-        """The same, of other handles."""
+    def with_handles(self, handles: list[mx.array]) -> BoundSlabs:
+        """The same with other handles."""
         *slabs, layouts = handles
         spare = MAX_SLABS - len(slabs)
         return BoundSlabs((*slabs, *slabs[:1] * spare, layouts), self.kind, self.count)

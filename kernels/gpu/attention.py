@@ -20,7 +20,7 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import (
     LANES,
@@ -75,13 +75,14 @@ class Call(NamedTuple):
         return min(longest, self.scores.window) + tile if self.scores.window else longest
 
 
-class PageReader(NamedTuple):
-    """A kernel that reads the pages of each sequence.
+class Reader(NamedTuple):
+    """A kernel that reads pages: those of each sequence, or those that a group shares.
 
     Attributes:
-        operation: see `GpuKernels.kernel`, as for `constants` and `flags`.
-        groups: threadgroups.
+        operation: see `GpuKernels.launch`, as for `constants` and `flags`.
         threads: of a threadgroup.
+        rows: query rows of a threadgroup, if it multiplies on matrix units.
+        groups: threadgroups.
         splits: parts of a context.
         tiles: of a part.
         bases: of values, each of which has results of its own.
@@ -90,30 +91,12 @@ class PageReader(NamedTuple):
     operation: str
     constants: dict[str, int]
     flags: list[str]
-    groups: tuple[int, int, int]
     threads: int
+    rows: int = 0
+    groups: tuple[int, int, int] = (0, 0, 0)
     splits: int = 1
     tiles: int = 0
     bases: tuple[int, ...] = (0,)
-
-
-class MatrixReader(NamedTuple):
-    """A kernel that reads pages on matrix units, for query rows of one sequence or of a group.
-
-    Attributes:
-        operation: see `GpuKernels.kernel`, as for `constants` and `flags`.
-        rows: query rows of a threadgroup.
-        alone: query rows of a threadgroup, at most, where each sequence reads its own pages. As
-            many as `rows` stand for any number.
-        threads: of a threadgroup.
-    """
-
-    operation: str
-    constants: dict[str, int]
-    flags: list[str]
-    rows: int
-    alone: int
-    threads: int
 
 
 class LaunchPlan(NamedTuple):
@@ -201,81 +184,96 @@ class PagedAttention:
         params = _parameters(call, reader, width)
         parts = reader.splits * len(reader.bases)
         dim = geometry.k_dim if call.is_latent else geometry.v_dim
-        output = Output((batch, heads, steps, dim), dtype)
-        sinks, constants = call.scores.sinks_flag, call.kind.dims | reader.constants
+        output, sinks = Output((batch, heads, steps, dim), dtype), call.scores.sinks_flag
         if parts == 1 and groups is None and not call.is_latent:
-            flags = [*reader.flags, "WHOLE", *sinks]
-            kernel = self._kernels.kernel(reader.operation, dtype, constants, flags)
-            attend = launch_of(kernel, reader.groups, reader.threads, [output, DONE])
+            attend = self._launch(call, reader, ["WHOLE", *sinks], [output, DONE])
             return LaunchPlan(attend, None, params)
         after_prefix, prefix = [], None
         if groups is not None:
             after_prefix, prefix = ["AFTER_PREFIX"], self._prefix(call, groups, dim)
-        flags = [*reader.flags, "PARTIAL", *after_prefix]
-        kernel = self._kernels.kernel(reader.operation, dtype, constants, flags)
         results = partial_outputs(batch * heads * steps * parts, dim)
-        attend = launch_of(kernel, reader.groups, reader.threads, results)
+        attend = self._launch(call, reader, ["PARTIAL", *after_prefix], results)
         turns = ["HAS_CODES"] if 1 in reader.bases else []
-        kernel = self._kernels.kernel(
-            "merge", dtype, {"V_DIM": dim}, [*turns, *sinks, *after_prefix]
+        merge = self._kernels.launch(
+            "merge",
+            dtype,
+            {"V_DIM": dim},
+            [*turns, *sinks, *after_prefix],
+            (heads * steps, batch, 1),
+            LANES,
+            [output],
         )
-        merge = launch_of(kernel, (heads * steps, batch, 1), LANES, [output])
         return LaunchPlan(attend, merge, params, prefix)
 
     def _prefix(self, call: Call, groups: Groups, dim: int) -> Launch:
         """Attention of groups to the pages that they share. Its results are float32 [places *
         q_heads * S, dim], weighted values in the plain basis, and float32 [places * q_heads * S,
         2]."""
-        reader, geometry, (count, places) = self._group_reader(call), call.kind.geometry, groups
+        (count, places), reader = groups, self._group_reader(call)
         _, heads, steps, _ = call.shape
-        rows, constants = SEQUENCES * call.rows, call.kind.dims | reader.constants
-        return launch_of(
-            self._kernels.kernel(reader.operation, geometry.k_dtype, constants, reader.flags),
-            (-(-rows // reader.rows), geometry.k_heads, count),
+        blocks = -(-SEQUENCES * call.rows // reader.rows)
+        reader = reader._replace(groups=(blocks, call.kind.geometry.k_heads, count))
+        return self._launch(call, reader, [], partial_outputs(places * heads * steps, dim))
+
+    def _launch(
+        self, call: Call, reader: Reader, flags: list[str], outputs: list[Output]
+    ) -> Launch:
+        return self._kernels.launch(
+            reader.operation,
+            call.kind.geometry.k_dtype,
+            call.kind.dims | reader.constants,
+            [*reader.flags, *flags],
+            reader.groups,
             reader.threads,
-            partial_outputs(places * heads * steps, dim),
+            outputs,
         )
 
     def _is_grouped(self, call: Call) -> bool:
         """Whether groups read shared pages: not where each sequence is to read all of its pages,
         because no threadgroup holds twice as many queries as one that reads them for a sequence."""
-        reader = self._group_reader(call)
-        return 2 * min(call.rows, reader.alone) <= reader.rows
+        rows = self._group_reader(call).rows
+        alone = LATENT_ROWS * LATENT_SIMDGROUPS if call.is_latent else rows
+        return 2 * min(call.rows, alone) <= rows
 
-    def _group_reader(self, call: Call) -> MatrixReader:
+    def _group_reader(self, call: Call) -> Reader:
         """For groups of sequences."""
         geometry, dialect = call.kind.geometry, self._kernels.dialect
-        if not call.is_latent:
-            threads = group_threads(dialect, geometry.k_dim, geometry.v_dim)
-            return self._matrix_reader(call, threads, ["IN_GROUPS", "PARTIAL"])
-        threads, sharers = WIDE_THREADS[dialect], column_sharers(dialect, geometry.k_dim)
-        return MatrixReader(
-            "latent",
-            {"THREADS": threads, "SHARERS": sharers},
-            [*call.kind.flags, "IN_GROUPS", "OF_LATENTS"],
-            matrix_rows(dialect, threads, sharers),
-            LATENT_ROWS * LATENT_SIMDGROUPS,
-            threads,
-        )
+        if call.is_latent:
+            flags = [*call.kind.flags, "IN_GROUPS", "OF_LATENTS"]
+            return self._matrix_reader("latent", WIDE_THREADS[dialect], geometry.k_dim, flags)
+        threads = group_threads(dialect, geometry.k_dim, geometry.v_dim)
+        return self._prefill_reader(call, threads, ["IN_GROUPS", "PARTIAL"])
 
-    def _matrix_reader(self, call: Call, threads: int, flags: list[str]) -> MatrixReader:
-        """For keys and values."""
-        dialect = self._kernels.dialect
-        sharers = column_sharers(dialect, call.kind.geometry.v_dim)
+    def _prefill_reader(self, call: Call, threads: int, flags: list[str]) -> Reader:
+        """For several query tokens per sequence, whether or not pages hold them yet."""
+        v_dim = call.kind.geometry.v_dim
         flags = [*call.kind.flags, *call.scores.softcap_flag, *flags]
-        flags += ["WIDE"] if sharers > 1 else []
-        constants = {"THREADS": threads, "SHARERS": sharers}
-        rows = matrix_rows(dialect, threads, sharers)
-        return MatrixReader("prefill", constants, flags, rows, rows, threads)
+        flags += ["WIDE"] if column_sharers(self._kernels.dialect, v_dim) > 1 else []
+        return self._matrix_reader("prefill", threads, v_dim, flags)
 
-    def _reader(self, call: Call, reach: int) -> PageReader:
+    def _matrix_reader(
+        self, operation: str, threads: int, columns: int, flags: list[str]
+    ) -> Reader:
+        """Reads pages on matrix units, for query rows of one sequence or of a group."""
+        dialect = self._kernels.dialect
+        sharers = column_sharers(dialect, columns)
+        constants = {"THREADS": threads, "SHARERS": sharers}
+        return Reader(operation, constants, flags, threads, matrix_rows(dialect, threads, sharers))
+
+    def _reader(self, call: Call, reach: int) -> Reader:
+        """For each sequence."""
         if call.is_latent:
             return self._latent_reader(call, reach)
         if call.shape[2] == 1 and not call.new_tokens:
             return self._decode_reader(call, reach)
-        return self._prefill_reader(call)
+        geometry = call.kind.geometry
+        threads = prefill_threads(self._kernels.dialect, geometry.v_dim)
+        flags = ["HAS_NEW_TOKENS"] if call.new_tokens else []
+        reader = self._prefill_reader(call, threads, flags)
+        groups = -(-call.rows // reader.rows), geometry.k_heads, call.shape[0]
+        return reader._replace(groups=groups)
 
-    def _decode_reader(self, call: Call, reach: int) -> PageReader:
+    def _decode_reader(self, call: Call, reach: int) -> Reader:
         """For one query token per sequence."""
         (batch, heads, *_), kind, geometry = call.shape, call.kind, call.kind.geometry
         shape = decode_shape(
@@ -289,43 +287,34 @@ class PagedAttention:
         )
         flags = [*kind.flags, *call.scores.softcap_flag]
         flags += ["STEP"] * call.writes + ["CHOSEN"] * bool(call.read_tokens)
-        return PageReader(
+        return Reader(
             "decode",
             {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts},
             flags,
-            (geometry.k_heads * shape.groups, shape.splits, batch * len(kind.bases)),
             LANES * shape.parts * shape.blocks,
-            shape.splits,
-            shape.tiles,
-            kind.bases,
+            groups=(geometry.k_heads * shape.groups, shape.splits, batch * len(kind.bases)),
+            splits=shape.splits,
+            tiles=shape.tiles,
+            bases=kind.bases,
         )
 
-    def _latent_reader(self, call: Call, reach: int) -> PageReader:
+    def _latent_reader(self, call: Call, reach: int) -> Reader:
         """For one query token per sequence, and latents."""
         batch, heads, *_ = call.shape
         longest = call.longest(reach, LATENT_SIMDGROUPS)
         tiles, splits = latent_parts(self._kernels.dialect, batch, heads, longest)
-        return PageReader(
+        return Reader(
             "latent",
             {"ROWS": LATENT_ROWS, "SIMDGROUPS": LATENT_SIMDGROUPS},
             [*call.kind.flags],
-            (-(-heads // (LATENT_ROWS * LATENT_SIMDGROUPS)), splits, batch),
             LANES * LATENT_SIMDGROUPS,
-            splits,
-            tiles,
+            groups=(-(-heads // (LATENT_ROWS * LATENT_SIMDGROUPS)), splits, batch),
+            splits=splits,
+            tiles=tiles,
         )
 
-    def _prefill_reader(self, call: Call) -> PageReader:
-        """For several query tokens per sequence, whether or not pages hold them yet."""
-        geometry = call.kind.geometry
-        threads = prefill_threads(self._kernels.dialect, geometry.v_dim)
-        flags = ["HAS_NEW_TOKENS"] if call.new_tokens else []
-        reader = self._matrix_reader(call, threads, flags)
-        groups = -(-call.rows // reader.rows), geometry.k_heads, call.shape[0]
-        return PageReader(reader.operation, reader.constants, reader.flags, groups, threads)
 
-
-def _parameters(call: Call, reader: PageReader, width: int) -> mx.array:
+def _parameters(call: Call, reader: Reader, width: int) -> mx.array:
     (_, heads, steps, _), kind, scores = call.shape, call.kind, call.scores
     return parameters(
         slab_stride=kind.slab_stride,

@@ -3,18 +3,20 @@
 Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from threading import get_ident
 
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
 from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
-from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.order import Chain, Order
 from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.choice import chooses
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
@@ -32,8 +34,8 @@ LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
 
 
-class GpuBackend:
-    """See `Backend` for the operations.
+class GpuBackend(PlainBackend):
+    """See `Backend` for the operations. Plain ones stand in where there is no kernel.
 
     Args:
         dialect: "metal" or "cuda".
@@ -45,7 +47,6 @@ class GpuBackend:
     """
 
     writes_in_place = True
-    slab_padding = kept_bytes = 0
 
     def __init__(self, dialect: str, maker: Maker) -> None:
         self.name = dialect
@@ -54,7 +55,10 @@ class GpuBackend:
         kernels = GpuKernels(dialect, maker)
         self._attention = PagedAttention(kernels, self.order)
         self._slots = SlotKernels(kernels, self.order)
-        self._plain = PlainBackend()
+
+    @property
+    def recorder(self) -> StepRecorder:
+        return GpuRecorder(self)
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return (
@@ -63,9 +67,6 @@ class GpuBackend:
             and geometry.k_dtype == geometry.v_dtype
             and geometry.k_dtype in DTYPES
         )
-
-    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
-        return self._plain.new_slab(pages, page_units, unit_words)
 
     def synchronize(self, pages: LayerMemory) -> None:
         mx.eval(self.order.latest(pages))
@@ -82,7 +83,7 @@ class GpuBackend:
         pages.require_writable(metadata, keys.shape[2])
         if slabs is None:
             self._fall_back(pages)
-            self._plain.write(pages, keys, values, metadata)
+            super().write(pages, keys, values, metadata)
             return
         self._slots.write(pages, slabs, tables, keys, values)
         if pages.geometry.has_summaries:
@@ -93,9 +94,6 @@ class GpuBackend:
         if entries:
             slabs, numbered = _numbered(entries, pages.slab_stride)
             self._slots.summarise(pages, bound_slabs(pages, slabs), numbered)
-
-    def begin(self, *arrays: mx.array) -> None:
-        """Does nothing: no write waits, because MLX computes it with the rest of the step."""
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
         """Copies from an array that is laid out as a slab of these pages."""
@@ -115,7 +113,7 @@ class GpuBackend:
         slabs, numbered = _numbered([*copies, *copies.values()], pages.slab_stride)
         if len(slabs) > MAX_SLABS:
             self._fall_back(pages)
-            self._plain.copy(pages, copies)
+            super().copy(pages, copies)
             return
         pairs = list(zip(numbered[: len(copies)], numbered[len(copies) :], strict=True))
         if pairs:
@@ -127,15 +125,12 @@ class GpuBackend:
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            keys, values = self._plain.gather(pages, metadata, unwritten)
+            keys, values = super().gather(pages, metadata, unwritten)
             mx.eval(keys, values)
             return keys, values
-        geometry, length = pages.geometry, max(metadata.ends)
+        length = max(metadata.ends)
         if not length:
-            shape, dtype = (len(metadata.context_lens), geometry.k_heads, 0), geometry.k_dtype
-            return mx.zeros((*shape, geometry.k_dim), dtype), mx.zeros(
-                (*shape, geometry.v_dim), dtype
-            )
+            return super().gather(pages, metadata, unwritten)
         return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, unwritten))
 
     def gather_tokens(
@@ -144,7 +139,7 @@ class GpuBackend:
         """With plain operations, computed at once: no kernel does this."""
         self.fallbacks += 1
         self.synchronize(pages)
-        keys, values = self._plain.gather_tokens(pages, metadata, indices)
+        keys, values = super().gather_tokens(pages, metadata, indices)
         mx.eval(keys, values)
         return keys, values
 
@@ -174,7 +169,7 @@ class GpuBackend:
                 pages.require_writable(metadata, 1)
         if slabs is None:
             self._fall_back(pages)
-            output = self._plain.attend(
+            output = super().attend(
                 pages, queries, metadata, attention, unwritten, position_queries
             )
             mx.eval(output)
@@ -189,29 +184,18 @@ class GpuBackend:
         if position_queries is not None:
             asked.append(position_queries.astype(own))
         runs = None
-        # Not a call in each layer that reads all.
-        if is_decode and position_queries is None and attention.read_tokens is not None:
-            runs = self._chosen_runs(pages, slabs, tables, asked[0], metadata, attention)
+        if (
+            is_decode
+            and position_queries is None
+            and attention.read_tokens is not None  # not a call in each layer that reads all
+            and chooses(attention, metadata, 1)
+        ):
+            runs = self._slots.choose(pages, slabs, tables, asked[0], attention)
         unwritten = self._in_dtype(pages, unwritten)
         output = self._attention(pages, slabs, tables, asked, attention, step, unwritten, runs)
         if step is not None and geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(1))
         return output if dtype == own else output.astype(dtype)
-
-    def _chosen_runs(
-        self,
-        pages: LayerMemory,
-        slabs: BoundSlabs,
-        tables: Tables,
-        queries: mx.array,
-        metadata: AttentionMetadata,
-        attention: Attention,
-    ) -> mx.array | None:
-        """What a step of one token reads; None if all. Heads that no kernel takes are gathered, and
-        read whole."""
-        if not chooses(attention, metadata, 1):
-            return None
-        return self._slots.choose(pages, slabs, tables, queries, attention)
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention
@@ -265,6 +249,49 @@ class GpuBackend:
             "call compact()"
         )
         self.synchronize(pages)
+
+
+class GpuRecorder:
+    """See `StepRecorder` for the operations.
+
+    The launches of a step and their order are the same whether they are recorded or not: a
+    placeholder runs the same code. It has arrays of `mx.compile` in the place of slabs, which
+    kernels write in place, and of the token that kernels wait for.
+    """
+
+    pays = True
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self.backend = backend
+
+    def key(self, pages: LayerMemory, tables: Tables) -> Hashable:
+        bound = bound_slabs(pages, tables.slabs)
+        return bound.kind, bound.count
+
+    def arrays(self, pages: LayerMemory, tables: Tables) -> list[mx.array]:
+        return [*bound_slabs(pages, tables.slabs).handles, self.backend.order.latest(pages)]
+
+    def set_arrays(
+        self, placeholder: LayerMemory, pages: LayerMemory, tables: Tables, arrays: list[mx.array]
+    ) -> None:
+        *handles, token = arrays
+        placeholder.slabs = pages.slabs
+        placeholder.memo[tables.slabs] = bound_slabs(pages, tables.slabs).with_handles(handles)
+        placeholder.kept = Chain(token, get_ident())
+
+    def changes(self, tables: Tables) -> int:
+        return 1
+
+    def changed(self, placeholder: LayerMemory, tables: Tables) -> list[mx.array]:
+        return [self.backend.order.latest(placeholder)]
+
+    def keep(
+        self, pages: LayerMemory, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
+        (token,) = changed
+        self.backend.order.follow(pages, token)
+        if pages.geometry.has_summaries:
+            self.backend.summarise(pages, filled)
 
 
 def _numbered(entries: Sequence[int], stride: int) -> tuple[tuple[int, ...], list[int]]:

@@ -65,8 +65,6 @@ OUTPUTS: dict[str, dict[str, str]] = {
 Maker = Callable[..., Any]
 """`mx.fast.metal_kernel` or `mx.fast.cuda_kernel`, or a stand-in of the tests."""
 
-Size = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class Output:
@@ -85,17 +83,6 @@ Launch = Callable[..., list[mx.array]]
 """Launches a kernel for the argument `inputs`, and returns its outputs. Lazy."""
 
 
-def launch_of(kernel: Any, groups: Size, threads: int, outputs: Sequence[Output]) -> Launch:
-    """A kernel with its grid and output shapes: everything but a layer's arrays."""
-    return partial(
-        kernel,
-        grid=(groups[0] * threads, groups[1], groups[2]),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[output.shape for output in outputs],
-        output_dtypes=[output.dtype for output in outputs],
-    )
-
-
 class GpuKernels:
     """The kernels in one dialect.
 
@@ -109,6 +96,26 @@ class GpuKernels:
         self._maker = maker
         self._made: dict[str, Any] = {}
 
+    def launch(
+        self,
+        operation: str,
+        dtype: mx.Dtype,
+        constants: Mapping[str, int],
+        flags: Collection[str],
+        groups: tuple[int, int, int],
+        threads: int,
+        outputs: Sequence[Output],
+    ) -> Launch:
+        """A variant of an operation with its grid, in threadgroups, and its outputs: everything but
+        a layer's arrays."""
+        return partial(
+            self.kernel(operation, dtype, constants, flags),
+            grid=(groups[0] * threads, groups[1], groups[2]),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[output.shape for output in outputs],
+            output_dtypes=[output.dtype for output in outputs],
+        )
+
     def kernel(
         self,
         operation: str,
@@ -120,26 +127,16 @@ class GpuKernels:
         number = str(dtype).rpartition(".")[2]
         parts = [operation, *sorted(flags), number, *map(str, constants.values())]
         name = "_".join(["paged_kv", *parts]).lower()
-        if name not in self._made:
-            self._made[name] = self._make(name, operation, number, constants, flags)
-        return self._made[name]
-
-    def _make(
-        self,
-        name: str,
-        operation: str,
-        dtype: str,
-        constants: Mapping[str, int],
-        flags: Collection[str],
-    ) -> Any:
+        if name in self._made:
+            return self._made[name]
         inputs = [each for each, flag in INPUTS[operation].items() if not flag or flag in flags]
         outputs = [each for each, flag in OUTPUTS[operation].items() if not flag or flag in flags]
         if operation not in WITHOUT_PAGES:
             inputs, outputs = [*inputs, *OF_PAGES], [*outputs, "done"]
-        text = kernel_text(self.dialect, operation, dtype, constants, flags)
+        text = kernel_text(self.dialect, operation, number, constants, flags)
         ours = own_words(self.dialect)
         header, body = shortened(text.header, text.body, ours, {*inputs, *outputs})
-        return self._maker(
+        self._made[name] = self._maker(
             name=name,
             input_names=inputs,
             output_names=outputs,
@@ -148,3 +145,4 @@ class GpuKernels:
             # True might make MLX copy a slab, and the kernel write the copy.
             ensure_row_contiguous=False,
         )
+        return self._made[name]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, parameters
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SCORE_SIMDGROUPS, SLOT_SIMDGROUPS, scored_rows
 from paged_kv.kernels.pages.attention import Attention
@@ -108,7 +108,6 @@ class SlotKernels:
     ) -> tuple[Launch, mx.array]:
         """The launch for `batch` rows of the tables with `tokens` tokens, or summaries, each."""
         geometry = kind.geometry
-        dims = kind.dims
         # A page that is written holds floats, whatever the others hold.
         flags = [] if operation in ("write", "summarise") else [*kind.flags]
         if operation == "copy" and geometry.has_summaries:
@@ -117,11 +116,14 @@ class SlotKernels:
             flags.append("HAS_NEW_TOKENS")
         outputs = [
             Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
-            for dim in dims.values()
+            for dim in kind.dims.values()
         ]
         sides = 1 if operation == "summarise" else 2
-        launch = launch_of(
-            self._kernels.kernel(operation, geometry.k_dtype, dims, flags),
+        launch = self._kernels.launch(
+            operation,
+            geometry.k_dtype,
+            kind.dims,
+            flags,
             (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
             LANES * SLOT_SIMDGROUPS,
             [*outputs, DONE] if operation == "gather" else [DONE],
@@ -143,10 +145,12 @@ class SlotKernels:
         geometry = kind.geometry
         group = heads // geometry.k_heads
         rows = scored_rows(group, geometry.k_dim)
-        constants = {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS}
         scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
-        launch = launch_of(
-            self._kernels.kernel("score", geometry.k_dtype, constants, []),
+        launch = self._kernels.launch(
+            "score",
+            geometry.k_dtype,
+            {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS},
+            [],
             (
                 -(-reach // (PAGE_SIZE * SCORE_SIMDGROUPS)),
                 geometry.k_heads * -(-group // rows),

@@ -1,10 +1,11 @@
-"""Defines the interface of backends: the operations on the pages of a layer.
+"""Defines the interface of backends: the operations on the pages of a layer, and how they take part
+in recorded steps.
 
 Only the backend decides how a write reaches a slab, and what later reads must wait for. So no
 other code touches page memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.tables import Tables
 
 
 class Backend(Protocol):
@@ -39,6 +41,11 @@ class Backend(Protocol):
     @property
     def writes_in_place(self) -> bool:
         """Whether a lazy read that is computed after a write shows the written contents."""
+        ...
+
+    @property
+    def recorder(self) -> "StepRecorder | None":
+        """None if MLX cannot record the operations, because they are none of its graph."""
         ...
 
     def supports(self, geometry: LayerGeometry) -> bool:
@@ -125,4 +132,57 @@ class Backend(Protocol):
         q_heads, S, k_dim], is the sum of latents, weighted by their softmax. All tokens are read,
         and there are neither sinks nor a softcap.
         """
+        ...
+
+
+class StepRecorder(Protocol):
+    """Lets `mx.compile` record what a backend does in a step of one token per sequence: see
+    paged_kv/steps/recorded.py.
+
+    A recording holds no number that changes from step to step. It takes these as arrays, for each
+    layer those of `arrays`, and returns the layer's `changed` ones.
+    """
+
+    @property
+    def pays(self) -> bool:
+        """Whether recorded steps are quicker as far as is known."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """The operations on the pages of `set_arrays`."""
+        ...
+
+    def key(self, pages: LayerMemory, tables: Tables) -> Hashable:
+        """All that operations on a layer depend on besides its arrays. Equal keys have arrays of
+        equal shapes and dtypes."""
+        ...
+
+    def arrays(self, pages: LayerMemory, tables: Tables) -> list[mx.array]:
+        """The arrays of a layer that a step reads, writes or waits for.
+
+        Raises:
+            ThreadConflict: another thread has yet to compute them.
+        """
+        ...
+
+    def set_arrays(
+        self, placeholder: LayerMemory, pages: LayerMemory, tables: Tables, arrays: list[mx.array]
+    ) -> None:
+        """Let pages without slabs be like a layer's, with other arrays in the place of its own."""
+        ...
+
+    def changes(self, tables: Tables) -> int:
+        """How many arrays `changed` returns."""
+        ...
+
+    def changed(self, placeholder: LayerMemory, tables: Tables) -> list[mx.array]:
+        """The arrays of a placeholder that its operations have replaced."""
+        ...
+
+    def keep(
+        self, pages: LayerMemory, tables: Tables, changed: list[mx.array], filled: list[int]
+    ) -> None:
+        """Let a layer have these arrays, after a recorded step that has filled the pages of these
+        table entries: summarise them, if pages have summaries. A recording does not know them."""
         ...

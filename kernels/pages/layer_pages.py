@@ -72,6 +72,10 @@ class LayerPages(LayerMemory):
         self._is_shared = False
         self.attentions: dict[tuple[Any, ...], Attention] = {}
 
+    def like(self, backend: Backend) -> "LayerPages":
+        """Pages of the same kind, without slabs."""
+        return LayerPages(self.geometry, backend, self.slab_stride, self.read_tokens)
+
     @property
     def padding_bytes(self) -> int:
         """Bytes of the slabs' memory beyond those of their pages."""

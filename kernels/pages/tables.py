@@ -58,8 +58,8 @@ class Tables:
         """What changes from step to step."""
         return [self.array] if self.groups is None else [self.array, self.groups.array]
 
-    def standing_for(self, arrays: Iterator[mx.array]) -> "Tables":
-        """The same, of other arrays."""
+    def with_arrays(self, arrays: Iterator[mx.array]) -> "Tables":
+        """The same with other arrays."""
         array = next(arrays)
         if self.groups is None:
             return replace(self, array=array)

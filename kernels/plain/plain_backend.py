@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import Backend, StepRecorder
 from paged_kv.kernels.pages.choice import chooses, chosen_runs, chosen_tokens, run_scores
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
-from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
@@ -47,8 +47,16 @@ class PlainBackend:
 
     name = "plain"
     fallbacks = 0
-    slab_padding = kept_bytes = 0
+    slab_padding = 0
     writes_in_place = False
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        return PlainRecorder()
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return True
@@ -186,29 +194,31 @@ class PlainRecorder:
 
     pays = False
 
-    def key(self, pages: LayerPages, tables: Tables) -> Hashable:
+    @property
+    def backend(self) -> Backend:
+        return _RecordedOperations()
+
+    def key(self, pages: LayerMemory, tables: Tables) -> Hashable:
         slabs = [pages.slabs[number] for number in tables.slabs]
         return tuple((slab.memory.shape, slab.layout) for slab in slabs)
 
-    def arrays(self, pages: LayerPages, tables: Tables) -> list[mx.array]:
+    def arrays(self, pages: LayerMemory, tables: Tables) -> list[mx.array]:
         return [pages.slabs[number].memory for number in tables.slabs]
 
-    def stand_in(self, pages: LayerPages, tables: Tables, arrays: list[mx.array]) -> LayerPages:
-        stand_in = LayerPages(
-            pages.geometry, _RecordedOperations(), pages.slab_stride, pages.read_tokens
-        )
+    def set_arrays(
+        self, placeholder: LayerMemory, pages: LayerMemory, tables: Tables, arrays: list[mx.array]
+    ) -> None:
         for number, memory in zip(tables.slabs, arrays, strict=True):
-            stand_in.slabs[number] = Slab(memory, pages.slabs[number].layout)
-        return stand_in
+            placeholder.slabs[number] = Slab(memory, pages.slabs[number].layout)
 
     def changes(self, tables: Tables) -> int:
         return len(tables.slabs)
 
-    def changed(self, stand_in: LayerPages, tables: Tables) -> list[mx.array]:
-        return self.arrays(stand_in, tables)
+    def changed(self, placeholder: LayerMemory, tables: Tables) -> list[mx.array]:
+        return self.arrays(placeholder, tables)
 
     def keep(
-        self, pages: LayerPages, tables: Tables, changed: list[mx.array], filled: list[int]
+        self, pages: LayerMemory, tables: Tables, changed: list[mx.array], filled: list[int]
     ) -> None:
         """Computes them, as every write of plain operations does."""
         for number, memory in zip(tables.slabs, changed, strict=True):

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.backends import recorder_of
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, filled_key
+from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.choice import exceeds, exceeds_key
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.stand_in import stand_in
-from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
@@ -56,7 +55,7 @@ def recordable_layers(pool: PagePool) -> list[RecordableLayer]:
     layers = []
     for group in pool.groups:
         for number, pages in group.pages.items():
-            recorder = recorder_of(pages.backend)
+            recorder = pages.backend.recorder
             if recorder is None:
                 raise NotRecordable(f"MLX cannot record the {pages.backend.name} backend")
             if group.offloading is not None:
@@ -187,7 +186,7 @@ class RecordedStep:
                 recordable,
                 group,
                 _in_window(self._rows, group.window),
-                tables.standing_for(given),
+                tables.with_arrays(given),
             )
             for group, tables in recordable.tables.items()
         }
@@ -195,7 +194,8 @@ class RecordedStep:
         for layer in recordable.layers:
             tables = recordable.tables[layer.group]
             own = [next(given) for _ in layer.recorder.arrays(layer.pages, tables)]
-            pages = layer.recorder.stand_in(layer.pages, tables, own)
+            pages = layer.pages.like(layer.recorder.backend)
+            layer.recorder.set_arrays(pages, layer.pages, tables, own)
             self._layers[layer.number] = layer._replace(pages=pages)
 
     @property

@@ -54,7 +54,9 @@ def _with_own_pages(formats: list[FormatName], geometry: LayerGeometry, count: i
 
 def _recorded(pages: LayerPages, metadata: AttentionMetadata) -> tuple[PlainRecorder, Tables, Any]:
     recorder, tables = PlainRecorder(), tables_of(metadata, STRIDE)
-    return recorder, tables, recorder.stand_in(pages, tables, recorder.arrays(pages, tables))
+    placeholder = pages.like(recorder.backend)
+    recorder.set_arrays(placeholder, pages, tables, recorder.arrays(pages, tables))
+    return recorder, tables, placeholder
 
 
 def assert_step_is_the_same(
@@ -71,11 +73,11 @@ def assert_step_is_the_same(
     queries = normal((4, 4, 1, 32), mx.float32, 7)
     one.write(*step, metadata)
     expected = one.attend(queries, metadata, attention)
-    recorder, tables, stand_in = _recorded(other, metadata)
-    stand_in.write_later(*step, metadata)
-    got: mx.array = stand_in.attend(queries, metadata, attention)
+    recorder, tables, placeholder = _recorded(other, metadata)
+    placeholder.write_later(*step, metadata)
+    got: mx.array = placeholder.attend(queries, metadata, attention)
     assert mx.allclose(got, expected, atol=1e-5)
-    changed = recorder.changed(stand_in, tables)
+    changed = recorder.changed(placeholder, tables)
     assert len(changed) == recorder.changes(tables)
     filled = metadata.filled_entries(1) if geometry.has_summaries else []
     recorder.keep(other, tables, changed, filled)
@@ -102,5 +104,5 @@ def test_tokens_that_a_window_has_passed() -> None:
     metadata = AttentionMetadata(((8, 0), (9, 1)), (300, 310), (0, 0), (100, 0))
     queries, attention = normal((2, 4, 1, 32), mx.float32, 7), Attention(0.2, window=200)
     expected = pages.attend(queries, metadata, attention)
-    _, _, stand_in = _recorded(pages, metadata)
-    assert mx.allclose(stand_in.attend(queries, metadata, attention), expected, atol=1e-5)
+    _, _, placeholder = _recorded(pages, metadata)
+    assert mx.allclose(placeholder.attend(queries, metadata, attention), expected, atol=1e-5)
