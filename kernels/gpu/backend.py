@@ -241,7 +241,8 @@ class GpuBackend(PlainBackend):
         return keys.astype(pages.geometry.k_dtype), values.astype(pages.geometry.k_dtype)
 
     def _fall_back(self, pages: LayerMemory) -> None:
-        """Count and log a fallback, and wait for the kernels before plain operations follow."""
+        """Count and log a fallback, and wait for the kernels before plain operations follow, which
+        replace the slabs that they write: no handle of those stays."""
         self.fallbacks += 1
         warn_once(
             f"a batch has pages in more than {MAX_SLABS} slabs, because max_bytes leaves no room "
@@ -249,6 +250,7 @@ class GpuBackend(PlainBackend):
             "call compact()"
         )
         self.synchronize(pages)
+        pages.memo.clear()
 
 
 class GpuRecorder:
