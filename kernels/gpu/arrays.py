@@ -20,22 +20,9 @@ from paged_kv.kernels.pages.page_format import PageLayout
 
 # Places in `params`.
 PARAMETERS = (
-    "slab_stride",
-    "table_stride",
-    "kv_heads",
-    "steps",
-    "gqa_group_size",
-    "scale",
-    "window",
-    "causal",
-    "splits",
-    "split_tiles",
-    "first_basis",
-    "bases",
-    "new_tokens",
-    "tokens",
-    "q_heads",
-    "softcap",
+    *("slab_stride", "table_stride", "kv_heads", "steps", "gqa_group_size", "scale", "window"),
+    *("causal", "splits", "split_tiles", "first_basis", "bases", "new_tokens", "tokens"),
+    *("q_heads", "softcap"),
 )
 PLACES = 16
 LOG2_E = math.log2(math.e)
@@ -128,18 +115,7 @@ class PageKind:
         return {"K_DIM": self.geometry.k_dim, "V_DIM": self.geometry.v_dim}
 
 
-@cache
-def page_kind(
-    geometry: LayerGeometry,
-    slab_stride: int,
-    encodings: frozenset[Encoding],
-    bases: frozenset[bool],
-) -> PageKind:
-    """The kind of pages with these encodings, and values rotated or not as in `bases`."""
-    flags = {f"HAS_{each.gpu_name}" for each in encodings}
-    if any(each.group for each in encodings):
-        flags.add("HAS_CODES")
-    return PageKind(geometry, slab_stride, tuple(sorted(flags)), tuple(sorted(map(int, bases))))
+page_kind = cache(PageKind)
 
 
 @dataclass(frozen=True)
@@ -187,12 +163,11 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
     layouts = [layout for _, layout in slabs]
     spare = MAX_SLABS - len(slabs)
     fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
-    kind = page_kind(
-        layouts[0].geometry,
-        slab_stride,
-        frozenset(each for layout in layouts for each in _encodings(layout)),
-        frozenset(_encodings(layout)[1].group > 0 for layout in layouts),
-    )
+    pairs = {_encodings(layout) for layout in layouts}
+    flags = {f"HAS_{each.gpu_name}" for pair in pairs for each in pair}
+    flags |= {"HAS_CODES" for pair in pairs for each in pair if each.group}
+    bases = {int(values.group > 0) for _, values in pairs}
+    kind = page_kind(layouts[0].geometry, slab_stride, tuple(sorted(flags)), tuple(sorted(bases)))
     array = mx.array(np.array(fields, np.int32))
     count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
     return BoundSlabs((*handles, *handles[:1] * spare, array), kind, count)

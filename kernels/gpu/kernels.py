@@ -17,49 +17,32 @@ from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 
 OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "params", "before")
 
-# The inputs and outputs of each operation, with the flag of the variants that have them; "" means
-# all variants. An operation on pages has the output `done` too.
-INPUTS: dict[str, dict[str, str]] = {
-    "write": {"keys": "", "values": ""},
-    "decode": {
-        "queries": "",
-        "keys": "STEP",
-        "values": "STEP",
-        "runs": "CHOSEN",
-        "sinks": "SINKS",
-    },
-    "latent": {"queries": "", "position_queries": "", "groups": "IN_GROUPS"},
-    "merge": {
-        "partials": "",
-        "measures": "",
-        "prefix_partials": "AFTER_PREFIX",
-        "prefix_measures": "AFTER_PREFIX",
-        "tables": "AFTER_PREFIX",
-        "sinks": "SINKS",
-        "params": "",
-    },
-    "prefill": {
-        "queries": "",
-        "new_keys": "HAS_NEW_TOKENS",
-        "new_values": "HAS_NEW_TOKENS",
-        "sinks": "SINKS",
-        "groups": "IN_GROUPS",
-    },
-    "copy": {},
-    "summarise": {},
-    "score": {"queries": ""},
-    "gather": {"new_keys": "HAS_NEW_TOKENS", "new_values": "HAS_NEW_TOKENS"},
+# The inputs and outputs of each operation, followed by the flag of the variants that have them if
+# not all do. An operation on pages has the output `done` too.
+NEW_TOKENS = ["new_keys HAS_NEW_TOKENS", "new_values HAS_NEW_TOKENS"]
+PREFIX = ["prefix_partials AFTER_PREFIX", "prefix_measures AFTER_PREFIX", "tables AFTER_PREFIX"]
+WHOLE_OR_PARTS = ["output WHOLE", "partials PARTIAL", "measures PARTIAL"]
+INPUTS = {
+    "write": ["keys", "values"],
+    "decode": ["queries", "keys STEP", "values STEP", "runs CHOSEN", "sinks SINKS"],
+    "latent": ["queries", "position_queries", "groups IN_GROUPS"],
+    "merge": ["partials", "measures", *PREFIX, "sinks SINKS", "params"],
+    "prefill": ["queries", *NEW_TOKENS, "sinks SINKS", "groups IN_GROUPS"],
+    "copy": [],
+    "summarise": [],
+    "score": ["queries"],
+    "gather": NEW_TOKENS,
 }
-OUTPUTS: dict[str, dict[str, str]] = {
-    "write": {},
-    "decode": {"output": "WHOLE", "partials": "PARTIAL", "measures": "PARTIAL"},
-    "latent": {"partials": "", "measures": ""},
-    "merge": {"output": ""},
-    "prefill": {"output": "WHOLE", "partials": "PARTIAL", "measures": "PARTIAL"},
-    "copy": {},
-    "summarise": {},
-    "score": {"scores": ""},
-    "gather": {"keys": "", "values": ""},
+OUTPUTS = {
+    "write": [],
+    "decode": WHOLE_OR_PARTS,
+    "latent": ["partials", "measures"],
+    "merge": ["output"],
+    "prefill": WHOLE_OR_PARTS,
+    "copy": [],
+    "summarise": [],
+    "score": ["scores"],
+    "gather": ["keys", "values"],
 }
 
 Maker = Callable[..., Any]
@@ -129,8 +112,7 @@ class GpuKernels:
         name = "_".join(["paged_kv", *parts]).lower()
         if name in self._made:
             return self._made[name]
-        inputs = [each for each, flag in INPUTS[operation].items() if not flag or flag in flags]
-        outputs = [each for each, flag in OUTPUTS[operation].items() if not flag or flag in flags]
+        inputs, outputs = _present(INPUTS[operation], flags), _present(OUTPUTS[operation], flags)
         if operation not in WITHOUT_PAGES:
             inputs, outputs = [*inputs, *OF_PAGES], [*outputs, "done"]
         text = kernel_text(self.dialect, operation, number, constants, flags)
@@ -146,3 +128,9 @@ class GpuKernels:
             ensure_row_contiguous=False,
         )
         return self._made[name]
+
+
+def _present(arrays: list[str], flags: Collection[str]) -> list[str]:
+    """The names of the arrays that a variant with these flags has."""
+    parts = [each.partition(" ") for each in arrays]
+    return [name for name, _, flag in parts if not flag or flag in flags]

@@ -186,18 +186,8 @@ def _namespace(items: list[str]) -> str:
 
 
 # Frequent words of C++ in headers.
-FREQUENT = (
-    "uint",
-    "float",
-    "const",
-    "return",
-    "for",
-    "template",
-    "ushort",
-    "ulong",
-    "bool",
-    "void",
-)
+_FREQUENT = "uint float const return for template ushort ulong bool void"
+FREQUENT = tuple(_FREQUENT.split())
 # Other words of C++, words of both dialects, and members of vectors.
 _CPP = """
 asm and auto break constexpr continue device constant do double else enum false half bfloat if
