@@ -43,8 +43,7 @@ from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory
 from paged_kv.kernels.pages.choice import chosen_runs, run_scores
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, summaries_of
 
 BEFORE, MEASURED, STEP, QUERIES, BLOCK = 7168, 256, 256, 32, 64
 SHARES = (2, 4, 8)

@@ -31,11 +31,9 @@ import numpy as np
 from benches.results_file import write_result
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5

@@ -30,11 +30,9 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, page_format_named
 
 DIM, POSITIONS, HEADS, SCALE = 512, 64, 128, 192**-0.5
 STEP_HEADS, STEP_TOKENS = 8, 512

@@ -24,13 +24,15 @@ from benches.results_file import write_result
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.block_tables import BlockTables, Table
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import (
+    Attention,
+    AttentionMetadata,
+    BlockTables,
+    Table,
+)
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 STRIDE = 1 << 16

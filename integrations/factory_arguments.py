@@ -11,7 +11,7 @@ from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.states.counted_states import HeldTokens, held_by
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
 from paged_kv.steps.sequence import Sequence

@@ -24,8 +24,8 @@ from mlx.utils import tree_flatten
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.operation_hooks import prepared
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.stand_in import new_stand_in
+from paged_kv.kernels.pages.page_format import LayerGeometry
+from paged_kv.kernels.pages.placeholder import new_placeholder
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 
@@ -115,7 +115,7 @@ class _Arrays:
     def _number(self, writes: _Writes, like: mx.array) -> mx.array:
         key = writes, like.dtype
         if key not in self._numbers:
-            self._numbers[key] = new_stand_in(like.dtype)
+            self._numbers[key] = new_placeholder(like.dtype)
         return self._numbers[key]
 
 

@@ -32,8 +32,7 @@ from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_f
 from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
-from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.options import AUTO
 from paged_kv.pool.page_pool import PagePool

@@ -14,15 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.backends import backend_for
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
-from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
+from paged_kv.kernels.pages.page_format import (
+    FP16,
+    PAGE_SIZE,
+    RUN_TOKENS,
+    LayerGeometry,
+    page_format_named,
+    summaries_of,
+)
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 KV_HEADS, HEADS, DIM, WINDOW = 2, 8, 128, 200

@@ -28,11 +28,9 @@ from paged_kv.integrations.compiled.recording import (
 )
 from paged_kv.integrations.heads.model_head import ModelHead
 from paged_kv.integrations.heads.noted_outputs import note_outputs
-from paged_kv.kernels.backends import variant
+from paged_kv.kernels.backends import device_name, variant, verdict_on
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.kernels.pages.warn_once import warn_once
-from paged_kv.kernels.verdicts import device_name, verdict_on
+from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.recorded import (
     NotRecordable,

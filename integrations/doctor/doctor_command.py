@@ -55,7 +55,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     # Imported here: all of it needs mlx, and --help does not.
     from paged_kv.integrations.doctor.examination import examine
     from paged_kv.integrations.doctor.report import progress, write_report
-    from paged_kv.kernels.verdicts import forget_verdicts
+    from paged_kv.kernels.backends import forget_verdicts
 
     if arguments.reset:
         forget_verdicts()

@@ -15,11 +15,17 @@ import mlx.core as mx
 
 from paged_kv.blas_in_use import library_in_use, openblas_version
 from paged_kv.integrations.doctor import compiled_steps
-from paged_kv.kernels.backends import choose_backend, device_backend, variant
+from paged_kv.kernels.backends import (
+    Verdict,
+    choose_backend,
+    device_backend,
+    device_name,
+    record_verdict,
+    variant,
+)
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.self_test import Check, checks
-from paged_kv.kernels.verdicts import Verdict, device_name, record_verdict
 from paged_kv.openblas import how_to_get_openblas
 
 

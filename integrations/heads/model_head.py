@@ -36,8 +36,7 @@ from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.noted_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.model_hooks import Undo, call_all
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.progress import NO_PADDING, Padding
 from paged_kv.steps.sequence import Sequence

@@ -27,7 +27,7 @@ from paged_kv.integrations.cache_library import language_model, model_file
 from paged_kv.integrations.mlx_vlm.left_padded_cache import REFUSAL, padded_batch
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.rebinding import Hooks
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_vlm_cache.make_prompt_cache
 _stock_make_batch: Callable[..., list[Any]] = ar._make_cache

@@ -13,7 +13,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.backend import LayerMemory
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.trace.requests import TracedLayers
 

@@ -21,14 +21,11 @@ from paged_kv.kernels.cpu.native_library import (
     PagesStruct,
     Tensor,
 )
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.memory import require_memory
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.pages.memory import require_memory, untouched
 from paged_kv.kernels.pages.number_format import FLOATS, WORD
-from paged_kv.kernels.pages.page_format import PageLayout
-from paged_kv.kernels.pages.untouched_memory import untouched
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = range(8, 577, 8)

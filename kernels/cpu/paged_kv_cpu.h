@@ -34,7 +34,7 @@ enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV
 // What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
 // if the format has any, then their centres, float16 [kv_heads, k_dim], which keys of 4 bits are held
 // relative to; and values, which have no centres. Behind them there may be summaries of the keys, float16
-// [kv_heads, 8, 2 * k_dim]: kernels/pages/summaries.py says what they are.
+// [kv_heads, 8, 2 * k_dim]: kernels/pages/page_format.py says what they are.
 typedef struct {
   int64_t page_bytes;
   int64_t key_scales, key_centres, values, value_scales;  // where they begin, in bytes; no centres: 0

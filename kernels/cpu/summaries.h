@@ -1,4 +1,4 @@
-// Summaries of a page's keys, and what they say about the weight of its tokens: kernels/pages/summaries.py.
+// Summaries of a page's keys, and what they say about the weight of its tokens: kernels/pages/page_format.py.
 #pragma once
 
 #include "attend_few.h"

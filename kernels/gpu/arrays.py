@@ -12,11 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
+from paged_kv.kernels.pages.attention_metadata import Attention
+from paged_kv.kernels.pages.backend import MAX_SLABS, LayerMemory
 from paged_kv.kernels.pages.number_format import Encoding
-from paged_kv.kernels.pages.page_format import PageLayout
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
 
 # Places in `params`.
 PARAMETERS = (

@@ -2,7 +2,7 @@
 
 One launch reads the pages of each sequence. Another merges its results where it has several for a
 query. One more, before these, reads the pages that sequences share, once for each group of
-sequences (kernels/pages/prefix_groups.py), from which come the query rows of its threadgroups. A
+sequences (kernels/pages/tables.py), from which come the query rows of its threadgroups. A
 step that reads chosen tokens is planned as one of so short a context. All inputs but a layer's own
 arrays are the same in all layers of a kind, and are made once per step.
 """
@@ -35,11 +35,9 @@ from paged_kv.kernels.gpu.tuning import (
     matrix_rows,
     prefill_threads,
 )
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import Unwritten
-from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES
-from paged_kv.kernels.pages.tables import Tables
+from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
+from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.pages.tables import SEQUENCES, Tables
 
 Groups = tuple[int, int]
 """How many groups read shared pages, and how many places their results have."""

@@ -14,14 +14,12 @@ from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
 from paged_kv.kernels.gpu.order import Chain, Order
 from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import StepRecorder
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, LayerMemory, StepRecorder
 from paged_kv.kernels.pages.choice import chooses
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
+from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
-from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.attention import Read, attend_by_row
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 

@@ -76,7 +76,7 @@ CONSTANT uint LAYOUT_FIELDS = 7;
 
 // Fields of a row of the tables: tokens, right padding, valid (sink) tokens at the beginning, and the
 // first valid token after those. Then of pages that sequences share: the tokens that groups of
-// sequences read (kernels/pages/prefix_groups.py), and the first and the number of the places of
+// sequences read (kernels/pages/tables.py), and the first and the number of the places of
 // what they found for this sequence. The table entries follow.
 CONSTANT uint ROW_FIELDS = 7;
 enum RowField { ROW_LENGTH, ROW_PADDING, ROW_HEAD, ROW_FIRST, PREFIX_TOKENS, FIRST_PLACE, PLACES };

@@ -12,13 +12,11 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SCORE_SIMDGROUPS, SLOT_SIMDGROUPS, scored_rows
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import Unwritten
+from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
+from paged_kv.kernels.pages.backend import LayerMemory
 from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chosen_runs
-from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.summaries import RUN_TOKENS
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
 
 assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup

@@ -1,4 +1,4 @@
-// Summaries of the keys of full pages, and their scores: kernels/pages/summaries.py and choice.py for kernels.
+// Summaries of the keys of full pages, and their scores: kernels/pages/page_format.py and choice.py for kernels.
 
 CONSTANT uint RUN_TOKENS = 32;  // with one summary, and chosen together
 CONSTANT uint RUNS_OF_PAGE = PAGE_SIZE / RUN_TOKENS;

@@ -12,10 +12,8 @@ from math import log
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.summaries import RUN_TOKENS
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS
 
 RUNS_OF_PAGE = PAGE_SIZE // RUN_TOKENS
 # That many runs are always read before the last one. The page that is being written is, too: it has

@@ -1,4 +1,15 @@
-"""Defines the exceptions of page memory."""
+"""Defines the exceptions of page memory, and logs each warning once."""
+
+import logging
+from functools import cache
+
+logger = logging.getLogger("paged_kv")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning unless this process has logged it before."""
+    logger.warning(message)
 
 
 class ThreadConflict(RuntimeError):

@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import Backend, LayerMemory, Slab
 from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.lazy_reads import LazyReads, require_computed
-from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageFormat, PageLayout
 
 # MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.
 MAX_SLAB_BYTES = 1 << 31

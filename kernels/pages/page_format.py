@@ -1,4 +1,4 @@
-"""Page formats: the layout of a page in bytes.
+"""Page formats: the layout of a page in bytes, for the shape of a layer's keys and values.
 
 A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
 [heads, 256, slot_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
@@ -17,11 +17,89 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import KEY_FORMATS, VALUE_FORMATS, WORD, NumberFormat
-from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
+from paged_kv.kernels.pages.number_format import (
+    KEY_FORMATS,
+    MOST,
+    VALUE_FORMATS,
+    WORD,
+    NumberFormat,
+)
 
 PAGE_SIZE = 256
+
+# A run: an eighth of a page, whose keys are summarised, and which is read or left out as a whole.
+# With 16, summaries take twice the memory and reading, and lose nearly as much; with 64 they lose
+# more.
+RUN_TOKENS = 32
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """Heads, head sizes and dtypes of a layer's keys and of its values, which may differ.
+
+    Attributes:
+        has_summaries: whether pages hold summaries of their keys too.
+    """
+
+    k_heads: int
+    k_dim: int
+    k_dtype: mx.Dtype
+    v_heads: int
+    v_dim: int
+    v_dtype: mx.Dtype
+    has_summaries: bool = False
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> "LayerGeometry":
+        """The geometry of keys and values [batch, heads, tokens, dim].
+
+        Raises:
+            ValueError: they do not have four dimensions, or differ in batch or tokens.
+        """
+        if keys.ndim != 4 or values.ndim != 4:
+            raise ValueError(
+                "keys and values must be [batch, heads, tokens, dim], "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            raise ValueError(
+                "keys and values must have the same batch and tokens, "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        return cls(
+            k_heads=keys.shape[1],
+            k_dim=keys.shape[3],
+            k_dtype=keys.dtype,
+            v_heads=values.shape[1],
+            v_dim=values.shape[3],
+            v_dtype=values.dtype,
+        )
+
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether keys and values have the same shape and dtype."""
+        keys = self.k_heads, self.k_dim, self.k_dtype
+        return keys == (self.v_heads, self.v_dim, self.v_dtype)
+
+    def fits(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether keys and values [batch, heads, tokens, dim] have this geometry."""
+        return (
+            keys.ndim == values.ndim == 4
+            and keys.shape[::2] == values.shape[::2]
+            and (self.k_heads, self.k_dim) == keys.shape[1::2]
+            and (self.v_heads, self.v_dim) == values.shape[1::2]
+            and (self.k_dtype, self.v_dtype) == (keys.dtype, values.dtype)
+        )
+
+    def __str__(self) -> str:
+        keys = f"({self.k_heads}, {self.k_dim}) {_name(self.k_dtype)}"
+        values = f"({self.v_heads}, {self.v_dim}) {_name(self.v_dtype)}"
+        both = keys if keys == values else f"keys {keys} and values {values}"
+        return f"{both} with summaries" if self.has_summaries else both
 
 
 @dataclass(frozen=True)
@@ -231,3 +309,18 @@ class PageLayout:
             kept = words[self.summaries_at :]
             encoded.append(kept if kept.size else summaries_of(self.numbers(page)[0]).view(WORD))
         return other.page(encoded)
+
+
+def summaries_of(keys: mx.array) -> mx.array:
+    """Summaries, float16 [..., tokens / 32, 2 * dim], of keys [..., tokens, dim]: first the means,
+    then the variances.
+
+    With them, a step can tell which tokens matter without reading them. If the keys of a run are
+    normally distributed around their mean m, with variances v, the mean of exp(q k) over them is
+    exp(q m + q^2 v / 2): the weight that a query q gives to the run. A key that varies by more than
+    float16 holds matters to every query.
+    """
+    groups = mx.unflatten(keys.astype(mx.float32), -2, (-1, RUN_TOKENS))
+    means = groups.mean(axis=-2)
+    variances = mx.square(groups - means[..., None, :]).mean(axis=-2)
+    return mx.clip(mx.concatenate([means, variances], axis=-1), -MOST, MOST).astype(mx.float16)

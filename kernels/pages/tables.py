@@ -3,20 +3,26 @@ to recorded steps.
 
 An entry of a table is slab * slab_stride + page, as everywhere, but numbers only the slabs that
 occur.
+
+Pages that sequences share are divided into groups, which a GPU kernel reads once each. Sequences
+with equal first pages form a tree (`SharedPages`). A group is a piece of one of its branches: some
+pages, and up to 16 sequences whose tables all have them at that place. What attention to a group's
+pages gives for one of its sequences has a place among partial results, and the places of a sequence
+follow each other. The sequence's own pages begin where its groups end.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, SharedPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.prefix_groups import PrefixGroups, prefix_groups
 
 ROW_FIELDS = 7
 # The width of tables is a multiple of this, so that few different widths occur.
@@ -24,6 +30,46 @@ TABLE_WIDTH = 16
 # The reach of tables is a multiple of this, and of an eighth of itself: so few different reaches
 # occur, and all that is planned for one lasts for many steps.
 LEAST_REACH = 1024
+
+# Sequences of a group. With 4 query heads to a KV head they are the 64 query rows of a threadgroup.
+SEQUENCES = 16
+GROUP_FIELDS = 2 + 2 * SEQUENCES
+
+# Pages of a group, for each of which every KV head has a threadgroup. Of 16 sequences with 4 query
+# heads of 128 the results are 64 * 130 * 4 bytes, 6 % of the 512 KiB of keys and values that 4
+# pages have in 16 bits. Of latents with 16 heads they are 0.5 MB, 3 % of 15 reads of 4 pages.
+GROUP_PAGES = 4
+
+# Reading in groups takes one launch more, and a second for contexts of one part: about 10
+# microseconds. A page of 8 KV heads of 128 is 1 MiB, 2.6 microseconds on an M3 Max. So groups must
+# save at least so many reads of pages. A page of latents of 512 with their position keys is 288
+# KiB: 16 reads are 12 microseconds, which about pay for the launches.
+LEAST_SAVED = 16
+
+
+class PrefixGroups(NamedTuple):
+    """The groups of a batch.
+
+    Attributes:
+        array: int32 [G, 2 + 2 * 16]: of each group the first of its pages and the page after the
+            last, as places in the tables; then its sequences; then the places of their results. -1
+            where there is none. A group without sequences has places that nobody reads.
+        places: how many places there are. Both numbers are powers of two, so that few different
+            ones occur.
+        fields: int32 [B, 3]: of each sequence the tokens that groups read, and the first and the
+            number of its places.
+        saved: how many reads of pages the groups save.
+    """
+
+    array: mx.array
+    places: int
+    fields: npt.NDArray[np.int32]
+    saved: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of groups and of places."""
+        return self.array.shape[0], self.places
 
 
 @dataclass(frozen=True)
@@ -108,3 +154,73 @@ def _table_entries(
         bound = [entry + first[entry // slab_stride] for entry in table]
         row[ROW_FIELDS : ROW_FIELDS + len(table)] = bound
     return array, tuple(slabs)
+
+
+Branch = tuple[Sequence[int], int, int]
+
+
+def prefix_groups(shared: SharedPages | None) -> PrefixGroups | None:
+    """The groups of a batch; None if reading in groups does not pay."""
+    if shared is None:
+        return None
+    groups = _groups_of(shared.order.tobytes(), shared.shared.tobytes(), GROUP_PAGES)
+    return groups if groups.saved >= LEAST_SAVED else None
+
+
+# A tree lasts for many steps: only their own pages are added to tables.
+@lru_cache(maxsize=64)
+def _groups_of(order_bytes: bytes, shared_bytes: bytes, most_pages: int) -> PrefixGroups:
+    order: list[int] = np.frombuffer(order_bytes, np.int32).tolist()
+    shared: list[int] = np.frombuffer(shared_bytes, np.int32).tolist()
+    branches = [
+        (rows[at : at + SEQUENCES], first, end)
+        for rows, first, end in _branches(order, shared)
+        for at in range(0, len(rows), SEQUENCES)
+    ]
+    groups = [
+        (rows, at, min(at + most_pages, end))
+        for rows, first, end in branches
+        for at in range(first, end, most_pages)
+    ]
+    fields = np.zeros((len(order), 3), np.int32)
+    for rows, _, end in groups:
+        fields[rows, 2] += 1
+        fields[rows, 0] = np.maximum(fields[rows, 0], end * PAGE_SIZE)
+    fields[1:, 1] = np.cumsum(fields[:-1, 2])
+    used = int(fields[:, 2].sum())
+    places = _power_of_two(used)
+    unread = range(used, places, SEQUENCES)
+    array = np.full((_power_of_two(len(groups) + len(unread)), GROUP_FIELDS), -1, np.int32)
+    array[:, :2] = 0
+    following = fields[:, 1].copy()
+    for group, (rows, first, end) in zip(array, groups, strict=False):
+        group[:2] = first, end
+        group[2 : 2 + len(rows)] = rows
+        group[2 + SEQUENCES : 2 + SEQUENCES + len(rows)] = following[rows]
+        following[rows] += 1
+    for group, at in zip(array[len(groups) :], unread, strict=False):
+        count = min(SEQUENCES, places - at)
+        group[2 + SEQUENCES : 2 + SEQUENCES + count] = range(at, at + count)
+    saved = sum((len(rows) - 1) * (end - first) for rows, first, end in branches)
+    return PrefixGroups(mx.array(array), places, fields, saved)
+
+
+def _branches(order: list[int], shared: list[int]) -> Iterator[Branch]:
+    """The branches of the tree: sequences, and the pages [first, end) that all of them share and
+    none shares with others besides; those nearer to the root first."""
+    open_branches = [(0, len(order), 0)]
+    while open_branches:
+        first, end, pages = open_branches.pop()
+        common = min(shared[first + 1 : end])
+        if common > pages:
+            yield order[first:end], pages, common
+        forks = [at for at in range(first + 1, end) if shared[at] == common]
+        open_branches += [
+            (begin, stop, common)
+            for begin, stop in pairwise([first, *forks, end])
+            if stop - begin > 1
+        ]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

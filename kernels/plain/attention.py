@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 
 Read = Callable[[int], tuple[mx.array, mx.array]]
 

@@ -16,17 +16,19 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import Backend, StepRecorder
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.backend import Backend, LayerMemory, Slab, StepRecorder
 from paged_kv.kernels.pages.choice import chooses, chosen_runs, chosen_tokens, run_scores
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.memory import untouched
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.pages.summaries import RUN_TOKENS, summaries_of
+from paged_kv.kernels.pages.page_format import (
+    FP16,
+    PAGE_SIZE,
+    RUN_TOKENS,
+    LayerGeometry,
+    summaries_of,
+)
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
-from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.attention import attend_by_row, latent_attention, softcapped
 from paged_kv.kernels.plain.gather import (
     ReadSlab,

@@ -19,9 +19,9 @@ from paged_kv.cache.other_caches import taken_in
 from paged_kv.cache.row_numbers import integers, trim_counts
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.batch import Batch

@@ -24,10 +24,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import (
     FP16,
     PAGE_SIZE,
+    LayerGeometry,
     PageFormat,
     PageLayout,
     page_format_named,

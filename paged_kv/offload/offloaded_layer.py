@@ -1,6 +1,6 @@
 """The pages of one layer, of which some are not in memory.
 
-A page that is out of memory keeps a summary of its keys there (`kernels/pages/summaries.py`), and
+A page that is out of memory keeps a summary of its keys there (`kernels/pages/page_format.py`), and
 its contents in a `PageFile`. To the allocator that is one more page format, to which a
 `RequantisationPolicy` takes the pages of all layers together.
 
@@ -26,14 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import chooses, run_scores
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, PageLayout
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, PageFormat, PageLayout
 from paged_kv.kernels.plain.attention import by_row
 from paged_kv.kernels.plain.gather import stacked
 from paged_kv.offload.page_file import PageFile, Place, Words

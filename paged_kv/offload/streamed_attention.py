@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import Attention
 
 # Scores of a piece that are computed at a time, in float32.
 SCORE_BYTES = 64 << 20

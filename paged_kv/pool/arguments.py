@@ -11,9 +11,14 @@ import mlx.core as mx
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
 from paged_kv.checks import described
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.memory import recommended_bytes
-from paged_kv.kernels.pages.page_format import FP16, FormatName, PageFormat, page_format_named
+from paged_kv.kernels.pages.page_format import (
+    FP16,
+    FormatName,
+    LayerGeometry,
+    PageFormat,
+    page_format_named,
+)
 from paged_kv.pool.window import Window
 from paged_kv.sizes import counted, size_in_bytes
 

@@ -23,10 +23,9 @@ from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
 from paged_kv.listeners import new_pool_listeners
 from paged_kv.offload.offloaded_layer import OFFLOADED
 from paged_kv.offload.offloading import Offloading

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.choice import chooses, tokens_read
 from paged_kv.kernels.pages.errors import PagesNotRead
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.kernels.pages.page_format import LayerGeometry
+from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.masks import Visibility, visible
@@ -112,11 +111,11 @@ class GroupStep:
         if not geometry.fits(keys, values):
             self.group.open_layer(layer, LayerGeometry.of(keys, values))
         batch, length = keys.shape[0], max(self.metadata.ends, default=0)
-        all_keys = stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
+        all_keys = placeholder((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
         all_values = all_keys
         if not geometry.is_alike:
             shape = (batch, geometry.v_heads, length, geometry.v_dim)
-            all_values = stand_in(shape, geometry.v_dtype)
+            all_values = placeholder(shape, geometry.v_dtype)
         given = keys.shape, values.shape, keys.dtype, values.dtype
         found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
         return found

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, filled_key
-from paged_kv.kernels.pages.backend import StepRecorder
+from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, StepRecorder
 from paged_kv.kernels.pages.choice import exceeds, exceeds_key
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
@@ -218,7 +217,7 @@ class RecordedStep:
         mask = step_mask(rows, 1, window, return_array=return_array, window_size=window_size)
         if not isinstance(mask, PagedMask):
             return None
-        stand = PagedMask(stand_in(mask.shape, mx.bool_))
+        stand = PagedMask(placeholder(mask.shape, mx.bool_))
         vars(stand).update(vars(mask))
         return stand
 

@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.errors import PagesNotRead
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import reserve

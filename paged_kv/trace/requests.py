@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.pool.window import Window
 
 VERSION = 2

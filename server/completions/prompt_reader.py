@@ -13,8 +13,8 @@ from mlx_lm import server
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
 from paged_kv.integrations.mlx_lm_internals import tokenized
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.server.completions.interface import Mark
 from paged_kv.server.completions.message_parts import (
     copied,

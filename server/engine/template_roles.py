@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 
 Messages = list[dict[str, Any]]
 Form = Callable[[Sequence[Any]], Messages]

@@ -117,7 +117,7 @@ def test_a_slab_can_be_made_while_another_thread_clears_mlxs_cache() -> None:
     code = """
 import os, threading
 import mlx.core as mx
-from paged_kv.kernels.pages.untouched_memory import untouched
+from paged_kv.kernels.pages.memory import untouched
 
 making = threading.Thread(target=lambda: [untouched((1000, 64)) for _ in range(1000)], daemon=True)
 making.start()

@@ -11,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.errors import QuantisedPage
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import GROUP, MOST, WORD, rotate
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.pages.page_format import (
+    PAGE_SIZE,
+    FormatName,
+    LayerGeometry,
+    page_format_named,
+)
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named

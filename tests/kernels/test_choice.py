@@ -7,12 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named

@@ -18,7 +18,7 @@ from paged_kv.integrations import slow_products
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from tests.support.folders import ROOT
 from tests.support.grids import plain_only
 from tests.support.zoo import small_model

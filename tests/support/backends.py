@@ -4,7 +4,7 @@ from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import NativeLibrary, load_native_library
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 

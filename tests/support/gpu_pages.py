@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.pages.page_format import (
+    PAGE_SIZE,
+    FormatName,
+    LayerGeometry,
+    page_format_named,
+)
 from tests.support.arrays import normal, numbers
 from tests.support.dense_attention import Numbers, dense_attention
 from tests.support.gpu_on_cpu.emulated import Device

@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.summaries import summaries_of
+from paged_kv.kernels.pages.page_format import LayerGeometry, summaries_of
 from tests.support.arrays import normal, numbers
 
 

@@ -12,8 +12,8 @@ from paged_kv.integrations.compiled import recordings
 from paged_kv.integrations.compiled.recording import Repeated, StepFunction
 from paged_kv.integrations.compiled.recordings import Comparisons
 from paged_kv.kernels import backends
-from paged_kv.kernels.pages import prefix_groups
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages import tables as tables_module
+from paged_kv.kernels.pages.backend import MAX_SLABS
 from paged_kv.steps.recorded import RecordableStep
 from tests.support.gpu_on_cpu.launch_order import unordered
 from tests.support.gpu_pages import backend_on, device_of, needs_compiler
@@ -171,7 +171,7 @@ def test_kernels_run_as_in_steps_that_python_takes(dialect: str, page_format: st
 def test_groups_that_read_shared_pages_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, names, _ = _run("metal", compile=False, forks=3)
     assert not any("in_groups" in name for name in names)
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    monkeypatch.setattr(tables_module, "LEAST_SAVED", 1)
     found, names, faults = _run("metal", compile=True, forks=3)
     assert found == expected
     assert sum("in_groups" in name for name in names) == 8 * 2

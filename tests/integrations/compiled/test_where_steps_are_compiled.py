@@ -12,11 +12,10 @@ from paged_kv.integrations.compiled.recordings import (
     Comparisons,
     compiles,
 )
-from paged_kv.kernels.backends import variant
+from paged_kv.kernels.backends import Verdict, record_verdict, variant
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
-from paged_kv.kernels.verdicts import Verdict, record_verdict
 from tests.support.zoo import small_model
 
 

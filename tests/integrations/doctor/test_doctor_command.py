@@ -12,12 +12,19 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.integrations.doctor import compiled_steps, examination, report
-from paged_kv.kernels import verdicts
-from paged_kv.kernels.backends import choose_backend, device_backend, variant
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels import backends
+from paged_kv.kernels.backends import (
+    Verdict,
+    choose_backend,
+    device_backend,
+    record_verdict,
+    variant,
+    verdict_file,
+    verdict_on,
+)
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainRecorder
 from paged_kv.kernels.self_test import Check
-from paged_kv.kernels.verdicts import Verdict, record_verdict, verdict_file, verdict_on
 from paged_kv.steps.recorded import NotRecordable, RecordedStep
 
 
@@ -96,7 +103,7 @@ def test_a_verdict_holds_for_its_device_and_versions(monkeypatch: pytest.MonkeyP
     assert verdict_on("cuda") is None
     for part in ("version", "device_name"):
         with monkeypatch.context() as here:
-            here.setattr(verdicts, part, lambda *_: "another")
+            here.setattr(backends, part, lambda *_: "another")
             assert verdict_on(name) is None
     for damaged in ("{", "[]", json.dumps({name: {"left out": 1}})):
         verdict_file().write_text(damaged)

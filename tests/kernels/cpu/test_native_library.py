@@ -13,7 +13,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.cpu import native_library
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from tests.support.backends import instruction_sets
 from tests.support.folders import ROOT
 

@@ -15,12 +15,10 @@ import pytest
 
 from paged_kv.kernels.cpu.native_backend import COPIED_BYTES, NativeBackend
 from paged_kv.kernels.cpu.native_library import thread_count
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD, rotate
-from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import LayerGeometry, page_format_named
 from tests.support.arrays import normal, numbers
 from tests.support.backends import instruction_sets, native_library
 from tests.support.dense_attention import dense_attention

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import thread_count
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.pages.page_format import (
+    PAGE_SIZE,
+    FormatName,
+    LayerGeometry,
+    page_format_named,
+)
 from tests.support.arrays import normal
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import instruction_sets, native_library

@@ -18,14 +18,11 @@ from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.gpu.arrays import PARAMETERS
 from paged_kv.kernels.gpu.backend import HEAD_SIZES, GpuBackend
 from paged_kv.kernels.gpu.text import header_path
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
+from paged_kv.kernels.pages.backend import MAX_SLABS
 from paged_kv.kernels.pages.errors import QuantisedPage
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, FormatName
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES
-from paged_kv.kernels.pages.tables import ROW_FIELDS
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, FormatName, LayerGeometry
+from paged_kv.kernels.pages.tables import ROW_FIELDS, SEQUENCES
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.support.arrays import normal

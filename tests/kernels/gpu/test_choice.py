@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu import tuning
-from paged_kv.kernels.pages import prefix_groups
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages import tables as tables_module
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, page_format_named
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
@@ -213,7 +211,7 @@ def test_padding_chooses_nothing(dialect: str) -> None:
 def test_sequences_that_share_pages_choose_for_themselves(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    monkeypatch.setattr(tables_module, "LEAST_SAVED", 1)
     device = device_of(dialect)
     sides = Sides(backend_on(device, dialect), [1300, 1290], tables=((0, 1, 2, 3, 4, 5),) * 2)
     before_step = replace(sides.metadata, context_lens=(1299, 1289))

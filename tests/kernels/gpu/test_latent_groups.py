@@ -8,12 +8,10 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu import tuning
-from paged_kv.kernels.pages import prefix_groups as groups_module
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FormatName
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES
+from paged_kv.kernels.pages import tables as groups_module
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
+from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry
+from paged_kv.kernels.pages.tables import SEQUENCES
 from tests.support.arrays import normal
 from tests.support.gpu_pages import (
     DIALECTS,

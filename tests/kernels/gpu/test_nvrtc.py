@@ -8,10 +8,9 @@ import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
-from paged_kv.kernels.pages import prefix_groups
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages import tables as tables_module
+from paged_kv.kernels.pages.attention_metadata import Attention
+from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry
 from tests.support.gpu_on_cpu.emulated import Device
 from tests.support.gpu_on_cpu.nvrtc import compiled, local_bytes, why_not
 from tests.support.gpu_on_cpu.toolchain import why_not as why_not_on_cpu
@@ -53,7 +52,7 @@ def test_kernels_of_heads_compile(
 ) -> None:
     """In bfloat16. The bench's texts, below, are in float16."""
     dtype = mx.bfloat16
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    monkeypatch.setattr(tables_module, "LEAST_SAVED", 1)
     device = Device(modes=())  # The test makes texts, and runs no kernel.
     backend = backend_on(device, "cuda")
     geometry = replace(same(dim, dtype, heads=1), has_summaries=True)
@@ -87,7 +86,7 @@ def test_kernels_of_heads_compile(
 def test_kernels_of_latents_compile(
     dim: int, formats: list[FormatName], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    monkeypatch.setattr(tables_module, "LEAST_SAVED", 1)
     device, geometry = Device(modes=()), LayerGeometry(1, dim, mx.bfloat16, 1, 64, mx.bfloat16)
     backend = backend_on(device, "cuda")
     for batch, heads in (

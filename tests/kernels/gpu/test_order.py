@@ -9,8 +9,7 @@ import pytest
 
 from paged_kv.kernels.gpu import backend as gpu_backend
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.arrays import normal
 from tests.support.gpu_on_cpu.launch_order import unordered

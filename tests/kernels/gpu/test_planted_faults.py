@@ -12,10 +12,10 @@ from paged_kv.kernels.gpu import arrays as gpu_arrays
 from paged_kv.kernels.gpu import kernels as gpu_kernels
 from paged_kv.kernels.gpu import text as gpu_text
 from paged_kv.kernels.gpu import tuning as gpu_tuning
-from paged_kv.kernels.pages import prefix_groups
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages import tables as tables_module
+from paged_kv.kernels.pages.backend import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from tests.support.gpu_on_cpu.toolchain import KernelError
 from tests.support.gpu_pages import (
     STRIDE,
@@ -39,7 +39,7 @@ WHOLE_CONTEXTS = 128
 
 @pytest.fixture(autouse=True)
 def groups_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    monkeypatch.setattr(tables_module, "LEAST_SAVED", 1)
 
 
 def _case(values: tuple[Any, str], name: str, often: bool) -> Any:

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu import tuning
-from paged_kv.kernels.pages import prefix_groups as groups_module
+from paged_kv.kernels.pages import tables as groups_module
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES
+from paged_kv.kernels.pages.tables import SEQUENCES
 from tests.support.gpu_pages import (
     DIALECTS,
     TOLERANCES,

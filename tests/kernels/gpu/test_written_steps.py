@@ -5,8 +5,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu import tuning as gpu_tuning
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.support.arrays import normal, numbers
 from tests.support.gpu_pages import (

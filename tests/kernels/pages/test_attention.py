@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import KEPT_ATTENTIONS, LayerPages
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 

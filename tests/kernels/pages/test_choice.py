@@ -10,7 +10,7 @@ from paged_kv.kernels.pages.choice import (
     chosen_runs,
     tokens_read,
 )
-from paged_kv.kernels.pages.summaries import RUN_TOKENS
+from paged_kv.kernels.pages.page_format import RUN_TOKENS
 from tests.support.examples import examples
 
 PAGES = 24

@@ -4,9 +4,8 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import LayerGeometry, page_format_named
 from tests.support.arrays import normal
 from tests.support.backends import BACKENDS, backend_named
 

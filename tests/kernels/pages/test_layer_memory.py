@@ -13,11 +13,11 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.order import Chain
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages.backend import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.memory import untouched
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.untouched_memory import untouched
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from tests.support.attention_metadata import unpadded
 from tests.support.failing_allocator import ALL, failing_allocations
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.number_format import (
     CENTRE_PARTS,
     CODES,
@@ -21,7 +20,7 @@ from paged_kv.kernels.pages.number_format import (
     centre,
     rotate,
 )
-from paged_kv.kernels.pages.page_format import PageLayout, page_format_named
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout, page_format_named
 from tests.support.folders import ROOT
 
 Floats = npt.NDArray[np.float32]

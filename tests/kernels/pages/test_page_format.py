@@ -5,10 +5,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import (
     FP16,
+    LayerGeometry,
     PageLayout,
     Plane,
     page_format_named,

@@ -11,13 +11,11 @@ import pytest
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import MetadataStruct, NativeLibrary
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16
+from paged_kv.kernels.pages.page_format import FP16, LayerGeometry
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.steps.recorded import RecordableLayer, RecordableStep
 from tests.support.arrays import normal

@@ -9,9 +9,8 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FormatName, page_format_named
+from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry, page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.recognition.latent_arrays import TokenIndices
 from tests.support.arrays import normal

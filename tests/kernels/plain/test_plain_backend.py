@@ -5,11 +5,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry
 from paged_kv.kernels.pages.tables import Tables, tables_of
 from paged_kv.kernels.plain.plain_backend import PlainBackend, PlainRecorder
 from tests.support.arrays import normal

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.kernels.pages.placeholder import placeholder
 
 HEADS, DIM = 2, 32
 
@@ -54,14 +54,14 @@ def extended(cache: PagedKVCache) -> PagedKVCache:
 @pytest.mark.parametrize("reader", READERS)
 def test_the_dependency_is_computed_by(cache: PagedKVCache, name: str, reader: str) -> None:
     mx.eval(READERS[reader](cache))
-    depend(cache, name, [mx.array(1), stand_in((2,), mx.float32)])
+    depend(cache, name, [mx.array(1), placeholder((2,), mx.float32)])
     depend(cache, name, mx.array(2))
     with pytest.raises(RuntimeError, match="primitive"):
         mx.eval(READERS[reader](cache))
 
 
 def test_values_assigned_later_leave_the_dependency_of_keys(cache: PagedKVCache) -> None:
-    depend(cache, "keys", stand_in((2,), mx.float32))
+    depend(cache, "keys", placeholder((2,), mx.float32))
     cache.values = mx.array(1)
     with pytest.raises(RuntimeError, match="primitive"):
         mx.eval(cache.state)

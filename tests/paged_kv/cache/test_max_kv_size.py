@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.support.grids import plain_only
 from tests.support.zoo import small_model

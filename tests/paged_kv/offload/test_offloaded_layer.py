@@ -15,11 +15,9 @@ from paged_kv import Sequence as PagedSequence
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.requantisation import FullBlock
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
 from paged_kv.offload import streamed_attention
 from paged_kv.offload.offloaded_layer import (
     OFFLOADED,

@@ -21,7 +21,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.pool.window import Window
 from tests.support.dense_attention import dense_attention
 from tests.support.failures import ERRORS, Failures
@@ -334,7 +334,7 @@ def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool) -> None:
     assert original is not None
     if not attends:
         world.pool.attending = world.pool.attending_in_decode = frozenset()
-    never = stand_in((1, KV_HEADS, 1, DIM), mx.float32)
+    never = placeholder((1, KV_HEADS, 1, DIM), mx.float32)
     cache = batch.layers[0]
 
     def attended() -> mx.array:

@@ -11,8 +11,7 @@ import pytest
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.cache.saved_state import page_formats
 from paged_kv.integrations import page_identity
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import FP16, PageLayout, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, LayerGeometry, PageLayout, page_format_named
 from paged_kv.prefix import prefix_cache
 from tests.support import stored_prompts
 from tests.support.attended_step import attended

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool
-from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.prefix.rates import Rates
 from paged_kv.trace import recorder
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder, request_recorder

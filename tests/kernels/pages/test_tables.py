@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paged_kv.kernels.pages import prefix_groups as module
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.block_tables import BlockTables
+from paged_kv.kernels.pages import tables as module
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, BlockTables
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES, PrefixGroups, prefix_groups
-from paged_kv.kernels.pages.tables import Tables, tables_of
+from paged_kv.kernels.pages.tables import SEQUENCES, PrefixGroups, Tables, prefix_groups, tables_of
 
 Table = tuple[int, ...]
 

@@ -5,8 +5,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.block_tables import BlockTables, Table
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, BlockTables, Table
 from tests.support.attention_metadata import unpadded
 from tests.support.examples import examples
 

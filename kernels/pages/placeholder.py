@@ -10,7 +10,7 @@ import mlx.core as mx
 _broadcast_to = mx.broadcast_to
 
 
-def new_stand_in(dtype: mx.Dtype) -> mx.array:
+def new_placeholder(dtype: mx.Dtype) -> mx.array:
     """A new scalar that cannot be computed: the argument of a traced function."""
     found: list[mx.array] = []
 
@@ -22,9 +22,9 @@ def new_stand_in(dtype: mx.Dtype) -> mx.array:
     return found[0]
 
 
-_known_stand_in = cache(new_stand_in)
+_known_placeholder = cache(new_placeholder)
 
 
-def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def placeholder(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """An array that cannot be computed: MLX raises a RuntimeError that it has no primitive."""
-    return _broadcast_to(_known_stand_in(dtype), shape)
+    return _broadcast_to(_known_placeholder(dtype), shape)
