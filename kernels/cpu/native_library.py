@@ -15,6 +15,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from paged_kv.kernels.pages.errors import QuantisedPage
+from paged_kv.kernels.pages.memory import read_if_there
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -46,7 +47,7 @@ def available_cores() -> int:
 def _own_groups() -> list[Path]:
     """The folders of this process's control groups and of their parents."""
     names = {"/"}
-    for line in _read(OWN_CGROUPS).splitlines():
+    for line in read_if_there(OWN_CGROUPS).splitlines():
         names.add(line.rpartition(":")[2])
     folders = []
     for root in (CGROUPS, CGROUPS / "cpu"):
@@ -60,20 +61,13 @@ def _quotas(folders: list[Path]) -> list[int]:
     """The cores, rounded up, that quotas of control groups (version 2 or 1) allow."""
     quotas = []
     for folder in folders:
-        limit, _, period = _read(folder / "cpu.max").partition(" ")
+        limit, _, period = read_if_there(folder / "cpu.max").partition(" ")
         if not limit:
-            limit = _read(folder / "cpu.cfs_quota_us")
-            period = _read(folder / "cpu.cfs_period_us")
+            limit = read_if_there(folder / "cpu.cfs_quota_us")
+            period = read_if_there(folder / "cpu.cfs_period_us")
         if limit.isdigit() and period.isdigit() and int(period):
             quotas.append(ceil(int(limit) / int(period)))
     return quotas
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
@@ -82,18 +76,16 @@ LIBRARY = Path(__file__).parents[1] / f"libpaged_kv_cpu.{SUFFIX}"
 _int_pointer = ctypes.POINTER(ctypes.c_int32)
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class LayoutStruct(ctypes.Structure):
     """PagedKvLayout."""
 
     _fields_ = (
-        ("page_bytes", ctypes.c_int64),
-        ("key_scales", ctypes.c_int64),
-        ("key_centres", ctypes.c_int64),
-        ("values", ctypes.c_int64),
-        ("value_scales", ctypes.c_int64),
-        ("summaries", ctypes.c_int64),
-        ("k_format", ctypes.c_int32),
-        ("v_format", ctypes.c_int32),
+        *_fields(ctypes.c_int64, "page_bytes key_scales key_centres values value_scales summaries"),
+        *_fields(ctypes.c_int32, "k_format v_format"),
     )
 
 
@@ -104,12 +96,7 @@ class PagesStruct(ctypes.Structure):
         ("slabs", ctypes.POINTER(ctypes.c_void_p)),
         ("slab_layouts", _int_pointer),
         ("layouts", ctypes.POINTER(LayoutStruct)),
-        ("slab_stride", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("k_dim", ctypes.c_int32),
-        ("v_dim", ctypes.c_int32),
-        ("k_dtype", ctypes.c_int32),
-        ("v_dtype", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "slab_stride kv_heads k_dim v_dim k_dtype v_dtype"),
     )
 
 
@@ -117,13 +104,9 @@ class MetadataStruct(ctypes.Structure):
     """PagedKvMetadata."""
 
     _fields_ = (
-        ("block_tables", ctypes.c_void_p),
-        ("context_lens", ctypes.c_void_p),
-        ("right_padding", ctypes.c_void_p),
-        ("batch", ctypes.c_int32),
-        ("table_stride", ctypes.c_int32),
-        ("row_order", ctypes.c_void_p),
-        ("shared_pages", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "block_tables context_lens right_padding"),
+        *_fields(ctypes.c_int32, "batch table_stride"),
+        *_fields(ctypes.c_void_p, "row_order shared_pages"),
     )
 
 
@@ -132,13 +115,10 @@ class OptionsStruct(ctypes.Structure):
 
     _fields_ = (
         ("scale", ctypes.c_float),
-        ("causal", ctypes.c_int32),
-        ("window", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "causal window"),
         ("softcap", ctypes.c_float),
         ("read_tokens", ctypes.c_int32),
-        ("sinks", ctypes.c_void_p),
-        ("new_k", ctypes.c_void_p),
-        ("new_v", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "sinks new_k new_v"),
     )
 
 
@@ -161,6 +141,9 @@ class Tensor:
 class NativeLibrary:
     """The functions of the library; see the header for what they do.
 
+    Attributes:
+        instruction_set: the one in use.
+
     Raises:
         OSError: the file is missing, or is no library for this machine.
     """
@@ -180,12 +163,7 @@ class NativeLibrary:
         self._ask_for_huge_pages.restype = None
         self._page_bytes_read = self._library.paged_kv_page_bytes_read
         self._page_bytes_read.restype = ctypes.c_int64
-        self._instruction_set = self.instruction_sets[0]
-
-    @property
-    def instruction_set(self) -> str:
-        """The instruction set in use."""
-        return self._instruction_set
+        self.instruction_set = self.instruction_sets[0]
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -209,7 +187,7 @@ class NativeLibrary:
             known = ", ".join(self.instruction_sets)
             raise ValueError(f"PAGED_KV_ISA must be one of {known} on this machine, got {name!r}")
         self._library.paged_kv_use_instruction_set(name.encode())
-        self._instruction_set = name
+        self.instruction_set = name
 
     def use_threads(self, count: int) -> None:
         self._library.paged_kv_use_threads(count)

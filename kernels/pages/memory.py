@@ -36,11 +36,7 @@ _CGROUP_LIMITS = (
 
 
 def recommended_bytes() -> int:
-    """80 % of the device's memory, less what MLX holds now; at least 1.
-
-    On a GPU that is Metal's recommended working set or the CUDA device's memory. On a CPU it is
-    the smaller of the control group's limit and the machine's memory.
-    """
+    """80 % of `device_bytes`, less what MLX holds now; at least 1."""
     usable = int(RECOMMENDED_SHARE * device_bytes()) - mx.get_active_memory()
     return max(usable, 1)
 
@@ -93,11 +89,11 @@ def device_bytes() -> int:
 
 def _host_bytes() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [int(text) for text in map(_read, _CGROUP_LIMITS) if text.isdigit()]
+    limits = [int(text) for text in map(read_if_there, _CGROUP_LIMITS) if text.isdigit()]
     return min([machine, *limits])
 
 
-def _read(path: Path) -> str:
+def read_if_there(path: Path) -> str:
     """A file's text; empty if it is missing, as on machines without control groups."""
     try:
         return path.read_text().strip()

@@ -24,43 +24,42 @@ def attend_by_row(
 
     def attend_row(row: int, own: slice) -> mx.array:
         keys, values = read(row)
-        own_queries = queries[row : row + 1, :, own]
-        length, count = keys.shape[2], own_queries.shape[2]
-        if position_queries is None and attention.softcap is None:
-            mask = _row_mask(length, count, attention)
-            return mx.fast.scaled_dot_product_attention(
-                own_queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
-            )
-        seen = None
-        if attention.hides_later:
-            seen = causal_window_mask(length, count, attention.window)
-        if position_queries is None:
-            return softcapped(own_queries, keys, values, attention, seen)
-        own_positions = position_queries[row : row + 1, :, own]
-        return latent_attention(own_queries, own_positions, keys, values, attention, seen)
+        asked, positions = queries[row : row + 1, :, own], position_queries
+        if positions is not None:
+            positions = positions[row : row + 1, :, own]
+        mask = _row_mask(keys.shape[2], asked.shape[2], attention)
+        return attend_to(keys, values, asked, attention, mask, positions)
 
     dim = v_dim if position_queries is None else queries.shape[3]
     return by_row(queries, metadata, dim, attend_row)
 
 
-def latent_attention(
+def attend_to(
+    keys: mx.array,
+    values: mx.array,
     queries: mx.array,
-    position_queries: mx.array,
-    latents: mx.array,
-    position_keys: mx.array,
     attention: Attention,
-    seen: mx.array | None,
+    mask: mx.array | str | None,
+    position_queries: mx.array | None = None,
 ) -> mx.array:
-    """Latent attention to tokens in one array; `seen` is the mask, boolean [..., S, T]."""
-    scores = position_queries @ position_keys.swapaxes(-1, -2)
+    """Attention to tokens in one array. The mask is boolean [..., S, T], "causal" or None."""
+    if position_queries is None and attention.softcap is None:
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
+        )
+    seen = causal_window_mask(keys.shape[2], queries.shape[2], None) if mask == "causal" else mask
+    assert not isinstance(seen, str)
+    if position_queries is None:
+        return _softcapped(queries, keys, values, attention, seen)
+    scores = position_queries @ values.swapaxes(-1, -2)
     if seen is not None:
         scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
     return mx.fast.scaled_dot_product_attention(
-        queries, latents, latents, scale=attention.scale, mask=scores.astype(queries.dtype)
+        queries, keys, keys, scale=attention.scale, mask=scores.astype(queries.dtype)
     )
 
 
-def softcapped(
+def _softcapped(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,

@@ -29,7 +29,7 @@ from paged_kv.kernels.pages.page_format import (
     summaries_of,
 )
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
-from paged_kv.kernels.plain.attention import attend_by_row, latent_attention, softcapped
+from paged_kv.kernels.plain.attention import attend_by_row, attend_to
 from paged_kv.kernels.plain.gather import (
     ReadSlab,
     find_places,
@@ -267,15 +267,9 @@ class _RecordedOperations(PlainBackend):
         if step is not None:
             self.write(pages, *step, metadata)
         keys, values, is_seen = _read(pages, metadata, attention)
-        if position_queries is not None:
-            return latent_attention(queries, position_queries, keys, values, attention, is_seen)
-        if chooses(attention, metadata, queries.shape[2]):
+        if position_queries is None and chooses(attention, metadata, queries.shape[2]):
             is_seen = is_seen & _is_chosen(pages, queries, metadata, attention)
-        if attention.softcap is not None:
-            return softcapped(queries, keys, values, attention, is_seen)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=attention.scale, mask=is_seen, sinks=attention.sinks
-        )
+        return attend_to(keys, values, queries, attention, is_seen, position_queries)
 
 
 def _read(
