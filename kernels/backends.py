@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import mlx.core as mx
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.gpu.kernels import Maker
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import LayerGeometry
@@ -34,30 +34,22 @@ def _native() -> Backend:
     return NativeBackend(library)
 
 
-def _metal() -> Backend:
-    return GpuBackend("metal", _on_gpu("metal", mx.metal.is_available(), mx.fast.metal_kernel))
-
-
-def _cuda() -> Backend:
-    return GpuBackend("cuda", _on_gpu("cuda", mx.cuda.is_available(), mx.fast.cuda_kernel))
-
-
-def _on_gpu(name: str, is_there: bool, maker: Maker) -> Maker:
-    """Return `maker` if MLX computes on such a GPU; raise a ValueError otherwise."""
+def _on_gpu(name: str) -> Backend:
+    is_there = getattr(mx, name).is_available()
     if not is_there or mx.default_device().type != mx.gpu:
         device = f"computes on {mx.default_device()}" if is_there else f"has no {name} here"
         raise ValueError(
             f"PAGED_KV_BACKEND is {name!r}, but MLX {device}. Unset it, or let MLX compute on such "
             "a GPU (mx.set_default_device(mx.gpu))"
         )
-    return maker
+    return GpuBackend(name, getattr(mx.fast, f"{name}_kernel"))
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "plain": PlainBackend,
     "native": _native,
-    "metal": _metal,
-    "cuda": _cuda,
+    "metal": partial(_on_gpu, "metal"),
+    "cuda": partial(_on_gpu, "cuda"),
 }
 
 
@@ -117,7 +109,7 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
 
 def _best() -> Backend:
     if mx.default_device().type == mx.gpu:
-        return _metal() if mx.metal.is_available() else _cuda()
+        return _on_gpu("metal" if mx.metal.is_available() else "cuda")
     library, reason = load_native_library()
     if library is None:
         warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")

@@ -4,24 +4,35 @@ Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and wr
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from threading import get_ident
 
 import mlx.core as mx
+import numpy as np
 
-from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
+from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, bind, bound_slabs, parameters
 from paged_kv.kernels.gpu.attention import PagedAttention
-from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Maker, Output
 from paged_kv.kernels.gpu.order import Chain, Order
-from paged_kv.kernels.gpu.slots import SlotKernels
-from paged_kv.kernels.gpu.tuning import GATHERED_STEPS, LARGEST_FUSED_HEAD
+from paged_kv.kernels.gpu.tuning import (
+    GATHERED_STEPS,
+    LANES,
+    LARGEST_FUSED_HEAD,
+    SCORE_SIMDGROUPS,
+    SLOT_SIMDGROUPS,
+    scored_rows,
+)
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, LayerMemory, StepRecorder
-from paged_kv.kernels.pages.choice import chooses
+from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
+from paged_kv.kernels.pages.number_format import CENTRE_PARTS
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, LayerGeometry
+from paged_kv.kernels.pages.tables import TABLE_WIDTH, TABLES, Tables, tables_of
 from paged_kv.kernels.plain.attention import Read, attend_by_row
 from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
 # Of keys and values that have the same size.
@@ -50,9 +61,10 @@ class GpuBackend(PlainBackend):
         self.name = dialect
         self.order = Order()
         self.fallbacks = 0
-        kernels = GpuKernels(dialect, maker)
-        self._attention = PagedAttention(kernels, self.order)
-        self._slots = SlotKernels(kernels, self.order)
+        self._kernels = GpuKernels(dialect, maker)
+        self._attention = PagedAttention(self._kernels, self.order)
+        self._launch = lru_cache(maxsize=256)(self._launch_of)
+        self._score = lru_cache(maxsize=256)(self._score_of)
 
     @property
     def recorder(self) -> StepRecorder:
@@ -83,7 +95,7 @@ class GpuBackend(PlainBackend):
             self._fall_back(pages)
             super().write(pages, keys, values, metadata)
             return
-        self._slots.write(pages, slabs, tables, keys, values)
+        self._run("write", pages, slabs, tables.array, keys.shape[2], [keys, values])
         if pages.geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(keys.shape[2]))
 
@@ -91,7 +103,8 @@ class GpuBackend(PlainBackend):
         """Make the summaries of full pages of 16 bits, in at most 16 slabs."""
         if entries:
             slabs, numbered = _numbered(entries, pages.slab_stride)
-            self._slots.summarise(pages, bound_slabs(pages, slabs), numbered)
+            table = _table([(entry,) for entry in numbered])
+            self._run("summarise", pages, bound_slabs(pages, slabs), table, RUNS_OF_PAGE)
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
         """Copies from an array that is laid out as a slab of these pages."""
@@ -105,7 +118,7 @@ class GpuBackend(PlainBackend):
                 pairs = [(at, stride + entry % stride) for at, entry in mine]
                 target = pages.slabs[slab]
                 bound = bind([(memory, layout), (target.memory, target.layout)], stride)
-                self._slots.copy(pages, bound, pairs)
+                self._run("copy", pages, bound, _table(pairs), PAGE_SIZE)
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         slabs, numbered = _numbered([*copies, *copies.values()], pages.slab_stride)
@@ -115,7 +128,7 @@ class GpuBackend(PlainBackend):
             return
         pairs = list(zip(numbered[: len(copies)], numbered[len(copies) :], strict=True))
         if pairs:
-            self._slots.copy(pages, bound_slabs(pages, slabs), pairs)
+            self._run("copy", pages, bound_slabs(pages, slabs), _table(pairs), PAGE_SIZE)
 
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
@@ -129,7 +142,10 @@ class GpuBackend(PlainBackend):
         length = max(metadata.ends)
         if not length:
             return super().gather(pages, metadata, unwritten)
-        return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, unwritten))
+        new = self._in_dtype(pages, unwritten) or ()
+        count = new[0].shape[2] if new else 0
+        keys, values, _ = self._run("gather", pages, slabs, tables.array, length, new, count)
+        return keys, values
 
     def gather_tokens(
         self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
@@ -188,12 +204,118 @@ class GpuBackend(PlainBackend):
             and attention.read_tokens is not None  # not a call in each layer that reads all
             and chooses(attention, metadata, 1)
         ):
-            runs = self._slots.choose(pages, slabs, tables, asked[0], attention)
+            runs = self._choose(pages, slabs, tables, asked[0], attention)
         unwritten = self._in_dtype(pages, unwritten)
         output = self._attention(pages, slabs, tables, asked, attention, step, unwritten, runs)
         if step is not None and geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(1))
         return output if dtype == own else output.astype(dtype)
+
+    def _choose(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        attention: Attention,
+    ) -> mx.array:
+        """The runs that queries [B, q_heads, 1, k_dim] in the pages' dtype read: int32 [B,
+        kv_heads, read_tokens / 32], contiguous. Those of sequences that are read whole say nothing.
+        MLX's operations choose by scores of all pages, lazily, so that a step can be recorded.
+        """
+        assert attention.read_tokens is not None
+        shape, heads, scale = tables.array.shape, queries.shape[1], float(attention.scale)
+        launch, params = self._score(slabs.kind, *shape, heads, scale, tables.reach)
+        inputs = [queries, *slabs.inputs, tables.array, params]
+        scores, _ = self.order.run(pages, launch, inputs)
+        return mx.contiguous(chosen_runs(scores, tables.array[:, 0], attention.read_tokens))
+
+    def _run(
+        self,
+        operation: str,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        table: mx.array,
+        tokens: int,
+        inputs: Sequence[mx.array] = (),
+        new_tokens: int = 0,
+    ) -> list[mx.array]:
+        """Run a kernel that moves or summarises `tokens` tokens of each row of a table."""
+        launch, params = self._launch(operation, slabs.kind, *table.shape, tokens, new_tokens)
+        return self.order.run(pages, launch, [*inputs, *slabs.inputs, table, params])
+
+    def _launch_of(
+        self,
+        operation: str,
+        kind: PageKind,
+        batch: int,
+        width: int,
+        tokens: int,
+        new_tokens: int,
+    ) -> tuple[Launch, mx.array]:
+        """The launch for a table [batch, width] with `tokens` tokens, or summaries, in each row.
+        Each simdgroup moves a token's keys, or its values, of one head."""
+        geometry = kind.geometry
+        # A page that is written holds floats, whatever the others hold.
+        flags = [] if operation in ("write", "summarise") else [*kind.flags]
+        if operation == "copy" and geometry.has_summaries:
+            flags.append("HAS_SUMMARIES")
+        if new_tokens:
+            flags.append("HAS_NEW_TOKENS")
+        outputs = [
+            Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
+            for dim in kind.dims.values()
+        ]
+        sides = 1 if operation == "summarise" else 2
+        launch = self._kernels.launch(
+            operation,
+            geometry.k_dtype,
+            kind.dims,
+            flags,
+            (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
+            LANES * SLOT_SIMDGROUPS,
+            [*outputs, DONE] if operation == "gather" else [DONE],
+        )
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=geometry.k_heads,
+            steps=tokens,
+            tokens=tokens,
+            new_tokens=new_tokens,
+        )
+        return launch, params
+
+    def _score_of(
+        self, kind: PageKind, batch: int, width: int, heads: int, scale: float, reach: int
+    ) -> tuple[Launch, mx.array]:
+        """The launch that scores for tables [batch, width] of that reach."""
+        geometry = kind.geometry
+        group = heads // geometry.k_heads
+        rows = scored_rows(group, geometry.k_dim)
+        scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
+        launch = self._kernels.launch(
+            "score",
+            geometry.k_dtype,
+            {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS},
+            [],
+            (
+                -(-reach // (PAGE_SIZE * SCORE_SIMDGROUPS)),
+                geometry.k_heads * -(-group // rows),
+                batch,
+            ),
+            LANES * SCORE_SIMDGROUPS,
+            [Output(scores, mx.float32), DONE],
+        )
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=geometry.k_heads,
+            gqa_group_size=group,
+            scale=scale,
+            tokens=reach,
+        )
+        return launch, params
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention
@@ -299,6 +421,13 @@ def _numbered(entries: Sequence[int], stride: int) -> tuple[tuple[int, ...], lis
     slabs = sorted({entry // stride for entry in entries})
     places = {slab: at * stride for at, slab in enumerate(slabs)}
     return tuple(slabs), [places[entry // stride] + entry % stride for entry in entries]
+
+
+def _table(rows: Sequence[tuple[int, ...]]) -> mx.array:
+    """Rows of entries that number bound slabs, for a kernel that takes pages instead of tokens."""
+    table = np.zeros((len(rows), TABLE_WIDTH), np.int32)
+    table[:, : len(rows[0])] = rows
+    return mx.array(table)
 
 
 def _has_kernels(k_dim: int, v_dim: int, heads: int) -> bool:
