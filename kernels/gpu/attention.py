@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.gpu.arrays import (
     BoundSlabs,
     PageKind,
@@ -22,19 +23,6 @@ from paged_kv.kernels.gpu.arrays import (
 )
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import (
-    LANES,
-    LATENT_ROWS,
-    LATENT_SIMDGROUPS,
-    TILE,
-    WIDE_THREADS,
-    column_sharers,
-    decode_shape,
-    group_threads,
-    latent_parts,
-    matrix_rows,
-    prefill_threads,
-)
 from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
 from paged_kv.kernels.pages.backend import LayerMemory
 from paged_kv.kernels.pages.tables import SEQUENCES, Tables
@@ -198,7 +186,7 @@ class PagedAttention:
             {"V_DIM": dim},
             [*turns, *sinks, *after_prefix],
             (heads * steps, batch, 1),
-            LANES,
+            tuning.LANES,
             [output],
         )
         return LaunchPlan(attend, merge, params, prefix)
@@ -230,7 +218,7 @@ class PagedAttention:
         """Whether groups read shared pages: not where each sequence is to read all of its pages,
         because no threadgroup holds twice as many queries as one that reads them for a sequence."""
         rows = self._group_reader(call).rows
-        alone = LATENT_ROWS * LATENT_SIMDGROUPS if call.is_latent else rows
+        alone = tuning.LATENT_ROWS * tuning.LATENT_SIMDGROUPS if call.is_latent else rows
         return 2 * min(call.rows, alone) <= rows
 
     def _group_reader(self, call: Call) -> Reader:
@@ -238,15 +226,16 @@ class PagedAttention:
         geometry, dialect = call.kind.geometry, self._kernels.dialect
         if call.is_latent:
             flags = [*call.kind.flags, "IN_GROUPS", "OF_LATENTS"]
-            return self._matrix_reader("latent", WIDE_THREADS[dialect], geometry.k_dim, flags)
-        threads = group_threads(dialect, geometry.k_dim, geometry.v_dim)
+            threads = tuning.WIDE_THREADS[dialect]
+            return self._matrix_reader("latent", threads, geometry.k_dim, flags)
+        threads = tuning.group_threads(dialect, geometry.k_dim, geometry.v_dim)
         return self._prefill_reader(call, threads, ["IN_GROUPS", "PARTIAL"])
 
     def _prefill_reader(self, call: Call, threads: int, flags: list[str]) -> Reader:
         """For several query tokens per sequence, whether or not pages hold them yet."""
         v_dim = call.kind.geometry.v_dim
         flags = [*call.kind.flags, *call.scores.softcap_flag, *flags]
-        flags += ["WIDE"] if column_sharers(self._kernels.dialect, v_dim) > 1 else []
+        flags += ["WIDE"] if tuning.column_sharers(self._kernels.dialect, v_dim) > 1 else []
         return self._matrix_reader("prefill", threads, v_dim, flags)
 
     def _matrix_reader(
@@ -254,9 +243,10 @@ class PagedAttention:
     ) -> Reader:
         """Reads pages on matrix units, for query rows of one sequence or of a group."""
         dialect = self._kernels.dialect
-        sharers = column_sharers(dialect, columns)
+        sharers = tuning.column_sharers(dialect, columns)
         constants = {"THREADS": threads, "SHARERS": sharers}
-        return Reader(operation, constants, flags, threads, matrix_rows(dialect, threads, sharers))
+        rows = tuning.matrix_rows(dialect, threads, sharers)
+        return Reader(operation, constants, flags, threads, rows)
 
     def _reader(self, call: Call, reach: int) -> Reader:
         """For each sequence."""
@@ -265,7 +255,7 @@ class PagedAttention:
         if call.shape[2] == 1 and not call.new_tokens:
             return self._decode_reader(call, reach)
         geometry = call.kind.geometry
-        threads = prefill_threads(self._kernels.dialect, geometry.v_dim)
+        threads = tuning.prefill_threads(self._kernels.dialect, geometry.v_dim)
         flags = ["HAS_NEW_TOKENS"] if call.new_tokens else []
         reader = self._prefill_reader(call, threads, flags)
         groups = -(-call.rows // reader.rows), geometry.k_heads, call.shape[0]
@@ -274,13 +264,13 @@ class PagedAttention:
     def _decode_reader(self, call: Call, reach: int) -> Reader:
         """For one query token per sequence."""
         (batch, heads, *_), kind, geometry = call.shape, call.kind, call.kind.geometry
-        shape = decode_shape(
+        shape = tuning.decode_shape(
             self._kernels.dialect,
             batch,
             heads,
             geometry.k_heads,
             (geometry.k_dim, geometry.v_dim),
-            call.longest(reach, TILE),
+            call.longest(reach, tuning.TILE),
             bases=1 + ("HAS_CODES" in kind.flags),
         )
         flags = [*kind.flags, *call.scores.softcap_flag]
@@ -289,7 +279,7 @@ class PagedAttention:
             "decode",
             {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts},
             flags,
-            LANES * shape.parts * shape.blocks,
+            tuning.LANES * shape.parts * shape.blocks,
             groups=(geometry.k_heads * shape.groups, shape.splits, batch * len(kind.bases)),
             splits=shape.splits,
             tiles=shape.tiles,
@@ -299,14 +289,14 @@ class PagedAttention:
     def _latent_reader(self, call: Call, reach: int) -> Reader:
         """For one query token per sequence, and latents."""
         batch, heads, *_ = call.shape
-        longest = call.longest(reach, LATENT_SIMDGROUPS)
-        tiles, splits = latent_parts(self._kernels.dialect, batch, heads, longest)
+        longest = call.longest(reach, tuning.LATENT_SIMDGROUPS)
+        tiles, splits = tuning.latent_parts(self._kernels.dialect, batch, heads, longest)
         return Reader(
             "latent",
-            {"ROWS": LATENT_ROWS, "SIMDGROUPS": LATENT_SIMDGROUPS},
+            {"ROWS": tuning.LATENT_ROWS, "SIMDGROUPS": tuning.LATENT_SIMDGROUPS},
             [*call.kind.flags],
-            LANES * LATENT_SIMDGROUPS,
-            groups=(-(-heads // (LATENT_ROWS * LATENT_SIMDGROUPS)), splits, batch),
+            tuning.LANES * tuning.LATENT_SIMDGROUPS,
+            groups=(-(-heads // (tuning.LATENT_ROWS * tuning.LATENT_SIMDGROUPS)), splits, batch),
             splits=splits,
             tiles=tiles,
         )

@@ -10,18 +10,11 @@ from threading import get_ident
 import mlx.core as mx
 import numpy as np
 
+from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, bind, bound_slabs, parameters
 from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Maker, Output
 from paged_kv.kernels.gpu.order import Chain, Order
-from paged_kv.kernels.gpu.tuning import (
-    GATHERED_STEPS,
-    LANES,
-    LARGEST_FUSED_HEAD,
-    SCORE_SIMDGROUPS,
-    SLOT_SIMDGROUPS,
-    scored_rows,
-)
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, LayerMemory, StepRecorder
 from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs
@@ -32,7 +25,7 @@ from paged_kv.kernels.pages.tables import TABLE_WIDTH, TABLES, Tables, tables_of
 from paged_kv.kernels.plain.attention import Read, attend_by_row
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
-assert SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
+assert tuning.SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
 # Of keys and values that have the same size.
@@ -71,9 +64,13 @@ class GpuBackend(PlainBackend):
         return GpuRecorder(self)
 
     def supports(self, geometry: LayerGeometry) -> bool:
+        dims = geometry.k_dim, geometry.v_dim
+        has_kernels = HEAD_SIZES.issuperset(dims) or dims in WIDE_SIZES
+        if dims in LATENT_SIZES:
+            has_kernels = geometry.k_heads == 1
         return (
-            geometry.k_heads == geometry.v_heads
-            and _has_kernels(geometry.k_dim, geometry.v_dim, geometry.k_heads)
+            has_kernels
+            and geometry.k_heads == geometry.v_heads
             and geometry.k_dtype == geometry.v_dtype
             and geometry.k_dtype in DTYPES
         )
@@ -272,8 +269,8 @@ class GpuBackend(PlainBackend):
             geometry.k_dtype,
             kind.dims,
             flags,
-            (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
-            LANES * SLOT_SIMDGROUPS,
+            (-(-tokens // tuning.SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
+            tuning.LANES * tuning.SLOT_SIMDGROUPS,
             [*outputs, DONE] if operation == "gather" else [DONE],
         )
         params = parameters(
@@ -292,19 +289,19 @@ class GpuBackend(PlainBackend):
         """The launch that scores for tables [batch, width] of that reach."""
         geometry = kind.geometry
         group = heads // geometry.k_heads
-        rows = scored_rows(group, geometry.k_dim)
+        rows = tuning.scored_rows(group, geometry.k_dim)
         scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
         launch = self._kernels.launch(
             "score",
             geometry.k_dtype,
-            {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": SCORE_SIMDGROUPS},
+            {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": tuning.SCORE_SIMDGROUPS},
             [],
             (
-                -(-reach // (PAGE_SIZE * SCORE_SIMDGROUPS)),
+                -(-reach // (PAGE_SIZE * tuning.SCORE_SIMDGROUPS)),
                 geometry.k_heads * -(-group // rows),
                 batch,
             ),
-            LANES * SCORE_SIMDGROUPS,
+            tuning.LANES * tuning.SCORE_SIMDGROUPS,
             [Output(scores, mx.float32), DONE],
         )
         params = parameters(
@@ -325,8 +322,8 @@ class GpuBackend(PlainBackend):
         if (geometry.k_dim, geometry.v_dim) in LATENT_SIZES:
             return True
         return (
-            steps >= GATHERED_STEPS[self.name]
-            and max(geometry.k_dim, geometry.v_dim) <= LARGEST_FUSED_HEAD
+            steps >= tuning.GATHERED_STEPS[self.name]
+            and max(geometry.k_dim, geometry.v_dim) <= tuning.LARGEST_FUSED_HEAD
             and attention.window is None
             and attention.softcap is None
             and tables.groups is None
@@ -428,9 +425,3 @@ def _table(rows: Sequence[tuple[int, ...]]) -> mx.array:
     table = np.zeros((len(rows), TABLE_WIDTH), np.int32)
     table[:, : len(rows[0])] = rows
     return mx.array(table)
-
-
-def _has_kernels(k_dim: int, v_dim: int, heads: int) -> bool:
-    if (k_dim, v_dim) in LATENT_SIZES:
-        return heads == 1
-    return {k_dim, v_dim} <= HEAD_SIZES or (k_dim, v_dim) in WIDE_SIZES

@@ -92,15 +92,11 @@ def own_words(dialect: str) -> set[str]:
     for name in HEADERS:
         path = header_path(dialect, name)
         if path.parent.name == "gpu" and path.exists():
-            ours.update(_WORD.findall(_every_part(path)))
+            lines = [line for line in source(path).splitlines() if not line.startswith("#")]
+            ours.update(_WORD.findall(plain("\n".join(lines))))  # of all variants
         elif name == "dialect":
             ours.update(*map(_names, _items(plain(source(path)))))
     return ours
-
-
-def _every_part(path: Path) -> str:
-    lines = [line for line in source(path).splitlines() if not line.startswith("#")]
-    return plain("\n".join(lines))
 
 
 def header_path(dialect: str, name: str) -> Path:

@@ -177,7 +177,8 @@ class Backend(Protocol):
         self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Keys [B, k_heads, K, k_dim] and values [B, v_heads, K, v_dim] of the tokens at indices
-        uint32 [B, K], below T, of what `gather` returns. Lazy. Not for windows."""
+        uint32 [B, K], below T, of what `gather` returns. Lazy, but for the indices. Not for
+        windows."""
         ...
 
     def synchronize(self, pages: LayerMemory) -> None:

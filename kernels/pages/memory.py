@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -84,10 +84,6 @@ def device_bytes() -> int:
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if key in info:
                 return int(info[key])
-    return _host_bytes()
-
-
-def _host_bytes() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [int(text) for text in map(read_if_there, _CGROUP_LIMITS) if text.isdigit()]
     return min([machine, *limits])
@@ -159,20 +155,12 @@ def _clear(memory: npt.NDArray[np.uint8]) -> None:
     first = -memory.ctypes.data % mmap.PAGESIZE
     end = max(first, first + (len(memory) - first) // mmap.PAGESIZE * mmap.PAGESIZE)
     whole = memory[first:end]
-    if sys.platform == "linux" and whole.size and not _madvise(whole):
+    is_clear = False
+    if sys.platform == "linux" and whole.size:
+        at, size = ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(whole.size)
+        is_clear = not ctypes.CDLL(None).madvise(at, size, mmap.MADV_DONTNEED)
+    if is_clear:
         memory[:first] = 0
         memory[end:] = 0
     else:
         memory[:] = 0
-
-
-def _madvise(memory: npt.NDArray[np.uint8]) -> int:
-    """Anything but 0 if the system refuses."""
-    return int(_system_madvise()(memory.ctypes.data, memory.size, mmap.MADV_DONTNEED))
-
-
-@cache
-def _system_madvise() -> Any:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise

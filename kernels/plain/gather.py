@@ -185,7 +185,9 @@ def _valid(parts: list[mx.array], tokens: _Tokens) -> mx.array:
     """The valid tokens [B, heads, T, dim] of pages and of a step, with zeros as padding."""
     if tokens.indices is None:
         chosen = [parts[part][:, :, at.start : at.stop] for part, at in tokens.ranges]
-        whole = chosen[0] if len(chosen) == 1 else mx.concatenate(chosen or parts, axis=2)
+        if not chosen:
+            chosen = parts[:1]  # Pages have no tokens either.
+        whole = chosen[0] if len(chosen) == 1 else mx.concatenate(chosen, axis=2)
         if not tokens.padding:
             return whole
         return mx.pad(whole, [(0, 0), (0, 0), (0, tokens.padding), (0, 0)])
