@@ -170,20 +170,16 @@ def _address(array: mx.array) -> int:
 
 def _pages_struct(pages: LayerMemory) -> PagesStruct:
     """Made again when the layer's slabs have changed."""
-    if STRUCT not in pages.memo:
-        pages.memo[STRUCT] = _new_pages_struct(pages)
-    struct: PagesStruct = pages.memo[STRUCT]
-    return struct
-
-
-def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
+    if STRUCT in pages.memo:
+        kept: PagesStruct = pages.memo[STRUCT]
+        return kept
     geometry, count = pages.geometry, max(pages.slabs, default=0) + 1
     slabs, slab_layouts = (ctypes.c_void_p * count)(), (ctypes.c_int32 * count)()
     layouts = list({slab.layout: None for slab in pages.slabs.values()})
     for number, slab in pages.slabs.items():
         slabs[number] = _address(slab.memory)
         slab_layouts[number] = layouts.index(slab.layout)
-    return PagesStruct(
+    struct = pages.memo[STRUCT] = PagesStruct(
         slabs=slabs,
         slab_layouts=slab_layouts,
         layouts=(LayoutStruct * len(layouts))(*map(_layout_struct, layouts)),
@@ -194,6 +190,7 @@ def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
         k_dtype=FLOATS[geometry.k_dtype].cpu,
         v_dtype=FLOATS[geometry.v_dtype].cpu,
     )
+    return struct
 
 
 def _layout_struct(layout: PageLayout) -> LayoutStruct:
@@ -210,22 +207,23 @@ def _layout_struct(layout: PageLayout) -> LayoutStruct:
 
 def _metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
     """Made once for all layers that read the same batch."""
-    if STRUCT not in metadata.memo:
-        tables = metadata.block_table_array
-        context_lens = np.array(metadata.context_lens, np.int32)
-        right_padding = np.array(metadata.right_padding, np.int32)
-        struct = MetadataStruct(
-            block_tables=tables.ctypes.data,
-            context_lens=context_lens.ctypes.data,
-            right_padding=right_padding.ctypes.data,
-            batch=len(metadata.context_lens),
-            table_stride=tables.shape[1],
-        )
-        shared = metadata.shared_pages
-        if shared is not None:
-            struct.row_order = shared.order.ctypes.data
-            struct.shared_pages = shared.shared.ctypes.data
-        # Keeps the arrays alive: the struct points to them.
-        metadata.memo[STRUCT] = struct, context_lens, right_padding
-    result: MetadataStruct = metadata.memo[STRUCT][0]
-    return result
+    if STRUCT in metadata.memo:
+        kept: MetadataStruct = metadata.memo[STRUCT][0]
+        return kept
+    tables = metadata.block_table_array
+    context_lens = np.array(metadata.context_lens, np.int32)
+    right_padding = np.array(metadata.right_padding, np.int32)
+    struct = MetadataStruct(
+        block_tables=tables.ctypes.data,
+        context_lens=context_lens.ctypes.data,
+        right_padding=right_padding.ctypes.data,
+        batch=len(metadata.context_lens),
+        table_stride=tables.shape[1],
+    )
+    shared = metadata.shared_pages
+    if shared is not None:
+        struct.row_order = shared.order.ctypes.data
+        struct.shared_pages = shared.shared.ctypes.data
+    # Keeps the arrays alive: the struct points to them.
+    metadata.memo[STRUCT] = struct, context_lens, right_padding
+    return struct

@@ -27,7 +27,12 @@ def attend_by_row(
         asked, positions = queries[row : row + 1, :, own], position_queries
         if positions is not None:
             positions = positions[row : row + 1, :, own]
-        mask = _row_mask(keys.shape[2], asked.shape[2], attention)
+        length, count = keys.shape[2], asked.shape[2]
+        mask: mx.array | str | None = None  # the cheapest one that suffices
+        if attention.window is not None and length > attention.window:
+            mask = causal_window_mask(length, count, attention.window)
+        elif attention.hides_later and count > 1:
+            mask = "causal"
         return attend_to(keys, values, asked, attention, mask, positions)
 
     dim = v_dim if position_queries is None else queries.shape[3]
@@ -106,13 +111,6 @@ def by_row(
         for row, own in enumerate(metadata.valid_tokens(count))
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def _row_mask(context_len: int, queries: int, attention: Attention) -> mx.array | str | None:
-    """The cheapest mask that suffices for the last `queries` tokens of a sequence."""
-    if attention.window is not None and context_len > attention.window:
-        return causal_window_mask(context_len, queries, attention.window)
-    return "causal" if attention.hides_later and queries > 1 else None
 
 
 def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
