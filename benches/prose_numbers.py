@@ -237,7 +237,6 @@ NUMBERS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "model files that decode from pages": ("model_families", _files_that_get("paged", "decode")),
     "least decode gain": ("whole_model", _least_gain),
     "steps of a recording": ("host_cost", _steps_of("recording_steps")),
-    "steps of a comparison": ("host_cost", _steps_of("comparison_steps")),
     "files with compiled steps": (
         "model_families",
         lambda figures: str(

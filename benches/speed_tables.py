@@ -336,15 +336,12 @@ def host_cost(figures: Figures) -> str:
             three_digits(1 / row["paged_over_mlx_lm"]),
             count(row["launches_a_layer"]) if row["launches_a_layer"] else "",
             count(row["decode_characters"]) if row["decode_characters"] else "",
-            *(
-                f"{row[key]:.1f} steps" if key in row else ""
-                for key in ("recording_steps", "comparison_steps")
-            ),
+            f"{row['recording_steps']:.1f} steps" if "recording_steps" in row else "",
         )
         for row in figures["rows"]
     ]
     head = ("mlx-lm", "pages", "mlx-lm / pages, median of turns", "launches", "characters of text")
-    return table(("a layer's step", *head, "to record", "to compare two traces"), rows)
+    return table(("a layer's step", *head, "to record"), rows)
 
 
 def rings(figures: Figures) -> str:

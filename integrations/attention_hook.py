@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from paged_kv.integrations.compiled.exported_graph import EXPORTABLE
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.operation_hooks import OPERATIONS, prepared
 from paged_kv.recognition.latent_arrays import PositionScores
@@ -76,11 +75,8 @@ def fast_attention(
 ATTENTION = Replacements({_stock_attention: paged_attention})
 """For all models."""
 
-OPERATIONS_AROUND = Replacements(
-    {_stock_fast_attention: fast_attention, **OPERATIONS, **EXPORTABLE}
-)
-"""For models that do more with keys and values than to call mlx-lm's attention, or whose steps are
-compiled."""
+OPERATIONS_AROUND = Replacements({_stock_fast_attention: fast_attention, **OPERATIONS})
+"""For models that do more with keys and values than to call mlx-lm's attention."""
 
 
 def _gathered(keys: PagedKeys, values: PagedValues) -> tuple[mx.array, mx.array]:

@@ -30,6 +30,7 @@ from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
+from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
     one_by_one,
@@ -49,9 +50,10 @@ _hooked = SharedChanges()
 _PAGED = {PagedKVCache}
 
 
-def compile_steps(model: Module, pool: PagePool) -> Recordings:
+def compile_steps(version: ModelVersion, pool: PagePool) -> Recordings:
     """Let the calls of a model with caches of this pool take recorded steps."""
-    recordings = _recordings[pool] = Recordings(model, head_of(pool))
+    recordings = Recordings(version.model, lambda: version.latest, head_of(pool))
+    _recordings[pool] = recordings
     return recordings
 
 

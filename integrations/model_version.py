@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from xxhash import xxh3_128
 
-from paged_kv.integrations.compiled.model_contents import ModelContents, has_attributes
+from paged_kv.integrations.compiled.model_contents import containers, has_attributes, values
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 
 # Arrays of up to so many bytes are kept, to be compared with their replacements.
@@ -39,7 +39,10 @@ class ModelVersion:
 
     Attributes:
         model: the model.
+        latest: the number of the version that it had when somebody asked last.
     """
+
+    latest: int
 
     def __init__(self, model: Module) -> None:
         self.model = model
@@ -55,9 +58,10 @@ class ModelVersion:
         """The number of the present version: a new one, or that of an equal one of the latest
         `MOST_KNOWN`. O(arrays and settings)."""
         with self._lock:
-            if self._contents.has_changed() or not _are_same(self._seen, self._contents.arrays()):
+            now = self._parts()
+            if len(now) != len(self._seen) or not all(map(_is_same, self._seen, now)):
                 self._look()
-            return self._known[-1].number
+            return self.latest
 
     def identity(self, number: int) -> tuple[str, str] | None:
         """The hashes of a version's arrays and of all else, the same in every process; None if it
@@ -70,8 +74,8 @@ class ModelVersion:
 
     def _look(self) -> None:
         """Find the present version among those that are known, or add it."""
-        self._contents = ModelContents(self.model)
-        self._seen = [*map(_seen, self._contents.arrays())]
+        self._containers = containers(self.model)
+        self._seen = [*map(_seen, self._parts())]
         arrays, settings = contents(self.model)
         known = (at for at, each in enumerate(self._known) if each.is_of(arrays, settings))
         if (at := next(known, None)) is not None:
@@ -85,6 +89,12 @@ class ModelVersion:
         for gone in self._known[:-MOST_KNOWN]:
             self._identities.pop(gone.number, None)
         del self._known[:-MOST_KNOWN]
+        self.latest = now.number
+
+    def _parts(self) -> list[Any]:
+        """Arrays, settings and modules, as they are now, and the classes of these."""
+        held = self._containers
+        return [*map(type, held), *chain.from_iterable(map(values, held))]
 
     def _hashed(self) -> tuple[str, str]:
         arrays, settings = contents(self.model)
@@ -103,7 +113,7 @@ class ModelVersion:
         return known
 
 
-Seen = mx.array | weakref.ref[mx.array]
+Seen = Any  # a weak reference where it is a large array
 
 
 class _Version(NamedTuple):
@@ -117,24 +127,22 @@ class _Version(NamedTuple):
         return (
             settings == self.settings
             and arrays.keys() == self.arrays.keys()
-            and _are_same([*map(self.arrays.__getitem__, arrays)], [*arrays.values()])
+            and all(map(_is_same, map(self.arrays.__getitem__, arrays), arrays.values()))
         )
 
 
-def _seen(array: mx.array) -> Seen:
-    return array if array.nbytes <= SMALL else weakref.ref(array)
+def _seen(part: Any) -> Seen:
+    return weakref.ref(part) if isinstance(part, mx.array) and part.nbytes > SMALL else part
 
 
-def _are_same(seen: list[Seen], arrays: list[mx.array]) -> bool:
-    return len(seen) == len(arrays) and all(map(_is_same, seen, arrays))
-
-
-def _is_same(seen: Seen, array: mx.array) -> bool:
-    if seen is array:
+def _is_same(seen: Seen, part: Any) -> bool:
+    if seen is part:
         return True
     if isinstance(seen, weakref.ref):
-        return seen() is array
-    return seen.dtype == array.dtype and bool(mx.array_equal(seen, array))
+        return seen() is part
+    if isinstance(seen, mx.array) and isinstance(part, mx.array):
+        return seen.dtype == part.dtype and bool(mx.array_equal(seen, part))
+    return False
 
 
 def identity_of(model: Module) -> tuple[str, str]:

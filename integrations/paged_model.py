@@ -149,7 +149,7 @@ class PagedModel:
             trial = trial_of_rows(pool.rows) if pool.rows else try_out(self.module, layers)
             if self.head is not None:
                 trial.add_layer(pool.num_layers - 1, self.head.geometry)
-            if not (trial.prepares or self._compiles):
+            if not trial.prepares:
                 self._hooks.remove("operations")
             _require_a_page(trial, pool.budget.max_bytes)
             self._trial = trial
@@ -181,7 +181,7 @@ class PagedModel:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode
         if self._compiles and not pool.rows:
-            self.recordings[pool] = compile_steps(self.module, pool)
+            self.recordings[pool] = compile_steps(self.version, pool)
 
 
 def _shared(options: CacheOptions, ranks: Ranks) -> CacheOptions:

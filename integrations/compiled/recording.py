@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten, tree_map
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
-from paged_kv.integrations.compiled import cache_states
-from paged_kv.integrations.compiled.exported_graph import NotExportable, exported_graph
-from paged_kv.integrations.compiled.model_contents import ModelContents
+from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
 from paged_kv.integrations.heads.noted_outputs import outputs_of
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
@@ -61,11 +61,6 @@ ModelCall = Callable[..., mx.array]
 """A model's own call: takes tokens int [B, 1] and `cache`, returns logits [B, 1, vocabulary]."""
 
 
-# The tokens before the steps whose traces are compared. Beyond all contexts, and a prime apart: a
-# remainder differs too.
-COMPARED = (1, 1 + 1_048_583)
-
-
 class Repeated(NamedTuple):
     """What a repeated recording computes: nothing is noted in the caches before `keep`.
 
@@ -87,7 +82,7 @@ class Repeated(NamedTuple):
         """Note the step in all caches; returns the logits."""
         step.keep(self.changed, self.written)
         if self.states:
-            cache_states.put(_unpaged(caches), iter(self.states))
+            _put(unpaged(caches), iter(self.states))
         return self.logits
 
 
@@ -107,7 +102,8 @@ class Recording:
         modules: those of the model whose outputs are wanted too.
 
     Raises:
-        NotRecordable: the model asks for more than arrays can tell.
+        NotRecordable: the model asks for more than arrays can tell, or replaces what it consists
+            of.
         Exception: whatever the model raises when its cache answers in arrays.
     """
 
@@ -124,16 +120,20 @@ class Recording:
         self._contents = contents
         self._is_void = False
         waiting = [trace]  # not kept afterwards: it holds the step
+        replaced: Replaced = []
 
         def traced(weights: list[mx.array], *given: mx.array) -> list[mx.array]:
             if not waiting:
                 self._is_void = True
                 return list(given)
-            with contents.restoring(weights):
-                return waiting.pop()(*given)
+            with contents.with_arrays(weights) as found:
+                results = waiting.pop()(*given)
+            replaced.extend(found)
+            return results
 
         self._repeat = mx.compile(traced)
         self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
+        require_equal(replaced)
         self._written = trace.written
         self._num_outputs, self._num_changed = len(modules), trace.num_changed
 
@@ -172,31 +172,7 @@ def compiling_is_on() -> bool:
 
 
 def _arrays(tokens: mx.array, caches: list[Any], step: RecordableStep) -> list[mx.array]:
-    return [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
-
-
-def require_no_numbers(
-    call: ModelCall, tokens: mx.array, caches: list[Any], step: RecordableStep
-) -> None:
-    """Trace a model's step twice, with Python numbers of a sequence's second token and of one far
-    from it, and compare: so a number that is compared with a threshold shows too.
-
-    Raises:
-        NotRecordable: the graphs differ, so that a recording would hold a number of its step.
-        Exception: see `Recording`.
-    """
-    function = StepFunction(call, caches, step)
-    arrays = _arrays(tokens, caches, step)
-    functions = [function.after(count) for count in COMPARED]
-    try:
-        one, other = (exported_graph(each, arrays) for each in functions)
-        are_equal = one == other
-    except NotExportable:
-        # A fused operation, or one of a sharded layer: compare what the graphs compute.
-        results = [function.visible(mx.compile(each)(*arrays)) for each in functions]
-        are_equal = all(map(mx.array_equal, *results))
-    if not are_equal:
-        raise NotRecordable("its operations depend on how many tokens there are")
+    return [tokens, *step.arrays(), *_arrays_of(unpaged(caches))]
 
 
 class StepFunction:
@@ -219,34 +195,28 @@ class StepFunction:
         self.written: list[int] = []
         self.num_changed = 0
 
-    def __call__(self, *arrays: mx.array, before: int | None = None) -> list[mx.array]:
-        unpaged = _unpaged(self._caches)
+    def __call__(self, *arrays: mx.array) -> list[mx.array]:
+        before = unpaged(self._caches)
         tokens, *others = arrays
-        first_state = len(others) - len(cache_states.arrays_of(unpaged))
-        recorded = RecordedStep(self._step, others[:first_state], before)
-        states = cache_states.copies_with(unpaged, iter(others[first_state:]))
+        first_state = len(others) - len(_arrays_of(before))
+        recorded = RecordedStep(self._step, others[:first_state])
+        states = [copy.copy(cache) for cache in before]
+        _put(states, iter(others[first_state:]))
         seen = iter(states)
         stand_ins = [_stand_in(each, recorded, seen) for each in self._caches]
         with outputs_of(self._modules) as outputs:
             logits = self._call(tokens, cache=stand_ins)
         if not isinstance(logits, mx.array):
             raise NotRecordable(f"it returns a {type(logits).__name__} and not an array")
-        if cache_states.others_of(states) != cache_states.others_of(unpaged):
+        if others_of(states) != others_of(before):
             raise NotRecordable("a cache without pages changes more than its arrays' contents")
         changed = recorded.changed()
         self.written, self.num_changed = recorded.written, len(changed)
-        return [logits, *outputs, *changed, *cache_states.arrays_of(states)]
-
-    def visible(self, results: list[mx.array]) -> list[mx.array]:
-        """Of the function's results, those that the model's user sees: logits and states."""
-        return [results[0], *results[1 + self.num_changed :]]
-
-    def after(self, count: int) -> Callable[..., list[mx.array]]:
-        """The function with Python numbers of a step after `count` tokens, and equal arrays."""
-        return lambda *arrays: self(*arrays, before=count)
+        return [logits, *outputs, *changed, *_arrays_of(states)]
 
 
-def _unpaged(caches: list[Any]) -> list[Any]:
+def unpaged(caches: list[Any]) -> list[Any]:
+    """The caches without pages, such as those of recurrent layers."""
     return [each for each in leaves(caches) if not isinstance(each, PagedKVCache)]
 
 
@@ -256,3 +226,33 @@ def _stand_in(cache: Any, recorded: RecordedStep, states: Iterator[Any]) -> Any:
     if isinstance(cache, PagedKVCache):
         return RecordedCache(cache.layer, recorded)
     return next(states)
+
+
+def _arrays_of(caches: Iterable[Any]) -> list[mx.array]:
+    """The arrays among the attributes of these caches."""
+    return [leaf for leaf in _attributes(caches) if isinstance(leaf, mx.array)]
+
+
+def others_of(caches: Iterable[Any]) -> list[Any]:
+    """The attributes that are no arrays, and the shapes and dtypes of those that are."""
+    return [
+        (leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf
+        for leaf in _attributes(caches)
+    ]
+
+
+def _put(caches: Iterable[Any], arrays: Iterator[mx.array]) -> None:
+    """Put the next arrays in the places of those of these caches."""
+
+    def replaced(leaf: Any) -> Any:
+        return next(arrays) if isinstance(leaf, mx.array) else leaf
+
+    for cache in caches:
+        vars(cache).update(tree_map(replaced, vars(cache)))
+
+
+def _attributes(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        flat: Any = tree_flatten(vars(cache))
+        for _, leaf in flat:
+            yield leaf

@@ -17,14 +17,14 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import described
 from paged_kv.integrations.batching.unpaged_caches import leaves
-from paged_kv.integrations.compiled.cache_states import others_of
-from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
+from paged_kv.integrations.compiled.model_contents import ModelContents
 from paged_kv.integrations.compiled.recording import (
     ModelCall,
     Recording,
     Repeated,
     compiling_is_on,
-    require_no_numbers,
+    others_of,
+    unpaged,
 )
 from paged_kv.integrations.heads.model_head import ModelHead
 from paged_kv.integrations.heads.noted_outputs import note_outputs
@@ -103,6 +103,8 @@ class Recordings:
 
     Args:
         model: the model.
+        version: tells the number of the version that the model had at the latest prompt, see
+            `ModelVersion.latest`.
         head: the prediction head of the pool's last layer; None for none. It takes each step in
             Python, behind the model.
 
@@ -115,16 +117,18 @@ class Recordings:
         reason: why no step is recorded; None if they are.
     """
 
-    def __init__(self, model: Module, head: ModelHead | None = None) -> None:
+    def __init__(
+        self, model: Module, version: Callable[[], int], head: ModelHead | None = None
+    ) -> None:
         self.model = model
+        self._version = version
+        self._recorded_version = version()
         self._head = head
         self._modules = [] if head is None else head.modules
         self.count = self.repeated = self.compared = 0
         self.compares = True
         self.reason: str | None = None
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
-        # By entry, and whether it takes several sequences: those found to be without numbers.
-        self._are_numberless: set[Hashable] = set()
         self._comparisons: defaultdict[Hashable, Comparisons] = defaultdict(Comparisons)
         self._layers: list[RecordableLayer] | None = None
         self._contents: ModelContents | None = None
@@ -184,13 +188,13 @@ class Recordings:
         caches: list[Any],
         step: RecordableStep,
     ) -> mx.array | None:
-        if self._contents is not None and self._contents.has_changed():
-            self._forget()
+        if self._recorded_version != self._version():
+            self._reset_for_change()
             if self.reason is not None:
                 return None
         if self._contents is None:
             self._contents = ModelContents(self.model)
-        states = [each for each in leaves(caches) if not isinstance(each, PagedKVCache)]
+        states = unpaged(caches)
         # MLX computes a recording in the stream that it was recorded in.
         place = get_ident(), str(mx.default_stream(mx.default_device()))
         stock_tokens, tokens = tokens, tokens.astype(mx.int32)  # samplers have different dtypes
@@ -210,7 +214,7 @@ class Recordings:
         except LookupError:  # an array of the model was removed
             found = None
         if found is None:
-            self._forget()
+            self._reset_for_change()
             return None
         self.repeated += 1
         comparisons = self._comparisons[entry, place, tokens.shape]
@@ -256,13 +260,7 @@ class Recordings:
         assert contents is not None
         if not compiling_is_on():
             return None
-        kind = entry, tokens.shape[0] > 1
         try:
-            if kind not in self._are_numberless:
-                replaced: Replaced = []
-                require_no_numbers(_restoring(contents, call, replaced), tokens, caches, step)
-                require_equal(replaced)
-                self._are_numberless.add(kind)
             recording = Recording(call, tokens, caches, step, contents, self._modules)
         except ThreadConflict:
             raise
@@ -272,12 +270,18 @@ class Recordings:
         self.count += 1
         return recording
 
-    def _forget(self) -> None:
-        """Drop all recordings, and what was found of them, because the model has changed."""
+    def reset(self) -> None:
+        """Drop all recordings, and record the next steps anew. Call it after a change that makes no
+        new version of the model before its next prompt, see `ModelVersion`: of a class or a global
+        variable, or in the middle of an answer."""
+        self.reason = None
+        self._recorded_version = self._version()
         self._kept.clear()
-        self._are_numberless.clear()
         self._comparisons.clear()
         self._contents = None
+
+    def _reset_for_change(self) -> None:
+        self.reset()
         self._changes += 1
         if self._changes > FREE_CHANGES and self.repeated < self._changes * LEAST_REPEATED:
             self._give_up(NotRecordable("its settings change after few steps"))
@@ -294,21 +298,9 @@ class Recordings:
         known = isinstance(error, NotRecordable)
         self.reason = str(error) if known else f"{type(error).__name__}: {error}"
         self._kept.clear()
-        # Whatever was wrong before anything was repeated has done no harm.
-        level = logging.WARNING if self.compared else logging.INFO
+        # Whatever was wrong before any step had logits of a recording has done no harm.
+        level = logging.WARNING if self.repeated > self.compared else logging.INFO
         logger.log(level, "%s: decode steps are not compiled: %s", _name(self.model), self.reason)
-
-
-def _restoring(contents: ModelContents, call: ModelCall, replaced: Replaced) -> ModelCall:
-    """The call, after which everything is put back that it replaced, and told in the list."""
-
-    def restored(*arguments: Any, **named: Any) -> mx.array:
-        with contents.restoring() as found:
-            logits = call(*arguments, **named)
-        replaced.extend(found)
-        return logits
-
-    return restored
 
 
 def _name(model: Module) -> str:

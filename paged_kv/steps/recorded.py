@@ -30,6 +30,10 @@ from paged_kv.steps.step import Step
 from paged_kv.steps.step_row import StepRow
 from paged_kv.steps.transaction import Transaction
 
+# Beyond all contexts: a recording with the number of its step in it differs at once from a step by
+# Python, also where it compares the number with a threshold. A prime and one: a remainder differs.
+FAR_TOKENS = 1 + 1_048_583
+
 
 class NotRecordable(Exception):
     """A model cannot take recorded steps; the message says why."""
@@ -165,21 +169,21 @@ class RecordedStep:
 
     Args:
         recordable: the step.
-        arrays: MLX's own in the place of the step's.
-        before: how many tokens Python numbers tell to be before the step, in place of its own. A
-            recording does not depend on them.
+        arrays: MLX's own in the place of the step's. Python numbers are those of a step behind
+            `FAR_TOKENS`.
     """
 
-    def __init__(
-        self, recordable: RecordableStep, arrays: list[mx.array], before: int | None
-    ) -> None:
+    def __init__(self, recordable: RecordableStep, arrays: list[mx.array]) -> None:
         step, given = recordable.step, iter(arrays)
         self._offset = next(given)
         self._offset_after = self._offset + 1
         self._reads: dict[int, tuple[PagedRead, mx.array, mx.array]] = {}
         self._shape, self._windows = step.shape, step.pool.windows
         self._tables = recordable.tables
-        self._rows = step.rows if before is None else [_moved(row, before) for row in step.rows]
+        self._rows = [
+            row._replace(before=FAR_TOKENS, end=FAR_TOKENS + 1, offset=FAR_TOKENS)
+            for row in step.rows
+        ]
         self._groups = {
             group: _recorded(
                 recordable,
@@ -276,10 +280,6 @@ class _RecordedRead(PagedRead):
 
     def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array:
         raise NotRecordable("it chooses tokens, which are gathered")
-
-
-def _moved(row: StepRow, before: int) -> StepRow:
-    return row._replace(before=before, end=before + 1, offset=before)
 
 
 def _in_window(rows: list[StepRow], window: Window | None) -> list[StepRow]:

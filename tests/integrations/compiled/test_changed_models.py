@@ -19,7 +19,7 @@ from paged_kv.steps import recorded
 from tests.support.zoo import small_model
 
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-NUMBERS = "its operations depend on how many tokens there are"
+OTHER_LOGITS = "a repeated step had other logits than one by Python"
 
 
 # MLX compiles a dozen kernels with the compiler of C++.
@@ -66,6 +66,10 @@ class Sides:
         """The largest difference of two logits of the next step."""
         one, other = [self.model(mx.array([[7]]), cache=c, **options) for c in self._caches]
         return float(mx.abs(one - other).max())
+
+    def prompt(self) -> None:
+        """Another request begins."""
+        mx.eval(self.model(PROMPT, cache=self._factories[0].make_cache()))
 
     def steps(self, count: int) -> float:
         return max(self.step() for _ in range(count))
@@ -120,16 +124,17 @@ def test_without_mlx_compile_python_takes_all_steps(steps_before: int) -> None:
     assert sides.recordings.repeated == repeated + 3
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_a_model_that_begins_to_draw_numbers_is_compared_again() -> None:
     model = small_llama()
-    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 20.0, "dropout": 0.5})
+    _to_adapters(model, dropout=0.5)
     model.eval()
     sides = Sides(model)
     assert sides.steps(3) < 1e-4
     model.train()
-    sides.step()
-    assert sides.recordings.reason == NUMBERS
+    sides.prompt()
+    for _ in range(3):
+        sides.step()
+    assert sides.recordings.reason == OTHER_LOGITS
 
 
 class Scaled(llama.Model):
@@ -155,21 +160,40 @@ def _of_another_class(model: Any) -> None:
     model.__class__ = type("Other", (type(model),), {"factor": 3.0})
 
 
-def _to_adapters(model: Any) -> None:
-    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 20.0, "dropout": 0.0})
+def _to_adapters(model: Any, dropout: float = 0.0) -> None:
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 20.0, "dropout": dropout})
     for _, module in model.named_modules():
         if hasattr(module, "lora_b"):
             module.lora_b = mx.ones(module.lora_b.shape)
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("change", [_of_a_dataclass, _of_a_class, _of_another_class, _to_adapters])
-def test_settings_that_change_are_noticed(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", [_of_a_dataclass, _of_another_class, _to_adapters])
+def test_settings_that_change_are_noticed_at_the_next_prompt(change: Callable[[Any], None]) -> None:
     sides = Sides(small_llama(Scaled))
     assert sides.steps(3) < 1e-4
     sides.change(change, sides.model)
+    sides.prompt()
     assert sides.steps(3) < 1e-4
     assert sides.recordings.reason is None
+
+
+def test_a_change_that_nothing_notices_shows_in_a_comparison_or_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of those that repeat a recording, steps 1, 2, 4 and 8 are compared, and then the ninth."""
+    sides = Sides(small_llama(Scaled))
+    assert sides.steps(6) < 1e-4
+    sides.change(_of_a_class, sides.model)
+    with caplog.at_level(logging.WARNING, logger="paged_kv"):
+        differences = [sides.step() for _ in range(8)]
+    assert [at for at, each in enumerate(differences) if each > 1e-4] == [0, 1]
+    assert sides.recordings.reason == OTHER_LOGITS
+    assert sum("are not compiled" in each.getMessage() for each in caplog.records) == 1
+    repeated = sides.recordings.repeated
+    sides.recordings.reset()
+    assert sides.steps(4) < 1e-4
+    assert sides.recordings.repeated == repeated + 4
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -177,6 +201,7 @@ def test_settings_that_change_all_the_time_end_it() -> None:
     sides = Sides(small_llama(Scaled))
     for at in range(12):
         sides.model.args.rms_norm_eps = 1e-5 * (at + 1)
+        sides.prompt()
         assert sides.step() < 1e-4
     assert sides.recordings.reason == "its settings change after few steps"
 
@@ -215,27 +240,11 @@ class Long(llama.Model):
         return logits * 2 if keys.shape[2] > 14 else logits
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_a_number_that_is_compared_with_a_threshold_shows() -> None:
+def test_a_number_that_is_compared_with_a_threshold_shows_at_once() -> None:
     sides = Sides(small_llama(Long))
     assert sides.steps(10) < 1e-4
-    assert sides.recordings.reason == NUMBERS
-
-
-def test_a_recording_that_goes_wrong_is_stopped_with_right_logits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The comparison of traces is off, so that a number is in the recording: from the seventh step
-    on it is wrong, and the ninth is compared."""
-    monkeypatch.setattr(
-        "paged_kv.integrations.compiled.recordings.require_no_numbers", lambda *_: None
-    )
-    sides = Sides(small_llama(Long))
-    with caplog.at_level(logging.WARNING, logger="paged_kv"):
-        differences = [sides.step() for _ in range(14)]
-    assert [at for at, each in enumerate(differences) if each > 1e-4] == [6, 7]
-    assert sides.recordings.reason == "a repeated step had other logits than one by Python"
-    assert sum("are not compiled" in each.getMessage() for each in caplog.records) == 1
+    assert sides.recordings.repeated == sides.recordings.compared == 2
+    assert sides.recordings.reason == OTHER_LOGITS
 
 
 def test_compared_steps_advance_caches_and_states_once(monkeypatch: pytest.MonkeyPatch) -> None:

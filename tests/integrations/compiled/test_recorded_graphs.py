@@ -14,7 +14,7 @@ from paged_kv.integrations.compiled.recordings import Comparisons
 from paged_kv.kernels import backends
 from paged_kv.kernels.pages import tables as tables_module
 from paged_kv.kernels.pages.backend import MAX_SLABS
-from paged_kv.steps.recorded import RecordableStep
+from paged_kv.steps.recorded import NotRecordable, RecordableStep
 from tests.support.gpu_on_cpu.launch_order import unordered
 from tests.support.gpu_pages import backend_on, device_of, needs_compiler
 from tests.support.zoo import small_model
@@ -38,12 +38,13 @@ def recorded_step(batch: int) -> tuple[dict[str, list[str]], dict[str, list[str]
     launches. Kernels are operations that tell their inputs and outputs."""
     found: list[dict[str, Any]] = []
 
-    def export(call: Any, tokens: mx.array, caches: list[Any], step: RecordableStep) -> None:
+    def export(call: Any, tokens: mx.array, caches: Any, step: RecordableStep, *_: Any) -> None:
         mx.export_function(found.append, StepFunction(call, caches, step), tokens, *step.arrays())
+        raise NotRecordable("it was exported")
 
     model = small_llama(layers=LAYERS)
     with pytest.MonkeyPatch.context() as patch, backend("metal", GraphMaker()):
-        patch.setattr(recordings, "require_no_numbers", export)
+        patch.setattr(recordings, "Recording", export)
         factory = PagedCacheFactory(model, compile=True, max_bytes=1 << 30)
         caches = filled(factory.make_cache(), batch, 300)
         for _ in range(2):
@@ -129,7 +130,6 @@ def _run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_best", lambda: backend_on(device, dialect))
         patch.setattr(recordings, "Recording", StepByStep)
-        patch.setattr(recordings, "require_no_numbers", lambda *_: None)
         patch.setattr(Comparisons, "is_due", lambda self, is_first: False)
         factory = PagedCacheFactory(
             model,
