@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from paged_kv.integrations.working_memory import WorkingMemory
+from paged_kv.integrations.working_memory import MeasuredStep, WorkingMemory
 from paged_kv.kernels.pages.memory import device_bytes
 from paged_kv.sizes import format_size
 
@@ -53,7 +53,8 @@ def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> Aut
         step = measure()
     except Exception as error:  # models raise anything
         logger.warning("a prompt step cannot be measured, so a fifth is left for it: %r", error)
-        step = WorkingMemory(0.2 * memory, 0)
+        fifth = memory // 5
+        step = WorkingMemory((MeasuredStep(PROMPT_STEPS[0], fifth, fifth),))
     left = memory - reserve_of(memory) - held
     tokens = _prompt_step(step, left)
     taken = step.bytes_for(tokens, LONG_CONTEXT)

@@ -1,9 +1,8 @@
 """Measures the memory that a prompt step takes besides weights and pages.
 
-Activations grow with the tokens of a step. Where a layer's keys and values are gathered or
-expanded, they also grow with the context, and where MLX has no fused attention, with both. So the
-memory is measured at sizes that are quick, and a sum of these terms is fitted, which gives it at
-any size.
+Steps of doubling sizes are measured, as far as they are quick; longer ones take that many times as
+much. Where a layer's keys and values are gathered or expanded, a step takes more the longer its
+context is: so much more for each token of it as the next step took.
 
 Only so many of the first layers run as it takes to meet two layers of every kind: layers run one
 after the other, and each gives back what the one before it took. Only layers with windows keep a
@@ -16,99 +15,77 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-# Tokens of the longer step measured: as many as two steps take in no more than this. The fewest
-# are few, because a CPU without BLAS takes seconds for a thousand. With recurrent layers half of
-# the fewest is a chunk of Mamba 2: of shorter steps, longer ones take more than a multiple.
-FEWEST_TOKENS, FEWEST_WITH_STATES, MOST_TOKENS = 256, 512, 2048
+# Tokens of the steps measured: as many as two steps take in no more than this. The fewest are few,
+# because a CPU without BLAS takes seconds for a thousand; they are a chunk of Mamba 2, as of
+# shorter steps, longer ones take more than a multiple.
+FEWEST_TOKENS, MOST_TOKENS = 256, 2048
 MOST_SECONDS = 0.4
-TIMES = 2
+# How far MLX runs ahead of a CPU differs from time to time: the most of so many times, and a tenth
+# for other times.
+TIMES, MARGIN = 2, 1.1
 # More contexts must take so much more of a step, or the difference is noise, which long ones would
 # blow up.
 NOISE = 0.05
 
 
-@dataclass(frozen=True)
-class WorkingMemory:
-    """The bytes of a prompt step: fixed + step * per_token + context * per_context
-    + step * context * per_pair.
+class MeasuredStep(NamedTuple):
+    """The bytes of a step of `tokens` at the beginning of a context, and of the step behind it."""
 
-    Attributes:
-        fixed: of any step.
-        per_token: of each token of the step.
-        per_context: of each token of the context, the step's included.
-        per_pair: of each pair of the two.
-    """
+    tokens: int
+    first: int
+    later: int
 
-    fixed: float
-    per_token: float
-    per_context: float = 0.0
-    per_pair: float = 0.0
+    def bytes_at(self, context: int) -> float:
+        """The bytes at the end of a context of so many tokens, which grow as those measured."""
+        grown = max(0, self.later - self.first) * max(0, context / self.tokens - 1)
+        return self.first + (grown if self.later > self.first * (1 + NOISE) else 0)
+
+
+class WorkingMemory(NamedTuple):
+    """The steps that were measured, the shortest first."""
+
+    steps: tuple[MeasuredStep, ...]
 
     def bytes_for(self, step: int, context: int) -> int:
-        """The bytes of a step of `step` tokens that ends a context of `context` tokens."""
-        of_context = (self.per_context + step * self.per_pair) * context
-        return max(0, int(self.fixed + step * self.per_token + of_context))
+        """The bytes of a step of `step` tokens that ends a context of `context` tokens: those of
+        the next longer one measured, or in proportion to the longest."""
+        measured = next((each for each in self.steps if each.tokens >= step), self.steps[-1])
+        return int(MARGIN * measured.bytes_at(context) * max(1, step / measured.tokens))
 
 
 def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMemory:
     """Measure prompt steps of a model, on prompt caches that `make_cache` returns."""
-
-    def measured(step: int) -> tuple[int, int]:
-        return _measured(call, make_cache(), step)
-
+    steps: list[MeasuredStep] = []
+    tokens, fewest, seconds = FEWEST_TOKENS, _fewest_tokens(make_cache()), 0.0
     with _first_layers(model, make_cache()) as call:
-        measured(FEWEST_TOKENS)  # This loads weights, compiles kernels and maps slabs.
-        tokens, of_whole = _longer_step(measured, _fewest_tokens(make_cache()))
-        half = tokens // 2
-        # How far MLX runs ahead of a CPU differs from time to time.
-        of_half = [measured(half) for _ in range(TIMES)]
-    sizes = [(half, half), (half, tokens), (tokens, tokens), (tokens, 2 * tokens)]
-    return _fitted(sizes, [*np.max(of_half, axis=0), *np.max(of_whole, axis=0)])
+        _measured(call, make_cache(), tokens)  # This loads weights, compiles kernels, maps slabs.
+        while not steps or tokens <= fewest or (tokens <= MOST_TOKENS and seconds < MOST_SECONDS):
+            began = perf_counter()
+            pairs = [_measured(call, make_cache(), tokens) for _ in range(TIMES)]
+            seconds = (perf_counter() - began) / TIMES
+            steps.append(MeasuredStep(tokens, *map(max, zip(*pairs, strict=True))))
+            tokens *= 2
+    return WorkingMemory(tuple(steps))
 
 
 def _fewest_tokens(cache: Sequence[Any]) -> int:
-    """Of the longer step measured. Steps that fill a window take other memory than shorter ones, so
-    both that are measured do, unless the window is longer than steps are."""
-    windows = [window for each in cache if (window := _window(each))]
-    to_fill = 2 * min(windows, default=0)
-    is_paged = all(isinstance(each, PagedKVCache) for each in cache)
-    fewest = FEWEST_TOKENS if is_paged else FEWEST_WITH_STATES
-    return max(fewest, to_fill if to_fill <= MOST_TOKENS else 0)
-
-
-def _longer_step(
-    measured: Callable[[int], tuple[int, int]], tokens: int
-) -> tuple[int, list[tuple[int, int]]]:
-    """The tokens of the longer step, at least these, and what was measured with it.
-
-    A step is measured once more where it seems to take long: it may be the first of its size, or
-    other programs.
-    """
-    while True:
-        found = []
-        for _ in range(TIMES):
-            began = perf_counter()
-            found.append(measured(tokens))
-            if tokens < MOST_TOKENS and perf_counter() - began < MOST_SECONDS:
-                break
-        else:
-            return tokens, found
-        tokens *= 2
+    """Of the longest step measured: one that fills a window takes other memory than shorter ones,
+    unless the window is longer than steps are."""
+    to_fill = min([window for each in cache if (window := _window(each))], default=0)
+    return to_fill if to_fill <= MOST_TOKENS else 0
 
 
 def _measured(model: Any, cache: list[Any], step: int) -> tuple[int, int]:
@@ -213,13 +190,3 @@ def _window(cache: Any) -> int | None:
         window = cache.pool.group_of(cache.layer).window
         return window.size if window else None
     return getattr(cache, "max_size", None)
-
-
-def _fitted(sizes: Sequence[tuple[int, int]], measured: Sequence[int]) -> WorkingMemory:
-    """The terms that explain the measurements of two steps, at two contexts each."""
-    half, half_later, whole, whole_later = measured
-    grows = half_later > half * (1 + NOISE) and whole_later > whole * (1 + NOISE)
-    terms = np.array([[1, step, context, step * context] for step, context in sizes], np.float64)
-    count = 4 if grows else 2
-    found, *_ = np.linalg.lstsq(terms[:, :count], np.array(measured, np.float64), rcond=None)
-    return WorkingMemory(*map(float, found))

@@ -58,6 +58,15 @@ def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(working_memory, "MOST_TOKENS", working_memory.FEWEST_TOKENS)
 
 
+def test_longer_steps_and_contexts_take_more_in_proportion() -> None:
+    grows = working_memory.WorkingMemory(
+        (working_memory.MeasuredStep(256, 100, 200), working_memory.MeasuredStep(512, 300, 310))
+    )
+    asked = [(100, 256), (256, 1024), (512, 4096), (2048, 4096)]
+    found = [grows.bytes_for(*each) / working_memory.MARGIN for each in asked]
+    assert found == pytest.approx([100, 400, 300, 1200], abs=1)
+
+
 def embedded() -> Any:
     """The embedded model in numbers that a CPU computes quickly, not read yet."""
     model = load(embedded_model(), lazy=True)[0]
@@ -108,7 +117,7 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_changes_give_what_they_say() -> None:
-    planner = Planner([embedded()], 96 << 20)
+    planner = Planner([embedded()], 160 << 20)
     plan = planner.plan(Wish(context=8192, sessions=4, page_format="fp16", step=2048))
     assert not plan.fits
     changes = dict(planner.changes(plan))
@@ -166,7 +175,7 @@ class TestAutomaticBudget:
     def test_prompt_steps_shrink_where_memory_is_short(self, memory: Any) -> None:
         model = embedded()
         steps: list[int] = []
-        for megabytes in (400, 48, 8):
+        for megabytes in (400, 56, 8):
             memory(megabytes << 20)
             steps.append(PagedCacheFactory(model, max_bytes="auto").prompt_step or 0)
         assert steps == sorted(steps, reverse=True)
