@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from paged_kv.commands.output_files import require_writable
 from paged_kv.embedded import embedded_model
 
 if TYPE_CHECKING:
-    from paged_kv.integrations.bench.cache_pairs import CachePairs
-    from paged_kv.integrations.bench.measurements import BenchSizes, Outcome
+    from paged_kv.integrations.bench.comparisons import BenchSizes, Outcome
 
 
 def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,8 +23,8 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "bench",
         help="compare mlx-lm's caches with pages on this machine and a model",
         description="Times mlx-lm's caches and pages in turns: decoding, prefill, a fork, a shared "
-        "prefix, the time that Python takes, and memory. It stops by itself within about three "
-        "minutes, and says where the machine was too busy to tell.",
+        "prefix, and memory. It stops by itself within about three minutes, and says where the "
+        "machine was too busy to tell.",
         **examples(
             "paged-kv bench",
             "paged-kv bench --model mlx-community/Llama-3.2-1B-Instruct-4bit --json bench.json",
@@ -51,7 +50,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here because loading mlx-lm takes seconds.
     from paged_kv.integrations.bench import report
-    from paged_kv.integrations.bench.measurements import QUICK, WHOLE
+    from paged_kv.integrations.bench.comparisons import QUICK, WHOLE
 
     for file in filter(None, (arguments.json, arguments.plot)):
         require_writable(file)
@@ -60,13 +59,13 @@ def _run(arguments: argparse.Namespace) -> int:
     content, outcomes = measured(arguments.model, QUICK if arguments.quick else WHOLE)
     report.print_table(content, outcomes)
     if arguments.json:
-        report.write_json(content, arguments.json)
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     if arguments.plot:
         report.draw(content, outcomes, arguments.plot)
     return 0
 
 
-def measured(model: str | None, plan: BenchSizes) -> tuple[dict[str, Any], list[Outcome]]:
+def measured(model: str | None, sizes: BenchSizes) -> tuple[dict[str, Any], list[Outcome]]:
     """Compare both kinds of caches.
 
     Args:
@@ -76,21 +75,13 @@ def measured(model: str | None, plan: BenchSizes) -> tuple[dict[str, Any], list[
         the report, ready for JSON, and what was measured.
     """
     from paged_kv.integrations.bench import report
-    from paged_kv.integrations.bench.cache_pairs import CachePairs
+    from paged_kv.integrations.bench.comparisons import Bench
     from paged_kv.integrations.generation.text_generation import loaded
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 
     language_model = loaded(model or embedded_model())[0]
     with closing(PagedCacheFactory(language_model)) as factory:
-        outcomes = list(_outcomes(CachePairs(language_model, factory), plan))
+        outcomes = Bench(language_model, factory, sizes).outcomes()
+        found = list(tqdm(outcomes, desc="compared", leave=False, disable=None))
         backend = factory.stats().backend
-    return report.as_dict(model or "stdlib-llama", backend, outcomes), outcomes
-
-
-def _outcomes(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
-    from paged_kv.integrations.bench.measurements import parts
-
-    with tqdm(parts(pairs, plan), leave=False, disable=None) as bar:
-        for part, measure in bar:
-            bar.set_description(part)
-            yield from measure()
+    return report.as_dict(model or "stdlib-llama", backend, found), found

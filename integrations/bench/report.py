@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -19,8 +18,8 @@ from rich.table import Table
 
 from paged_kv import __version__
 from paged_kv.extras import extra_module
-from paged_kv.integrations.bench.measurements import Outcome
-from paged_kv.integrations.bench.turns import Measurement, Skipped
+from paged_kv.integrations.bench.comparisons import Outcome
+from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
 from paged_kv.kernels.backends import device_name
 from paged_kv.sizes import format_size
 
@@ -41,15 +40,6 @@ def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, 
             for each in outcomes
         ],
     }
-
-
-def write_json(content: dict[str, Any], file: Path) -> None:
-    """Write a report.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
@@ -82,14 +72,10 @@ def require_drawable(file: Path) -> None:
 
 
 def draw(content: dict[str, Any], outcomes: Iterable[Outcome], file: Path) -> None:
-    """Plot how many times better pages are, to a .svg, .png or .pdf.
-
-    Raises:
-        ValueError: as `require_drawable`.
-    """
-    require_drawable(file)
+    """Plot how many times better pages are, to a file that `require_drawable` takes."""
     figures = extra_module("matplotlib.figure", "plot")
-    clear = [each for each in outcomes if isinstance(each, Measurement) and not each.is_noisy]
+    measured = [each for each in outcomes if isinstance(each, Measurement)]
+    clear = [each for each in measured if each.spread <= MOST_SPREAD]
     figure = figures.Figure(figsize=(8, 1 + 0.3 * len(clear)), layout="constrained")
     axes = figure.subplots()
     factors = [each.times_better for each in clear]

@@ -65,14 +65,9 @@ class Measurement:
     turns: int = 1
 
     @property
-    def is_noisy(self) -> bool:
-        """Whether the ratio says nothing."""
-        return self.spread > MOST_SPREAD
-
-    @property
     def verdict(self) -> str:
         """Which of the two is better, and by how much."""
-        if self.is_noisy:
+        if self.spread > MOST_SPREAD:
             return f"too noisy to tell (spread {self.spread:.2f})"
         factor = max(self.times_better, 1 / self.times_better)
         times = f"{factor:.2f}"
@@ -95,13 +90,6 @@ def compared(
 ) -> Measurement | Skipped:
     """The seconds of both, called in turns for about `most_s` seconds; skipped if that allows too
     few turns. A first call of each is not counted."""
-    return compared_clocks(name, lambda: seconds(mlx_lm), lambda: seconds(paged), most_s)
-
-
-def compared_clocks(
-    name: str, mlx_lm: Callable[[], float], paged: Callable[[], float], most_s: float
-) -> Measurement | Skipped:
-    """As `compared`, of works that return the seconds that count."""
     first = seconds(lambda: (mlx_lm(), paged()))
     if first * FEWEST_TURNS > most_s:
         return Skipped(name, f"a turn takes {first:.1f} s, and there are {most_s:.0f}")
@@ -109,8 +97,8 @@ def compared_clocks(
     stock: list[float] = []
     ours: list[float] = []
     while len(stock) < FEWEST_TURNS or time.perf_counter() < end:
-        stock.append(mlx_lm())
-        ours.append(paged())
+        stock.append(seconds(mlx_lm))
+        ours.append(seconds(paged))
     noise = max(spread(stock), spread(ours))
     return Measurement(
         name, "s", median(stock), median(ours), ratio(stock, ours), noise, len(stock)

@@ -17,7 +17,7 @@ from typing import TextIO
 from paged_kv.commands.output_files import require_writable
 from paged_kv.integrations.bench import report as bench_report
 from paged_kv.integrations.bench.bench_command import measured
-from paged_kv.integrations.bench.measurements import QUICK
+from paged_kv.integrations.bench.comparisons import QUICK
 from paged_kv.integrations.doctor.examination import examine
 
 

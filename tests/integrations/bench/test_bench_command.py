@@ -3,8 +3,7 @@
 from typing import Any
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.bench.cache_pairs import CachePairs
-from paged_kv.integrations.bench.measurements import BenchSizes
+from paged_kv.integrations.bench.comparisons import Bench, BenchSizes
 from paged_kv.integrations.bench.turns import (
     Measurement,
     Skipped,
@@ -12,7 +11,7 @@ from paged_kv.integrations.bench.turns import (
 )
 from tests.support.zoo import small_model
 
-TINY = BenchSizes(contexts=(256,), prompt=16, prefix=300, part_s=0.5)
+TINY = BenchSizes(contexts=(256,), prefix=512, part_s=0.5)
 
 
 def measured(**changes: Any) -> Measurement:
@@ -39,5 +38,5 @@ def test_to_fill_pages_counts_as_no_gather() -> None:
     """The first gather is warned of, as if the model did not read pages."""
     model = small_model("llama")
     factory = PagedCacheFactory(model)
-    CachePairs(model, factory).filled(300, 2)
+    Bench(model, factory, TINY).filled(300, 2)
     assert factory.stats().gather_fallbacks == 0
