@@ -56,8 +56,10 @@ def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> Aut
         fifth = memory // 5
         step = WorkingMemory((MeasuredStep(PROMPT_STEPS[0], fifth, fifth),))
     left = memory - reserve_of(memory) - held
-    tokens = _prompt_step(step, left)
-    taken = step.bytes_for(tokens, LONG_CONTEXT)
+    sizes = {tokens: step.bytes_for(tokens, LONG_CONTEXT) for tokens in PROMPT_STEPS}
+    fitting = (tokens for tokens, nbytes in sizes.items() if nbytes <= STEP_SHARE * left)
+    tokens = next(fitting, PROMPT_STEPS[-1])
+    taken = sizes[tokens]
     budget = AutomaticBudget(max(1, left - taken), tokens)
     logger.info(
         "max_bytes is auto: of %s, %s are left to the system, weights take %s, a prompt step of "
@@ -70,13 +72,3 @@ def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> Aut
         format_size(budget.max_bytes),
     )
     return budget
-
-
-def _prompt_step(step: WorkingMemory, left: int) -> int:
-    """The most tokens whose step takes no more than its share; the fewest there are otherwise."""
-    fitting = [
-        tokens
-        for tokens in PROMPT_STEPS
-        if step.bytes_for(tokens, LONG_CONTEXT) <= STEP_SHARE * left
-    ]
-    return fitting[0] if fitting else PROMPT_STEPS[-1]

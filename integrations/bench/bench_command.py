@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         report.require_drawable(arguments.plot)
     content, outcomes = measured(arguments.model, QUICK if arguments.quick else WHOLE)
-    report.print_table(content, outcomes)
+    print(report.as_table(content, outcomes), end="")
     if arguments.json:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     if arguments.plot:

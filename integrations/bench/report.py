@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import re
@@ -42,9 +43,10 @@ def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, 
     }
 
 
-def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
-    """Print a report to standard output."""
-    console = Console(highlight=False)
+def as_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> str:
+    """A report as text, as wide as the terminal."""
+    text = io.StringIO()
+    console = Console(file=text, highlight=False)
     console.print(f"{content['model']}, {content['backend']} backend\n{measured_on(content)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -58,6 +60,7 @@ def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
             numbers = (_number(each, each.mlx_lm), _number(each, each.paged))
             table.add_row(each.name, *numbers, each.verdict)
     console.print(table)
+    return text.getvalue()
 
 
 def require_drawable(file: Path) -> None:

@@ -10,14 +10,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from paged_kv.commands.output_files import require_writable
-from paged_kv.integrations.bench import report as bench_report
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.comparisons import QUICK
+from paged_kv.integrations.bench.report import as_table
 from paged_kv.integrations.doctor.examination import examine
 
 
@@ -62,13 +61,13 @@ def write_report(file: Path, *, verbose: bool) -> int:
         with progress(verbose=verbose) as tell:
             found = examine(tell)
         print(found.summary())
-        with _copied_stdout() as benched:
-            content, outcomes = measured(None, QUICK)
-            bench_report.print_table(content, outcomes)
+        content, outcomes = measured(None, QUICK)
+        benched = as_table(content, outcomes)
+        print(benched, end="")
     sections = {
         "paged-kv doctor": found.summary(),
         "Each check": found.details(),
-        "paged-kv bench --quick": benched.getvalue(),
+        "paged-kv bench --quick": benched,
         "Log": log.getvalue(),
         "Bench as JSON": json.dumps(content, indent=2),
     }
@@ -92,29 +91,6 @@ def anonymous(text: str) -> str:
 
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n```\n{text.rstrip()}\n```\n"
-
-
-@contextmanager
-def _copied_stdout() -> Iterator[io.StringIO]:
-    """What is printed within, which is still printed."""
-    copy = _Copy(sys.stdout)
-    with redirect_stdout(copy):
-        yield copy
-
-
-class _Copy(io.StringIO):
-    """Keeps what is written, and passes it on."""
-
-    def __init__(self, onward: TextIO) -> None:
-        super().__init__()
-        self._onward = onward
-
-    def write(self, text: str) -> int:
-        self._onward.write(text)
-        return super().write(text)
-
-    def flush(self) -> None:
-        self._onward.flush()
 
 
 @contextmanager

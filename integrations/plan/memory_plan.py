@@ -7,6 +7,7 @@ recurrent layers from a symbolic step, and prompt steps are measured through a f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,12 +28,11 @@ from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory, measured_step
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.integrations.working_memory import WorkingMemory
-from paged_kv.sizes import counted, format_size
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is to fit.
+class Workload:
+    """What a machine is to hold.
 
     Attributes:
         context: tokens of a session.
@@ -54,7 +54,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a wish takes of a memory; all in bytes.
+    """What a workload takes of a memory; all in bytes.
 
     Attributes:
         memory: what the machine has.
@@ -69,7 +69,7 @@ class MemoryPlan:
         longest: tokens of the longest context of which so many sessions fit; None for no end.
     """
 
-    wish: Wish
+    workload: Workload
     memory: int
     reserve: int
     weights: int
@@ -87,7 +87,7 @@ class MemoryPlan:
 
     @property
     def all_sessions(self) -> int:
-        return self.session * self.wish.sessions
+        return self.session * self.workload.sessions
 
     @property
     def needed(self) -> int:
@@ -130,22 +130,22 @@ class Planner:
         models = [each for each in self._models if not isinstance(each, PredictionHead)]
         return [measured_step(model) for model in models]
 
-    def plan(self, wish: Wish) -> MemoryPlan:
-        """What this wish takes."""
-        step = min(wish.step, wish.context)
+    def plan(self, workload: Workload) -> MemoryPlan:
+        """What this workload takes."""
+        step = min(workload.step, workload.context)
         # One model after the other takes a step.
-        prompt_step = max(each.bytes_for(step, wish.context) for each in self._steps)
+        prompt_step = max(each.bytes_for(step, workload.context) for each in self._steps)
         left = self._memory - self._reserve - self._weights - prompt_step
-        sizes, states = self._sizes(max(left, 1), wish)
+        sizes, states = self._sizes(max(left, 1), workload)
         groups = [group for size in sizes for group in size.groups]
         pages, windows = (
-            sum(each.bytes_for(wish.context) for each in groups if each.is_ring == is_ring)
+            sum(each.bytes_for(workload.context) for each in groups if each.is_ring == is_ring)
             for is_ring in (False, True)
         )
         slack = sum(size.slack for size in sizes) if left > 0 else 0
         room = max(0, left - slack)
         return MemoryPlan(
-            wish=wish,
+            workload=workload,
             memory=self._memory,
             reserve=self._reserve,
             weights=self._weights,
@@ -155,63 +155,58 @@ class Planner:
             states=states,
             room=room,
             slack=slack,
-            longest=self._longest(sizes, states, room, wish.sessions),
+            longest=_longest(sizes, max(0, room // workload.sessions - states)),
         )
 
     def changes(self, plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         """Changes that make a plan smaller, as options of the command, and what each gives."""
-        wish = plan.wish
+        workload = plan.workload
         for name in ("q8", "q8/q4", "q4"):
-            changed = self.plan(replace(wish, page_format=name))
+            changed = self.plan(replace(workload, page_format=name))
             if changed.session < plan.session:
                 yield f"--page-format {name}", changed
         for step in PROMPT_STEPS:
-            if step < min(wish.step, wish.context):
-                yield f"--prefill-step-size {step}", self.plan(replace(wish, step=step))
-        if plan.longest is not None and 0 < plan.longest < wish.context:
-            shorter = replace(wish, context=plan.longest)
+            if step < min(workload.step, workload.context):
+                yield f"--prefill-step-size {step}", self.plan(replace(workload, step=step))
+        if plan.longest is not None and 0 < plan.longest < workload.context:
+            shorter = replace(workload, context=plan.longest)
             yield f"--context {plan.longest}", self.plan(shorter)
-        if 0 < plan.most_sessions < wish.sessions:
-            fewer = replace(wish, sessions=plan.most_sessions)
+        if 0 < plan.most_sessions < workload.sessions:
+            fewer = replace(workload, sessions=plan.most_sessions)
             yield f"--sessions {plan.most_sessions}", self.plan(fewer)
 
-    def _sizes(self, budget: int, wish: Wish) -> tuple[list[PoolSize], int]:
-        """The sizes of the models' pools, and the bytes of a session's states."""
+    def _sizes(self, budget: int, workload: Workload) -> tuple[list[PoolSize], int]:
+        """The sizes of the models' pools, and the bytes of a session's states.
+
+        Raises:
+            PoolExhausted: not even the whole memory holds a page of every layer.
+        """
+        options = CacheOptions(
+            page_format=workload.page_format,
+            max_bytes=budget,
+            read_tokens=workload.read_tokens,
+            offload=workload.offload,
+        )
         try:
-            factories = self._factories(budget, wish)
+            factories = divided_factories(self._models, options)
+            for factory in factories:
+                factory.can_admit(0)  # Its pool knows all layers then.
         except PoolExhausted:  # no room for a page: what a session takes is known all the same
-            factories = self._factories(self._memory, wish)
+            if budget >= self._memory:
+                raise
+            return self._sizes(self._memory, workload)
         states = sum(map(_state_bytes, self._models, factories))
         sizes = [pool_size(factory.pool) for factory in factories]
         for factory in factories:
             factory.close()
         return sizes, states
 
-    def _factories(self, budget: int, wish: Wish) -> list[PagedCacheFactory]:
-        """A factory for each model, whose pool knows its layers.
 
-        Raises:
-            PoolExhausted: the budget does not hold a page of every layer.
-        """
-        options = CacheOptions(
-            page_format=wish.page_format,
-            max_bytes=budget,
-            read_tokens=wish.read_tokens,
-            offload=wish.offload,
-        )
-        factories = divided_factories(self._models, options)
-        for factory in factories:
-            factory.can_admit(0)
-        return factories
-
-    def _longest(
-        self, sizes: Sequence[PoolSize], states: int, room: int, sessions: int
-    ) -> int | None:
-        whole = PoolSize(room, 0, tuple(group for size in sizes for group in size.groups))
-        if not whole.groups:
-            return None
-        tokens = whole.tokens_in(max(0, room // sessions - states))
-        return None if tokens == float("inf") else int(tokens)
+def _longest(sizes: Sequence[PoolSize], nbytes: int) -> int | None:
+    """The tokens of a session that these bytes hold in all pools; None if it has no end."""
+    whole = PoolSize(nbytes, 0, tuple(group for size in sizes for group in size.groups))
+    tokens = whole.tokens_in(nbytes) if whole.groups else math.inf
+    return None if tokens == math.inf else int(tokens)
 
 
 def _state_bytes(model: Any, factory: PagedCacheFactory) -> int:
@@ -226,10 +221,3 @@ def _state_bytes(model: Any, factory: PagedCacheFactory) -> int:
     model(mx.zeros((1, 2), mx.int32), cache=caches)
     unpaged = [cache for cache, is_paged in zip(stock, paged, strict=True) if not is_paged]
     return sum(cache.nbytes for cache in unpaged if not cache.empty())
-
-
-def told(plan: MemoryPlan, change: str, changed: MemoryPlan) -> str:
-    """What a change gives, in words."""
-    saved = format_size(max(0, plan.needed - changed.needed))
-    fits = "fits" if changed.fits else f"{counted(changed.most_sessions, 'session')} would fit"
-    return f"{change}: {saved} less, {fits}"

@@ -73,14 +73,14 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here because loading mlx-lm takes seconds.
-    from paged_kv.integrations.plan.memory_plan import Planner, Wish
+    from paged_kv.integrations.plan.memory_plan import Planner, Workload
     from paged_kv.kernels.pages.memory import device_bytes
 
     options = parsed_options(arguments, POOL_OPTIONS)
     models = _models(parsed_options(arguments, MODEL_OPTIONS))
     planner = Planner(models, arguments.memory or device_bytes())
     plan = planner.plan(
-        Wish(
+        Workload(
             arguments.context,
             arguments.sessions,
             str(options.page_format),
@@ -136,23 +136,21 @@ def _print(planner: Planner, plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paged_kv.integrations.plan.memory_plan import told
-
-    wish = plan.wish
+    workload = plan.workload
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    sessions = counted(wish.sessions, "session")
-    each = f"{format_size(plan.session)} each" if wish.sessions > 1 else ""
+    sessions = counted(workload.sessions, "session")
+    each = f"{format_size(plan.session)} each" if workload.sessions > 1 else ""
     parts = {"pages": plan.pages, "windows": plan.windows, "states": plan.states}
     of_parts = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
-    step = f"at the end of {wish.context:,} tokens"
+    step = f"at the end of {workload.context:,} tokens"
     slabs = "of two formats, at most" if plan.slack else ""
     for row in (
         ("weights", plan.weights, ""),
-        (f"prompt step of {min(wish.step, wish.context):,}", plan.prompt_step, step),
-        (f"{sessions}, {wish.page_format}", plan.all_sessions, f"{each} ({of_parts})".strip()),
+        (f"prompt step of {min(workload.step, workload.context):,}", plan.prompt_step, step),
+        (f"{sessions}, {workload.page_format}", plan.all_sessions, f"{each} ({of_parts})".strip()),
         *([("unused in slabs", plan.slack, slabs)] if plan.slack else []),
         ("left to the system", plan.reserve, ""),
         ("all", plan.needed, f"of {format_size(plan.memory)}"),
@@ -166,13 +164,15 @@ def _print(planner: Planner, plan: MemoryPlan) -> None:
     would = f", but these would: {_what_fits(plan)}" if plan.room >= plan.session else ""
     print(f"does not fit{would}. What changes give:")
     for change, changed in planner.changes(plan):
-        print(f"  {told(plan, change, changed)}")
+        saved = format_size(max(0, plan.needed - changed.needed))
+        fits = "fits" if changed.fits else f"{counted(changed.most_sessions, 'session')} would fit"
+        print(f"  {change}: {saved} less, {fits}")
 
 
 def _what_fits(plan: MemoryPlan) -> str:
     """How many sessions of this context fit, and which context of so many sessions."""
-    words = [f"{counted(plan.most_sessions, 'session')} of {plan.wish.context:,} tokens"]
-    whose = "one" if plan.wish.sessions == 1 else f"{plan.wish.sessions:,}"
+    words = [f"{counted(plan.most_sessions, 'session')} of {plan.workload.context:,} tokens"]
+    whose = "one" if plan.workload.sessions == 1 else f"{plan.workload.sessions:,}"
     if plan.longest is None:
         words.append(f"{whose} of any length")
     elif plan.longest:

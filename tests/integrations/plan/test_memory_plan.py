@@ -13,10 +13,10 @@ from mlx_lm.utils import save_config
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations import automatic_budget, paged_cache_factory, working_memory
-from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Wish
+from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Workload
 from tests.support.zoo import ZOO, small_model
 
-WISH = Wish(context=1024, sessions=8, page_format="fp16", step=512)
+WORKLOAD = Workload(context=1024, sessions=8, page_format="fp16", step=512)
 KINDS = [
     "gemma3_text",
     *("qwen3_next", "llama", "qwen3_moe", "gemma2", "gpt_oss", "gemma3n", "deepseek_v3", "phi3"),
@@ -33,17 +33,17 @@ def taken(model: Any, plan: MemoryPlan) -> int:
     factory = PagedCacheFactory(
         model,
         max_bytes=plan.room + plan.slack,
-        read_tokens=plan.wish.read_tokens,
+        read_tokens=plan.workload.read_tokens,
     )
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before, held = mx.get_active_memory(), []
-    for _ in range(plan.wish.sessions):
+    for _ in range(plan.workload.sessions):
         held.append(factory.make_cache())
-        left = plan.wish.context
+        left = plan.workload.context
         while left:
-            step = min(plan.wish.step, left - 1) or 1
+            step = min(plan.workload.step, left - 1) or 1
             model(mx.zeros((1, step), mx.int32), cache=held[-1])
             mx.eval([each.state for each in held[-1] if not each.empty()])
             mx.clear_cache()
@@ -81,14 +81,14 @@ def embedded() -> Any:
 def test_a_run_takes_what_the_plan_says(name: str) -> None:
     model: Any = small_model(name)
     mx.eval(model.parameters())
-    plan = Planner([model], 1 << 30).plan(WISH)
+    plan = Planner([model], 1 << 30).plan(WORKLOAD)
     assert plan.fits
     assert plan.prompt_step + plan.all_sessions == pytest.approx(taken(model, plan), rel=NEAR)
 
 
 @pytest.mark.slow
 def test_weights_are_counted_before_they_are_read() -> None:
-    plan = Planner([embedded()], 1 << 30).plan(replace(WISH, sessions=2))
+    plan = Planner([embedded()], 1 << 30).plan(replace(WORKLOAD, sessions=2))
     before = mx.get_active_memory()
     model = embedded()
     mx.eval(model.parameters())
@@ -110,7 +110,7 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
     lazy = load_model(tmp_path, lazy=True)[0]
     mx.clear_cache()
     before = mx.get_active_memory()
-    plan = Planner([lazy], 1 << 30).plan(WISH)
+    plan = Planner([lazy], 1 << 30).plan(WORKLOAD)
     assert mx.get_active_memory() - before < plan.weights / 2
     assert len(lazy.layers) == 12
 
@@ -118,21 +118,21 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_changes_give_what_they_say() -> None:
     planner = Planner([embedded()], 160 << 20)
-    plan = planner.plan(Wish(context=8192, sessions=4, page_format="fp16", step=2048))
+    plan = planner.plan(Workload(context=8192, sessions=4, page_format="fp16", step=2048))
     assert not plan.fits
     changes = dict(planner.changes(plan))
     assert changes["--page-format q4"].session < plan.session / 2.5
     assert changes["--prefill-step-size 256"].prompt_step < plan.prompt_step / 6
     assert changes[f"--sessions {plan.most_sessions}"].fits
     assert changes[f"--context {plan.longest}"].fits
-    one_more = planner.plan(Wish(8192, plan.most_sessions + 1, "fp16", 2048))
+    one_more = planner.plan(Workload(8192, plan.most_sessions + 1, "fp16", 2048))
     assert not one_more.fits
 
 
 @pytest.mark.slow
 def test_a_draft_model_is_part_of_the_plan() -> None:
     models: list[Any] = [small_model("qwen3", num_hidden_layers=1) for _ in range(2)]
-    alone, both = (Planner(models[:count], 1 << 30).plan(WISH) for count in (1, 2))
+    alone, both = (Planner(models[:count], 1 << 30).plan(WORKLOAD) for count in (1, 2))
     assert both.weights == 2 * alone.weights
     assert both.session == 2 * alone.session
     assert both.prompt_step == pytest.approx(alone.prompt_step, rel=0.1)
