@@ -5,7 +5,9 @@ serve. Time is that of a clock which the steps move on: each takes as long as th
 that it computes, and at least as long as a step of decode. A request generates as many tokens as it
 did, and prompts that continue an answer find it cached.
 
-Not replayed are the states of recurrent layers, pages on disk, drafts and priorities.
+Nobody looks at numbers, so slabs, keys and values are one number each, broadcast to their shapes.
+They take no memory, and the pool counts the bytes that they would take. Not replayed are the states
+of recurrent layers, pages on disk, drafts and priorities.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tqdm import tqdm
 
 from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
@@ -26,8 +31,9 @@ from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import Request, attach
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.replay.idle_model import IdleBackend, IdleModel
-from paged_kv.trace.requests import Trace, TracedRequest
+from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.trace.requests import Trace, TracedLayers, TracedRequest
 
 # As in `paged-kv server`: requests that run at once, prompts that are computed at once, and tokens
 # of prompts in a step.
@@ -71,13 +77,13 @@ def replay(
         PoolExhausted: the budget does not hold a page of every layer.
         ValueError: the page format cannot hold the layers of the trace.
     """
-    model = IdleModel(trace.layers)
+    model = _IdleModel(trace.layers)
     factory = PagedCacheFactory(
         model,
         max_bytes=max_bytes,
         page_format=page_format,
         eviction_policy=eviction_policy,
-        backend=IdleBackend(),
+        backend=_IdleBackend(),
         compile=False,
     )
     with closing(factory):
@@ -87,7 +93,7 @@ def replay(
 class _Replay:
     """One run. The clock counts milliseconds."""
 
-    def __init__(self, trace: Trace, model: IdleModel, factory: PagedCacheFactory) -> None:
+    def __init__(self, trace: Trace, model: _IdleModel, factory: PagedCacheFactory) -> None:
         self._trace, self._factory, self._pool = trace, factory, factory.pool
         self._outcome = Outcome()
         self._now = 0.0
@@ -157,3 +163,58 @@ class _Replay:
         self._now += max(self._trace.decode_ms, prompt_ms)
         active = self._pool.stats().bytes_active
         self._outcome.peak_bytes = max(self._outcome.peak_bytes, active)
+
+
+class _IdleModel(Module):
+    """A model of mlx-lm with the layers of a trace, those that are alike one after the other."""
+
+    def __init__(self, layers: list[TracedLayers]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers = [layer for layer in layers for _ in range(layer.count)]
+
+    def make_cache(self) -> list[Any]:
+        return [
+            KVCache()
+            if each.window is None
+            else RotatingKVCache(each.window + each.sink_tokens, keep=each.sink_tokens)
+            for each in self.layers
+        ]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        """Logits of two tokens, float32 [B, S, 2], all 0, for inputs [B, S]."""
+        batch, count = inputs.shape
+        for layer, held in zip(self.layers, cache, strict=True):
+            mask = create_attention_mask(inputs, held, window_size=layer.window)
+            keys, values = (
+                _zeros((batch, heads, count, dim), getattr(mx, layer.dtype))
+                for heads, dim in ((layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim))
+            )
+            queries, (keys, values) = keys, held.update_and_fetch(keys, values)
+            scaled_dot_product_attention(queries, keys, values, cache=held, scale=1.0, mask=mask)
+        return _zeros((batch, count, 2), mx.float32)
+
+
+class _IdleBackend(PlainBackend):
+    """Computes nothing."""
+
+    name = "idle"
+    writes_in_place = True  # so that no step is computed because of a write
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        return _zeros((pages * page_units, unit_words), mx.uint16)
+
+    def write(self, *_: Any) -> None:
+        pass
+
+    def load(self, *_: Any) -> None:
+        pass
+
+    def copy(self, *_: Any) -> None:
+        pass
+
+    def attend(self, pages: LayerMemory, queries: mx.array, *_: Any, **__: Any) -> mx.array:
+        return _zeros((*queries.shape[:3], pages.geometry.v_dim), queries.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.broadcast_to(mx.array(0, dtype), shape)
