@@ -15,18 +15,20 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
 from paged_kv.server import status_page
-from paged_kv.server.completions.answer_bodies import Completions
-from paged_kv.server.completions.answering import Answering
+from paged_kv.server.completions.answer_bodies import read_completion
+from paged_kv.server.completions.handler import CompletionHandler
+from paged_kv.server.completions.interface import Reader
 from paged_kv.server.completions.service import Service
 from paged_kv.server.completions.sessions import PATH as SESSIONS
 from paged_kv.server.completions.sessions import Sessions
 from paged_kv.server.completions.tokenizing import (
     DETOKENIZE,
     TOKENIZE,
-    Detokenizing,
     Text,
-    Tokenizing,
+    TokenCounts,
     Tokens,
+    read_detokenized,
+    read_tokenized,
 )
 from paged_kv.server.engine.prefill_request import PATH as PREFILL
 from paged_kv.server.http.api_errors import APIError, as_api_error, shortened
@@ -38,7 +40,7 @@ from paged_kv.server.messages.answers import error_body
 from paged_kv.server.messages.requests import MessagesBody, PromptBody
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses import responses
-from paged_kv.server.responses.responses import KeptResponses
+from paged_kv.server.responses.kept_responses import KeptResponses, ResponseReader
 
 
 def make_app(service: Service) -> Starlette:
@@ -57,8 +59,22 @@ def _api_routes(service: Service) -> list[Route]:
     """The routes of clients."""
     options = service.options
     kept = KeptResponses(options, place=service.place)
-    reader = responses.ResponseReader(service.keys, kept)
-    chat = Answering(service, Completions(ChatBody))
+    reader = ResponseReader(service.keys, kept)
+    generated: dict[str, Reader] = {
+        "/v1/completions": partial(read_completion, TextBody),
+        PREFILL: partial(read_completion, PrefillBody),
+        "/v1/chat/completions": partial(read_completion, ChatBody),
+        "/chat/completions": partial(read_completion, ChatBody),
+        messages.PATH: partial(messages.read_messages, MessagesBody, options),
+        responses.PATH: responses.Responses(kept).read,
+    }
+    counted = partial(messages.read_messages, PromptBody, options)
+    answered = {
+        **{path: CompletionHandler(service, read) for path, read in generated.items()},
+        messages.COUNT_PATH: TokenCounts(service, counted),
+        TOKENIZE: Tokens(service, read_tokenized),
+        DETOKENIZE: Text(service, read_detokenized),
+    }
 
     async def models(request: Request) -> Response:
         service.keys.require(request)
@@ -74,23 +90,7 @@ def _api_routes(service: Service) -> list[Route]:
         return JSONResponse(await run_in_threadpool(service.names.described, name, loaded))
 
     return [
-        Route("/v1/completions", Answering(service, Completions(TextBody)), methods=["POST"]),
-        Route(PREFILL, Answering(service, Completions(PrefillBody)), methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/chat/completions", chat, methods=["POST"]),
-        Route(
-            messages.PATH,
-            Answering(service, messages.Messages(MessagesBody, options)),
-            methods=["POST"],
-        ),
-        Route(
-            messages.COUNT_PATH,
-            messages.TokenCounts(service, messages.Messages(PromptBody, options)),
-            methods=["POST"],
-        ),
-        Route(TOKENIZE, Tokens(service, Tokenizing()), methods=["POST"]),
-        Route(DETOKENIZE, Text(service, Detokenizing()), methods=["POST"]),
-        Route(responses.PATH, Answering(service, responses.Responses(kept)), methods=["POST"]),
+        *(Route(path, handler, methods=["POST"]) for path, handler in answered.items()),
         Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
         Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
         Route(f"{responses.PATH}/{{name}}/cancel", reader.cancel, methods=["POST"]),

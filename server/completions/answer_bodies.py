@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
-from paged_kv.server.completions.choices import Choice, Usage
-from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
+from paged_kv.server.completions.interface import (
+    Answers,
+    APIRequest,
+    Choice,
+    Object,
+    Usage,
+)
 from paged_kv.server.completions.prompt_logprobs import Logprobs, bounded, described
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.schema import DEFAULT_MODEL, Body, TextBody
 
 
-class Completions(Interface):
-    """Completions and chat completions.
+def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
+    """What the bytes of a body of this schema ask for.
 
-    Args:
-        kind: the schema of bodies.
+    Raises:
+        APIError: 400, something is wrong with it.
     """
-
-    def __init__(self, kind: type[Body]) -> None:
-        self._kind = kind
-
-    def read(self, content: bytes, key: str | None) -> ReadRequest:
-        """See `Interface`."""
-        body = parse_body(content, self._kind)
-        return ReadRequest(body, partial(_answers, body), len(content))
+    body = parse_body(content, kind)
+    answers: Callable[[str, Any], Answers] = partial(ChatAnswers, body)
+    if isinstance(body, TextBody):
+        answers = partial(TextAnswers, body)
+    return APIRequest(body, len(content), answers)
 
 
 class OpenAIAnswers(Answers):
@@ -58,25 +60,22 @@ class OpenAIAnswers(Answers):
         self._of_tokens = Logprobs(tokenizer)
         self._prompt_count = body.prompt_logprobs or 0
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """See `Answers`."""
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         described = [self._described(choice, is_chunk=False) for choice in choices]
         return self._body(self.object_name, described) | {"usage": usage.as_dict()}
 
-    def news(self, new: Choice) -> list[dict[str, Any]]:
-        """See `Answers`."""
+    def on_delta(self, new: Choice) -> list[Object]:
         return [self._body(self.chunk_name, [self._described(new, is_chunk=True)])]
 
-    def ended(self, usage: Usage) -> list[dict[str, Any]]:
-        """See `Answers`."""
+    def on_end(self, usage: Usage) -> list[Object]:
         if not self._includes_usage:
             return []
         return [self._body(self.chunk_name, []) | {"usage": usage.as_dict()}]
 
-    def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, name: str, choices: list[Object]) -> Object:
         return {**self._head, "object": name, "choices": choices}
 
-    def _described(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+    def _described(self, choice: Choice, *, is_chunk: bool) -> Object:
         return {
             "index": choice.index,
             "finish_reason": choice.finish_reason,
@@ -84,17 +83,17 @@ class OpenAIAnswers(Answers):
             **self._content(choice, is_chunk=is_chunk),
         }
 
-    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, choice: Choice, *, is_chunk: bool) -> Object:
         raise NotImplementedError
 
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def _of_prompt(self, choice: Choice) -> Object:
         """The log probabilities of a choice's prompt, if they were asked for."""
         if choice.prompt is None:
             return {}
         listed = described(choice.prompt, self._prompt_count, self._of_tokens.text_of)
         return {"prompt_logprobs": listed}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice) -> Object:
         """Log probabilities of each token, in the form of chat completions."""
         return {"content": [self._of_tokens.of(token) for token in choice.tokens]}
 
@@ -106,12 +105,11 @@ class ChatAnswers(OpenAIAnswers):
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """See `Answers`."""
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         return super().whole(choices, usage) | self._of_prompt(choices[0])
 
-    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant"}
+    def _content(self, choice: Choice, *, is_chunk: bool) -> Object:
+        message: Object = {"role": "assistant"}
         if choice.text or not is_chunk:
             message["content"] = choice.text or None
         if choice.reasoning:
@@ -134,10 +132,10 @@ class TextAnswers(OpenAIAnswers):
         self._is_listed = not isinstance(body.logprobs, bool) and body.logprobs is not None
         self._offsets: dict[int, int] = {}
 
-    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, choice: Choice, *, is_chunk: bool) -> Object:
         return {"text": choice.text, **self._of_prompt(choice)}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice) -> Object:
         if not self._is_listed:
             return super()._logprobs(choice)
         texts = [self._of_tokens.text_of(token.token) for token in choice.tokens]
@@ -157,9 +155,3 @@ class TextAnswers(OpenAIAnswers):
         if token.logprob is None:
             return None
         return {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
-
-
-def _answers(body: Body, name: str, tokenizer: Any) -> Answers:
-    if isinstance(body, TextBody):
-        return TextAnswers(body, name, tokenizer)
-    return ChatAnswers(body, name, tokenizer)

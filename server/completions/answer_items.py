@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paged_kv.server.completions.choices import Choice
+from paged_kv.server.completions.interface import Choice
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ class EventStream:
 
     Attributes:
         has_begun: whether the client knows that this is a stream: errors must be events.
-        idle: the bytes that follow such a comment.
+        heartbeat: the bytes that follow such a comment.
     """
 
     def __init__(self, send: Send) -> None:
         self.has_begun = False
-        self.idle: Callable[[], bytes] = bytes
+        self.heartbeat: Callable[[], bytes] = bytes
         self._send = send
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class EventStream:
             if silent_s < KEEPALIVE_S:
                 await asyncio.sleep(KEEPALIVE_S - silent_s)
             else:
-                await self.send(b": keepalive\n\n" + self.idle())
+                await self.send(b": keepalive\n\n" + self.heartbeat())
 
 
 def _head(headers: Mapping[str, str]) -> dict[str, Any]:

@@ -1,19 +1,102 @@
-"""An interface is how one API's requests are read, and how its answers are written.
+"""What an interface makes of a request, what the request gets, and what writes that as an answer.
 
-All interfaces share the rest: a request becomes a body of chat completions (or completions), and
-the choices that this gets become the answer.
+All interfaces share the rest: a request asks for a chat (or a completion), and gets choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.engine.jobs import HeldPrompt, ScoredToken, Token
 from paged_kv.server.http.api_errors import APIError
-from paged_kv.server.http.request_body import body_of
-from paged_kv.server.http.schema import Body, ChatBody
+from paged_kv.server.http.schema import Body
+
+Object = dict[str, Any]
+
+
+@dataclass
+class Usage:
+    """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted, and
+    `held` says how many first tokens of a prompt stay cached, and how long. `max_tokens` is the
+    most tokens of a choice where the request asked for more than fit."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_tokens: int = 0
+    reasoning_tokens: int = 0
+    held: tuple[HeldPrompt, ...] = ()
+    max_tokens: int | None = None
+
+    @property
+    def limit(self) -> dict[str, int]:
+        """The field of usage objects that says how many tokens fit, where more were asked for."""
+        return {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+
+    def as_dict(self) -> Object:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({"completion_tokens_details": details} if (details := self._details) else {}),
+            **self.limit,
+        }
+
+    @property
+    def _details(self) -> dict[str, int]:
+        """Tokens of thoughts; and drafted ones, as OpenAI counts those of predicted outputs."""
+        details = {"reasoning_tokens": self.reasoning_tokens} if self.reasoning_tokens else {}
+        if self.draft_tokens:
+            details |= {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
+            }
+        return details
+
+
+@dataclass
+class Choice:
+    """One choice, as far as it is generated.
+
+    Attributes:
+        index: its number.
+        tokens: those not sent yet, with log probabilities, if the request asked for these.
+        count: the number of all its tokens.
+        reasoning_count: of these, the number of those of thoughts.
+        stop_text: the stop text before which it ended, if it did.
+        prompt: the log probabilities of its prompt, if they were asked for.
+    """
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[Object] = field(default_factory=list)
+    finish_reason: str | None = None
+    tokens: list[Token] = field(default_factory=list)
+    count: int = 0
+    reasoning_count: int = 0
+    stop_text: str | None = None
+    prompt: list[ScoredToken] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing yet, tokens aside."""
+        return not (self.text or self.reasoning or self.tool_calls or self.finish_reason)
+
+    def add(self, new: Choice) -> None:
+        """Append a part that was generated since."""
+        self.text += new.text
+        self.reasoning += new.reasoning
+        self.tool_calls += new.tool_calls
+        self.tokens += new.tokens
+        self.finish_reason = new.finish_reason
+        self.stop_text = new.stop_text
+        self.prompt = new.prompt or self.prompt
 
 
 class Answers:
@@ -27,27 +110,27 @@ class Answers:
 
     last = b""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         """The answer to a request without `stream`."""
         raise NotImplementedError
 
-    def begun(self, usage: Usage) -> list[dict[str, Any]]:
+    def on_start(self, usage: Usage) -> list[Object]:
         """The events that begin a stream."""
         return []
 
-    def news(self, new: Choice) -> list[dict[str, Any]]:
+    def on_delta(self, new: Choice) -> list[Object]:
         """The events for one choice's new part."""
         raise NotImplementedError
 
-    def ended(self, usage: Usage) -> list[dict[str, Any]]:
+    def on_end(self, usage: Usage) -> list[Object]:
         """The events after the last new part."""
         return []
 
-    def failed(self, error: APIError) -> list[dict[str, Any]]:
+    def on_error(self, error: APIError) -> list[Object]:
         """The events that end a stream with an error."""
         return [error.as_dict()]
 
-    def idle(self) -> list[dict[str, Any]]:
+    def heartbeat(self) -> list[Object]:
         """The events of a stream in which nothing happens; the server adds a comment."""
         return []
 
@@ -65,69 +148,45 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReadRequest:
-    """What a request asks for.
+class APIRequest:
+    """A request of any interface.
 
     Attributes:
-        body: in the form of chat completions or completions.
-        answers: makes the writer of the answers, of the request's id and the model's tokenizer.
+        body: what it asks for.
         nbytes: the length of the body as it came.
+        answers: makes the writer of the answers, of the request's id and the model's tokenizer;
+            None where nothing is generated.
+        names: the interface's names for fields of `body`, where they differ.
         marks: what is to stay cached of its prompt.
         is_counted: whether only the tokens of its prompt are counted, however many.
     """
 
     body: Body
-    answers: Callable[[str, Any], Answers]
     nbytes: int
+    answers: Callable[[str, Any], Answers] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
     marks: Sequence[Mark] = ()
     is_counted: bool = False
 
 
-class Interface:
-    """One API.
+# Reads the bytes of a body for the client with this salt of its API key, on a reader thread. Raises
+# APIError 400 if something is wrong with it.
+Reader = Callable[[bytes, str | None], APIRequest]
 
-    Attributes:
-        fields: its names for fields of chat completions, where they differ.
-    """
 
-    fields: ClassVar[Mapping[str, str]] = {}
-
-    def read(self, content: bytes, key: str | None) -> ReadRequest:
-        """What the bytes of a body ask for. Runs on a reader thread.
-
-        Args:
-            key: the salt of the client's API key, if there are keys.
-
-        Raises:
-            APIError: 400, something is wrong with it.
-        """
-        raise NotImplementedError
-
-    def chat_body(self, fields: dict[str, Any]) -> ChatBody:
-        """The body of chat completions that a request has become.
-
-        Raises:
-            APIError: 400, something is wrong with it, in the words of this interface.
-        """
-        try:
-            return body_of(fields, ChatBody)
-        except APIError as error:
-            raise self.renamed(error) from error
-
-    def renamed(self, error: APIError) -> APIError:
-        """An error in the words of this interface."""
-        first, dot, rest = (error.param or "").partition(".")
-        if first not in self.fields:
-            return error
-        named = self.fields[first]
-        # Most messages begin with the field that they are about.
-        message = error.message
-        if message.startswith(first):
-            message = named + message.removeprefix(first)
-        return APIError(
-            error.status,
-            message,
-            param=f"{named}{dot}{rest}",
-            code=error.code,
-            headers=error.headers,
-        )
+def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
+    """An error in the words of an interface that has these names for fields."""
+    first, dot, rest = (error.param or "").partition(".")
+    if first not in names:
+        return error
+    # Most messages begin with the field that they are about.
+    message = error.message
+    if message.startswith(first):
+        message = names[first] + message.removeprefix(first)
+    return APIError(
+        error.status,
+        message,
+        param=f"{names[first]}{dot}{rest}",
+        code=error.code,
+        headers=error.headers,
+    )

@@ -25,13 +25,14 @@ from paged_kv.server.engine.begun_grammars import model_constraint
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
-from paged_kv.server.http.output_format import (
+from paged_kv.server.http.schema import (
     MOST_GRAMMAR_CHARACTERS,
+    Body,
+    ChatBody,
     NamedTool,
     ResponseFormat,
     StructuredOutputs,
 )
-from paged_kv.server.http.schema import Body, ChatBody
 
 
 def constraint_of(body: Body) -> Constraint | CallConstraint | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paged_kv.server.completions.choices import Choice
+from paged_kv.server.completions.interface import Choice
 from paged_kv.server.engine.jobs import Job, Prompt, ScoredToken, Token, TopToken
 from paged_kv.server.http.api_errors import wrong_value
 from paged_kv.server.http.schema import Body, TextBody

@@ -185,7 +185,7 @@ def read_chat(
     """
     limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
     require_tools_shown(loaded.tokenizer, body, options)
-    _require_template_kwargs(loaded, body.chat_template_kwargs or {})
+    _require_template_kwargs(loaded, body.template_variables)
     require_parts(
         body.messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
     )
@@ -259,7 +259,7 @@ class _Chat:
             )
         files = image_files(messages)
         server.process_message_content(messages, keep_images=True)
-        variables = {**self.options.chat_template_args, **(body.chat_template_kwargs or {})}
+        variables = {**self.options.chat_template_args, **body.template_variables}
         media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
         tokens, end = media.tokens, media.media_end
         segments = [tokens[:end], tokens[end:]]
@@ -278,7 +278,7 @@ class _Chat:
         body, processor = self.body, self.loaded.processor
         tools = body.tools or None
         chat = server.CompletionRequest("chat", "", messages, tools, body.role_mapping)
-        return tokenized(tokenizer, processor, chat, self.options, body.chat_template_kwargs)
+        return tokenized(tokenizer, processor, chat, self.options, body.template_variables)
 
 
 def _initial_state(tokenizer: Any, tokens: list[int]) -> str:

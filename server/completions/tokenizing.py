@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import Field, StrictInt
 from starlette.types import Send
 
-from paged_kv.server.completions.answering import Answering, json_bytes, send_json
-from paged_kv.server.completions.conversation import Conversation
-from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
+from paged_kv.server.completions.handler import CompletionHandler, json_bytes, send_json
+from paged_kv.server.completions.interface import APIRequest
+from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import busy, wrong_value
-from paged_kv.server.http.known_fields import require_known
-from paged_kv.server.http.request_body import body_of, checked, parsed_json
-from paged_kv.server.http.schema import Body, ChatBody, Name, TextBody
+from paged_kv.server.http.request_body import checked, parse_body, parsed_json
+from paged_kv.server.http.schema import Body, BodyFields, ChatBody, Name, TextBody
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
@@ -33,51 +33,44 @@ class TokenizedChat(ChatBody):
     return_token_strs: bool | None = None
 
 
-class DetokenizedBody(BaseModel):
+class DetokenizedBody(BodyFields):
     """A body of /detokenize."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Name | None = None
     tokens: Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 
 
-class Tokenizing(Interface):
-    """Reads what is to become tokens."""
+def read_tokenized(content: bytes, key: str | None) -> APIRequest:
+    """What is to become tokens, of the bytes of a body.
 
-    def read(self, content: bytes, key: str | None) -> ReadRequest:
-        """See `Interface`."""
-        fields = parsed_json(content)
-        body: Body
-        if "messages" in fields:
-            body = body_of(fields, TokenizedChat)
-        else:
-            body = text = body_of(fields, TokenizedText)
-            if not isinstance(text.prompt, str):
-                raise wrong_value("prompt: a text is needed here", "prompt")
-        return ReadRequest(body, _unanswered, len(content))
-
-
-class Detokenizing(Interface):
-    """Reads what is to become text."""
-
-    fields: ClassVar = {"prompt": "tokens"}
-
-    def read(self, content: bytes, key: str | None) -> ReadRequest:
-        """See `Interface`."""
-        fields = parsed_json(content)
-        require_known(fields, DetokenizedBody.model_fields)
-        body = checked(fields, DetokenizedBody)
-        prompt = {"model": body.model, "prompt": body.tokens}
-        return ReadRequest(body_of(prompt, TextBody), _unanswered, len(content))
+    Raises:
+        APIError: 400, something is wrong with it.
+    """
+    fields = parsed_json(content)
+    if "messages" in fields:
+        return APIRequest(checked(fields, TokenizedChat), len(content))
+    body = checked(fields, TokenizedText)
+    if not isinstance(body.prompt, str):
+        raise wrong_value("prompt: a text is needed here", "prompt")
+    return APIRequest(body, len(content))
 
 
-class Tokens(Answering):
+def read_detokenized(content: bytes, key: str | None) -> APIRequest:
+    """What is to become text, of the bytes of a body.
+
+    Raises:
+        APIError: 400, something is wrong with it.
+    """
+    body = parse_body(content, DetokenizedBody)
+    prompt = TextBody.model_construct(model=body.model, prompt=body.tokens)
+    return APIRequest(prompt, len(content), names={"prompt": "tokens"})
+
+
+class Tokens(CompletionHandler):
     """Answers with the tokens of a prompt, as its completion would have them."""
 
-    async def _answer(self, conversation: Conversation, send: Send) -> None:
-        request = conversation.plan.request
-        job = await self._read_prompt(conversation)
+    async def _answer(self, state: RequestState, send: Send) -> None:
+        request, job = state.request, await self._read_prompt(state)
         loaded = self._service.thread.provider.loaded
         if job.prompt is None or loaded is None or loaded.key != job.model:
             raise busy("another model was loaded meanwhile: ask again")
@@ -103,5 +96,10 @@ class Text(Tokens):
         return {"prompt": loaded.tokenizer.decode(tokens)}
 
 
-def _unanswered(name: str, tokenizer: Any) -> Answers:
-    raise AssertionError("nothing is generated")
+class TokenCounts(CompletionHandler):
+    """Answers with the number of a prompt's tokens, as Anthropic does."""
+
+    async def _answer(self, state: RequestState, send: Send) -> None:
+        await self._read_prompt(state)
+        count = {"input_tokens": state.usage.prompt_tokens}
+        await send_json(json.dumps(count).encode(), send)

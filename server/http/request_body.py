@@ -1,24 +1,35 @@
 """Reads a request's body with limits of size and time, checks it against its schema, and notices
-that its client leaves."""
+that its client leaves.
+
+A body may have fields of other servers that mean nothing here, and no others: they would change the
+answer if they worked.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Coroutine, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from paged_kv.server.http.api_errors import APIError, from_validation, wrong_value
+from paged_kv.server.http.api_errors import (
+    APIError,
+    from_validation,
+    shortened,
+    wrong_value,
+)
 from paged_kv.server.http.content_encoding import BodyDecoder
-from paged_kv.server.http.known_fields import require_known
-from paged_kv.server.http.schema import Body
+from paged_kv.server.http.schema import BodyFields
 
-Kind = TypeVar("Kind", bound=BaseModel)
-BodyKind = TypeVar("BodyKind", bound=Body)
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind", bound=BodyFields)
 
 # Most clients read an error only after sending the whole body, so discard up to so many times the
 # limit.
@@ -80,23 +91,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         await asyncio.gather(left, working, return_exceptions=True)
 
 
-def parse_body(content: bytes, kind: type[BodyKind]) -> BodyKind:
-    """A body of completions or chat completions as an object of its schema.
+def parse_body(content: bytes, kind: type[Kind]) -> Kind:
+    """The bytes of a body as an object of a schema.
 
     Raises:
         APIError: 400, the body is not JSON, has too many values, or does not fit the schema.
     """
-    return body_of(parsed_json(content), kind)
-
-
-def body_of(fields: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
-    """The same, of a body whose JSON is parsed.
-
-    Raises:
-        APIError: 400, the body does not fit the schema.
-    """
-    require_known(fields, kind.model_fields)
-    return checked(fields, kind)
+    return checked(parsed_json(content), kind)
 
 
 def parsed_json(content: bytes) -> dict[str, Any]:
@@ -117,15 +118,81 @@ def parsed_json(content: bytes) -> dict[str, Any]:
 
 
 def checked(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Fields as an object of a schema.
+    """The fields of a body as an object of a schema.
 
     Raises:
-        APIError: 400, they do not fit it.
+        APIError: 400, they do not fit it, or some ask for what the server does not do.
     """
+    for name, value in fields.items():
+        if name not in kind.model_fields and name not in kind.without_meaning:
+            _require_no_meaning(fields, name, value, kind.only)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error, fields) from None
+
+
+# They ask how another server holds a model or spends its time, or how many words a hosted model
+# makes. No answer is wrong without them, and clients cannot always leave them out.
+FOREIGN = frozenset(
+    {
+        # OpenAI
+        "verbosity",
+        # Ollama
+        *("keep_alive", "num_ctx", "num_batch", "num_gpu", "num_keep", "num_thread", "main_gpu"),
+        *("low_vram", "numa", "use_mlock", "use_mmap"),
+        # llama.cpp and LM Studio
+        *("cache_prompt", "id_slot", "return_progress", "slot_id", "timings_per_token", "ttl"),
+        # vLLM and SGLang
+        *("kv_transfer_params", "request_id", "rid"),
+        # OpenRouter and LiteLLM
+        *("num_retries", "provider", "route", "transforms"),
+    }
+)
+
+# vLLM's older fields, and what `structured_outputs` calls them.
+_GUIDED: Mapping[str, str] = {
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+}
+
+
+@cache
+def record_foreign(field: str) -> None:
+    """Log once that a field of `FOREIGN` means nothing here."""
+    log.warning("requests have the field %s of other servers, which means nothing here", field)
+
+
+def _newer_name(field: str) -> str | None:
+    """What to send in the place of a field of older clients; None for any other field."""
+    if field in _GUIDED:
+        return f'send structured_outputs: {{"{_GUIDED[field]}": ...}}, as for newer vLLM'
+    if field.startswith("guided_"):
+        return "structured_outputs needs no such setting: leave it out"
+    return None
+
+
+def _require_no_meaning(
+    fields: Mapping[str, Any], name: str, value: Any, only: Mapping[str, Any]
+) -> None:
+    """Raise APIError for a field that is not in the schema, unless it asks for nothing else than
+    what the server does."""
+    if name in FOREIGN:
+        record_foreign(name)
+        return
+    field = shortened(name).strip("'\"")
+    if name not in only:
+        remedy = _newer_name(name) or "leave it out"
+        raise wrong_value(f"{field}: this server has no such field: {remedy}", field)
+    has_no_tools = name == "tool_choice" and value == "none" and not fields.get("tools")
+    if value != only[name] and not has_no_tools:
+        raise wrong_value(
+            f"{field}: only {only[name]!r} is possible here, got {shortened(value)}: leave it out",
+            field,
+        )
 
 
 _CLOSE = {"Connection": "close"}

@@ -1,13 +1,14 @@
-"""The schemas of request bodies: OpenAI's fields and mlx-lm's.
+"""The schemas of request bodies: what all interfaces share, and OpenAI's completions.
 
 Types are strict, as in JSON: "5" is not a number. A field that is null means the same as a missing
-one; `known_fields` says which other fields a body may have. Every list and object has a limit, and
+one; `request_body` says which other fields a body may have. Every list and object has a limit, and
 is not read beyond its first fault: pydantic would make an error of each of a million wrong items.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, Required, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,14 +20,11 @@ from pydantic import (
     ValidationInfo,
     field_validator,
     model_validator,
+    with_config,
 )
 from typing_extensions import TypedDict
 
-from paged_kv.server.http.output_format import (
-    ResponseFormat,
-    StructuredOutputs,
-    ToolChoice,
-)
+from paged_kv.server.http.api_errors import wrong_value
 
 DEFAULT_MODEL = "default_model"
 
@@ -54,6 +52,9 @@ MOST_TOOLS = 1024
 # Enough to forbid all tokens of a script in a vocabulary of 256,000.
 MOST_BIASES = 65_536
 MOST_NAMES = 128
+# Large schemas of tools have tens of thousands of characters.
+MOST_GRAMMAR_CHARACTERS = 1 << 18
+MOST_ALTERNATIVES = 16_384
 
 
 def at_most(most: int) -> BeforeValidator:
@@ -73,6 +74,19 @@ def _not_zero(value: int) -> int:
     return value
 
 
+def few_stops(stop: Any) -> Any:
+    """Refuses what is no stop text, or too many or too long ones."""
+    texts = [stop] if isinstance(stop, str) else stop
+    if texts is not None and not _are(str, texts):
+        raise ValueError("a string or a list of strings is needed")
+    if texts and (len(texts) > MOST_STOPS or sum(map(len, texts)) > MOST_STOP_CHARACTERS):
+        raise ValueError(
+            f"{len(texts):,} texts of {sum(map(len, texts)):,} characters were given, and at "
+            f"most {MOST_STOPS} of {MOST_STOP_CHARACTERS:,} in all are possible"
+        )
+    return stop
+
+
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 # Of tokens to generate: a number, or NO_LIMIT.
@@ -82,81 +96,167 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 SessionName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
-_STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_OPEN = ConfigDict(strict=True, extra="allow")
 
 
-class StreamOptions(BaseModel):
+class StrictModel(BaseModel):
+    """An object within a body: it has no fields but its own."""
+
+    model_config = _STRICT
+
+
+@with_config(_STRICT)
+class StrictDict(TypedDict):
+    """An object within a body that may come in thousands, and stays a dict."""
+
+
+class NamedSchema(StrictModel):
+    """A JSON schema with a name, as OpenAI's clients send it. `name`, `description` and `strict`
+    change nothing: every answer fits the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's field `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('"json_schema" is needed with the type "json_schema", and only then')
+        return self
+
+
+class NamedFunction(StrictModel):
+    """The function of a `NamedTool`."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class NamedTool(StrictModel):
+    """The tool that an answer must call, in OpenAI's field `tool_choice`."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's field `structured_outputs`: one of these.
+
+    Attributes:
+        json_schema: a JSON schema, or its text; `json` in requests.
+        json_object: true for any JSON object.
+        regex: a regular expression that matches the whole answer.
+        choice: the possible answers.
+        grammar: a grammar in llguidance's Lark syntax, or in llama.cpp's GBNF.
+    """
+
+    json_schema: Annotated[dict[str, Any] | GrammarText | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: GrammarText | None = None
+    choice: Annotated[
+        list[Annotated[str, StringConstraints(max_length=MOST_GRAMMAR_CHARACTERS)]] | None,
+        Field(min_length=1, max_length=MOST_ALTERNATIVES, fail_fast=True),
+    ] = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(given := [name for name, value in self if value is not None]) != 1:
+            raise ValueError(f"one of json, json_object, regex, choice, grammar is needed: {given}")
+        return self
+
+
+class StreamOptions(StrictModel):
     """Options of a stream. `include_obfuscation` means nothing: no chunk is padded."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Body(BaseModel):
-    """The fields that all requests for completions have."""
+class BodyFields(BaseModel):
+    """A body of any request.
 
-    model_config = _STRICT
+    Attributes:
+        without_meaning: fields that no token of an answer depends on, and that mean nothing here.
+        only: fields that may have one value: what the server does anyway.
+    """
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    # OpenAI's accounts, caches and speed.
+    without_meaning: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("metadata", "prediction", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "service_tier", "user"),
+        }
+    )
+    # OpenAI's and vLLM's.
+    only: ClassVar[Mapping[str, Any]] = {
+        "add_generation_prompt": True,
+        "bad_words": [],
+        "best_of": 1,
+        "continue_final_message": False,
+        "echo": False,
+        "include_stop_str_in_output": False,
+        "length_penalty": 1,
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "skip_special_tokens": True,
+        "suffix": "",
+        "tool_choice": "auto",
+        "use_beam_search": False,
+    }
+
+
+class SharedFields(BodyFields):
+    """The fields that mean the same in all four interfaces."""
 
     model: Name | None = None
-    draft_model: Name | None = None
-    adapters: Name | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=256)] | None = None
-    store: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    prompt_cache_key: SessionName | None = None
-    session_id: SessionName | None = None
-
-    priority: Annotated[int, Field(ge=-LARGEST_COUNT, le=LARGEST_COUNT)] | None = None
-
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, at_most(MOST_NAMES)] = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: MostTokens | None = None
-    max_completion_tokens: MostTokens | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: Annotated[
         list[Count] | None, Field(fail_fast=True), at_most(MOST_STOP_TOKENS)
     ] = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
     top_k: Count | None = None
     min_p: Share | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-
-    logit_bias: Annotated[dict[TokenKey, Logit] | None, at_most(MOST_BIASES)] = None
     repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
-    repetition_context_size: Count | None = None
-    presence_penalty: Logit | None = None
-    presence_context_size: Count | None = None
-    frequency_penalty: Logit | None = None
-    frequency_context_size: Count | None = None
-    top_logprobs: Annotated[int, Field(ge=-1, le=MOST_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _plain_stop(cls, stop: Any) -> Any:
-        texts = [stop] if isinstance(stop, str) else stop
-        if texts is not None and not _are(str, texts):
-            raise ValueError("a string or a list of strings is needed")
-        if texts and (len(texts) > MOST_STOPS or sum(map(len, texts)) > MOST_STOP_CHARACTERS):
-            raise ValueError(
-                f"{len(texts):,} texts of {sum(map(len, texts)):,} characters were given, and at "
-                f"most {MOST_STOPS} of {MOST_STOP_CHARACTERS:,} in all are possible"
-            )
-        return stop
+
+class ChatFields(SharedFields):
+    """The fields that mean the same in all interfaces of conversations."""
+
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class OpenAIFields(SharedFields):
+    """The fields that mean the same in OpenAI's interfaces."""
+
+    store: bool | None = None
+    prompt_cache_key: SessionName | None = None
+    session_id: SessionName | None = None
+    priority: Annotated[int, Field(ge=-LARGEST_COUNT, le=LARGEST_COUNT)] | None = None
+    stream_options: Annotated[StreamOptions | None, at_most(MOST_NAMES)] = None
 
     @field_validator("session_id")
     @classmethod
@@ -165,6 +265,33 @@ class Body(BaseModel):
         if None not in (session, key) and session != key:
             raise ValueError("prompt_cache_key names another session: send one of the two")
         return session
+
+
+class Body(OpenAIFields):
+    """What is to be generated: the fields of completions and chat completions."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    draft_model: Name | None = None
+    adapters: Name | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=256)] | None = None
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(few_stops)] = None
+
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Logit] | None, at_most(MOST_BIASES)] = None
+    repetition_context_size: Count | None = None
+    presence_penalty: Logit | None = None
+    presence_context_size: Count | None = None
+    frequency_penalty: Logit | None = None
+    frequency_context_size: Count | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=MOST_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
     def session(self) -> str | None:
@@ -220,7 +347,8 @@ class TextBody(Body):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or token ids."""
-        return _prompts(self.prompt)
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt
 
 
 class PrefillBody(TextBody):
@@ -232,19 +360,17 @@ _NO_PROMPT = "a text, a list of token ids, or a list of either is needed"
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MOST_TOOLS)]
 
 
+@with_config(_OPEN)
 class Part(TypedDict):
     """One part of a message's content."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic's name for it
 
     type: Required[str]
     text: NotRequired[str]
 
 
+@with_config(_OPEN)
 class Message(TypedDict):
     """A chat message; a model's chat template may read further fields."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic's name for it
 
     role: Required[str]
     content: NotRequired[
@@ -253,25 +379,17 @@ class Message(TypedDict):
     tool_calls: NotRequired[_Objects | None]
 
 
-class ChatBody(Body):
-    """A request body of /v1/chat/completions."""
+class ChatBody(Body, ChatFields):
+    """A request body of /v1/chat/completions, and what bodies of Messages and of Responses ask for:
+    see `chat_request`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
     tools: _Objects | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     role_mapping: Annotated[dict[str, str] | None, at_most(MOST_NAMES)] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
     reasoning_effort: Effort | None = None
     logprobs: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-
-    @model_validator(mode="after")
-    def _effort_shown(self) -> Self:
-        named = _effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
-        self.chat_template_kwargs = named or None
-        return self
 
     @property
     def has_images(self) -> bool:
@@ -280,17 +398,43 @@ class ChatBody(Body):
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return any(part["type"] != "text" for part in parts)
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template; for the effort by the names that models have."""
+        given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
+        if effort is None:
+            return given
+        named = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        return named | given
 
-def _effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """The variables of chat templates for an effort, by the names that models have for them."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+def chat_request(body: SharedFields, **own: Any) -> ChatBody:
+    """What a checked body of another interface asks for, in the fields of chat completions.
+
+    Args:
+        body: its fields of the same names mean the same, unless they are in `own`.
+        own: the fields that this interface has in another form.
+
+    Raises:
+        APIError: 400, no message is left, or what one item has become is too much.
+    """
+    names = ChatBody.model_fields.keys() & type(body).model_fields.keys()
+    chat = ChatBody.model_construct(**{name: getattr(body, name) for name in names} | own)
+    if not chat.messages:
+        raise wrong_value("messages: at least one with a content is needed", "messages")
+    _require_at_most(MOST_MESSAGES, chat.messages, "messages")
+    _require_at_most(MOST_TOOLS, chat.tools, "tools")
+    for message in chat.messages:
+        _require_at_most(MOST_PARTS, message.get("content"), "messages")
+        _require_at_most(MOST_TOOLS, message.get("tool_calls"), "messages")
+    return chat
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return [prompt] if one else prompt
+def _require_at_most(most: int, value: Any, field: str) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise wrong_value(
+            f"{field}: {len(value):,} items come together, and at most {most:,} are possible", field
+        )
 
 
 def _are(kind: type, values: Any) -> bool:

@@ -15,11 +15,9 @@ from paged_kv.server.completions.answer_items import (
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.choices import Choice, Usage
-from paged_kv.server.completions.interface import Answers
+from paged_kv.server.completions.interface import Answers, Choice, Object, Usage
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.http.request_log import request_id
-from paged_kv.server.messages.translation import HOUR_S
 
 # The types of errors by their status; others have those of 400 and of 500.
 ERROR_TYPES = {
@@ -35,7 +33,8 @@ ERROR_TYPES = {
 # Clients want thoughts to be signed, and send the signature back; this server signs nothing.
 SIGNATURE = "unsigned"
 
-Object = dict[str, Any]
+# A prefix that is marked so stays cached for so long after its last use, as at Anthropic.
+HOUR_S = 3600.0
 
 
 def error_body(error: APIError) -> Object:
@@ -66,7 +65,6 @@ class MessageAnswers(Answers):
         self._stop: Object = {}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
-        """See `Answers`."""
         (choice,) = choices
         content: list[Object] = []
         for change in self._changes(choice):
@@ -78,28 +76,23 @@ class MessageAnswers(Answers):
                 content[-1] |= _longer(content[-1], change)
         return self._message(content, usage) | self._stopped(choice)
 
-    def begun(self, usage: Usage) -> list[Object]:
-        """See `Answers`."""
+    def on_start(self, usage: Usage) -> list[Object]:
         return [{"type": "message_start", "message": self._message([], usage)}]
 
-    def news(self, new: Choice) -> list[Object]:
-        """See `Answers`."""
+    def on_delta(self, new: Choice) -> list[Object]:
         events = [event for change in self._changes(new) for event in self._events(change)]
         if new.finish_reason is not None:
             self._stop = self._stopped(new)
         return events
 
-    def ended(self, usage: Usage) -> list[Object]:
-        """See `Answers`."""
+    def on_end(self, usage: Usage) -> list[Object]:
         changed = {"type": "message_delta", "delta": self._stop, "usage": self._usage(usage)}
         return [changed, {"type": "message_stop"}]
 
-    def failed(self, error: APIError) -> list[Object]:
-        """See `Answers`."""
+    def on_error(self, error: APIError) -> list[Object]:
         return [error_body(error)]
 
-    def idle(self) -> list[Object]:
-        """See `Answers`."""
+    def heartbeat(self) -> list[Object]:
         return [{"type": "ping"}]
 
     def _message(self, content: list[Object], usage: Usage) -> Object:

@@ -1,64 +1,40 @@
-"""The bodies of Anthropic's Messages, and how they become bodies of chat completions."""
+"""The bodies of Anthropic's Messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator, with_config
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from paged_kv.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_STOPS,
     MOST_TOOLS,
+    ChatFields,
     MostTokens,
     Name,
     Positive,
+    SessionName,
+    StrictDict,
+    StrictModel,
     at_most,
+    few_stops,
 )
 
-# Fields of chat completions that mean the same here. Only the first five are Anthropic's.
-SHARED = (
-    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
-    *("cache_salt", "chat_template_kwargs", "min_p", "seed", "repetition_penalty"),
-    *("add_generation_prompt", "continue_final_message"),
-    *("ignore_eos", "min_tokens", "session_id", "stop_token_ids"),
-)
 
-# Fields that no token of an answer depends on.
-WITHOUT_MEANING = frozenset(
-    {
-        *("metadata", "service_tier", "speed", "inference_geo", "diagnostics"),
-        *("user_profile_id", "workspace_id"),
-    }
-)
-
-# Fields that may have one value: what the server does anyway.
-ONLY: Mapping[str, Any] = {
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "mcp_servers": [],
-    "thread": {"type": "create"},
-}
-
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-@with_config(_STRICT)
-class CacheControl(TypedDict):
+class CacheControl(StrictDict):
     """A mark after which a prompt may be cached; the server caches all of it anyway."""
 
     type: Literal["ephemeral"]
     ttl: NotRequired[Literal["5m", "1h"] | None]
 
 
-@with_config(_STRICT)
-class _Block(TypedDict):
+class _Block(StrictDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-@with_config(_STRICT)
 class TextBlock(_Block):
     """A text. Its citations mean nothing: the server has no documents to cite."""
 
@@ -67,8 +43,7 @@ class TextBlock(_Block):
     citations: NotRequired[Any]
 
 
-@with_config(_STRICT)
-class Base64Source(TypedDict):
+class Base64Source(StrictDict):
     """The bytes of an image."""
 
     type: Literal["base64"]
@@ -76,15 +51,13 @@ class Base64Source(TypedDict):
     data: str
 
 
-@with_config(_STRICT)
-class URLSource(TypedDict):
+class URLSource(StrictDict):
     """The address of an image."""
 
     type: Literal["url"]
     url: str
 
 
-@with_config(_STRICT)
 class ImageBlock(_Block):
     """An image."""
 
@@ -92,8 +65,7 @@ class ImageBlock(_Block):
     source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
 
 
-@with_config(_STRICT)
-class TextSource(TypedDict):
+class TextSource(StrictDict):
     """The text of a document."""
 
     type: Literal["text"]
@@ -101,15 +73,13 @@ class TextSource(TypedDict):
     data: str
 
 
-@with_config(_STRICT)
-class ContentSource(TypedDict):
+class ContentSource(StrictDict):
     """The text of a document in parts."""
 
     type: Literal["content"]
     content: Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_most(MOST_PARTS)]
 
 
-@with_config(_STRICT)
 class DocumentBlock(_Block):
     """A document, as far as it is text."""
 
@@ -120,7 +90,6 @@ class DocumentBlock(_Block):
     citations: NotRequired[Any]
 
 
-@with_config(_STRICT)
 class SearchResultBlock(_Block):
     """What a search has found."""
 
@@ -131,7 +100,6 @@ class SearchResultBlock(_Block):
     citations: NotRequired[Any]
 
 
-@with_config(_STRICT)
 class ThinkingBlock(_Block):
     """What the model thought in an earlier answer. The server signs nothing."""
 
@@ -140,7 +108,6 @@ class ThinkingBlock(_Block):
     signature: NotRequired[Any]
 
 
-@with_config(_STRICT)
 class RedactedThinkingBlock(_Block):
     """Thoughts of another server, which only that can read: they are left out."""
 
@@ -148,7 +115,6 @@ class RedactedThinkingBlock(_Block):
     data: str
 
 
-@with_config(_STRICT)
 class ToolUseBlock(_Block):
     """A call in an earlier answer."""
 
@@ -165,7 +131,6 @@ _Shown = Annotated[_AnyText | ImageBlock, Field(discriminator="type")]
 _ShownBlocks = Annotated[list[_Shown], Field(fail_fast=True)]
 
 
-@with_config(_STRICT)
 class ToolResultBlock(_Block):
     """What a call gave. Chat templates have no place for `is_error`: the content tells."""
 
@@ -182,8 +147,7 @@ _AssistantBlock = Annotated[
 _Texts = Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_most(MOST_PARTS)]
 
 
-@with_config(_STRICT)
-class UserMessage(TypedDict):
+class UserMessage(StrictDict):
     """A message of the user, with the results of calls."""
 
     role: Literal["user"]
@@ -192,8 +156,7 @@ class UserMessage(TypedDict):
     ]
 
 
-@with_config(_STRICT)
-class AssistantMessage(TypedDict):
+class AssistantMessage(StrictDict):
     """An earlier answer."""
 
     role: Literal["assistant"]
@@ -202,8 +165,7 @@ class AssistantMessage(TypedDict):
     ]
 
 
-@with_config(_STRICT)
-class SystemMessage(TypedDict):
+class SystemMessage(StrictDict):
     """A message of the operator within the conversation."""
 
     role: Literal["system"]
@@ -213,8 +175,7 @@ class SystemMessage(TypedDict):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-@with_config(_STRICT)
-class MessagesTool(TypedDict):
+class MessagesTool(StrictDict):
     """A function that the client runs."""
 
     type: NotRequired[Literal["custom"] | None]
@@ -228,10 +189,8 @@ class MessagesTool(TypedDict):
     allowed_callers: NotRequired[list[Literal["direct"]] | None]
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(StrictModel):
     """Which tools the model may or must call."""
-
-    model_config = _STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -244,42 +203,48 @@ class ToolChoice(BaseModel):
         return self
 
 
-class Thinking(BaseModel):
+class Thinking(StrictModel):
     """Whether the model thinks first. No budget of tokens is kept."""
-
-    model_config = _STRICT
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(StrictModel):
     """The schema of a text."""
-
-    model_config = _STRICT
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(StrictModel):
     """The form of the answer, and how much effort goes into it."""
-
-    model_config = _STRICT
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class PromptBody(BaseModel):
+class PromptBody(ChatFields):
     """A body of /v1/messages/count_tokens: all that becomes the prompt."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    without_meaning: ClassVar = frozenset(
+        {
+            *("metadata", "service_tier", "speed", "inference_geo", "diagnostics"),
+            *("user_profile_id", "workspace_id"),
+        }
+    )
+    only: ClassVar[Mapping[str, Any]] = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "mcp_servers": [],
+        "thread": {"type": "create"},
+    }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
+    max_tokens: MostTokens | None = None
+    session_id: SessionName | None = None
     system: _Texts | None = None
-    tools: Annotated[list[MessagesTool] | None, at_most(MOST_TOOLS)] = None
+    tools: Annotated[list[MessagesTool], at_most(MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -290,4 +255,6 @@ class MessagesBody(PromptBody):
     """A body of /v1/messages."""
 
     max_tokens: MostTokens
-    stop_sequences: Annotated[list[str] | None, Field(fail_fast=True), at_most(MOST_STOPS)] = None
+    stop_sequences: Annotated[
+        list[str] | None, Field(fail_fast=True), at_most(MOST_STOPS), AfterValidator(few_stops)
+    ] = None

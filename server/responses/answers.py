@@ -16,14 +16,14 @@ from paged_kv.server.completions.answer_items import (
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.choices import Choice, Usage
-from paged_kv.server.completions.interface import Answers
+from paged_kv.server.completions.interface import Answers, Choice, Object, Usage
 from paged_kv.server.completions.prompt_logprobs import Logprobs
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.responses.tools import OfferedTool, input_of
-from paged_kv.server.responses.translation import PLAIN
 
-Object = dict[str, Any]
+# What a reasoning item's `encrypted_content` begins with here. It is not encrypted: it lets clients
+# that keep the conversation themselves send the model's thoughts back.
+PLAIN = "plain:"
 
 # What the ids of items begin with, as at OpenAI.
 ID_PREFIXES = {
@@ -80,19 +80,16 @@ class ResponseAnswers(Answers):
         self._sequence = -1
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
-        """See `Answers`."""
         (choice,) = choices
-        self.news(choice)
+        self.on_delta(choice)
         return self._complete(usage)
 
-    def begun(self, usage: Usage) -> list[Object]:
-        """See `Answers`."""
+    def on_start(self, usage: Usage) -> list[Object]:
         response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]
 
-    def news(self, new: Choice) -> list[Object]:
-        """See `Answers`."""
+    def on_delta(self, new: Choice) -> list[Object]:
         self._tokens += [self._logprobs.of(token) for token in new.tokens if token.is_text]
         self._is_cut = new.finish_reason == "length"
         events: list[Object] = []
@@ -106,16 +103,14 @@ class ResponseAnswers(Answers):
                     events += self._added(change)
         return events
 
-    def ended(self, usage: Usage) -> list[Object]:
-        """See `Answers`."""
+    def on_end(self, usage: Usage) -> list[Object]:
         response = self._complete(usage)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def failed(self, error: APIError) -> list[Object]:
-        """See `Answers`."""
+    def on_error(self, error: APIError) -> list[Object]:
         described = {"code": "server_error", "message": error.message}
         # Clients know only responses that have begun.
-        begun = self.begun(Usage()) if self._sequence < 0 else []
+        begun = self.on_start(Usage()) if self._sequence < 0 else []
         response = self._response("failed") | {"error": described}
         return [*begun, self._event("response.failed", response=response)]
 

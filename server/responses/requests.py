@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
+    model_validator,
     with_config,
 )
-from typing_extensions import TypedDict
 
 from paged_kv.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_TOOLS,
     MOST_TOP_LOGPROBS,
+    ChatFields,
     Effort,
     MostTokens,
     Name,
+    OpenAIFields,
+    StrictDict,
+    StrictModel,
     at_most,
 )
-
-# Fields of chat completions that mean the same here. Those of the last lines are extensions.
-SHARED = (
-    *("model", "stream", "stream_options", "store", "temperature", "top_p", "parallel_tool_calls"),
-    *("cache_salt", "chat_template_kwargs", "min_p", "priority", "repetition_penalty", "seed"),
-    *("add_generation_prompt", "continue_final_message"),
-    *("ignore_eos", "min_tokens", "stop_token_ids", "top_k"),
-    *("prompt_cache_key", "session_id"),
-)
-
-# Fields that no token of an answer depends on.
-WITHOUT_MEANING = frozenset(
-    {
-        *("access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
-    }
-)
-
-# Fields that may have one value: what the server does anyway.
-ONLY: Mapping[str, Any] = {
-    "background": False,
-    "context_management": [],
-    "truncation": "disabled",
-}
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -57,11 +36,8 @@ LOGPROBS = "message.output_text.logprobs"
 # As at OpenAI.
 MOST_METADATA = 16
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-
-@with_config(_STRICT)
-class InputText(TypedDict):
+class InputText(StrictDict):
     """A text."""
 
     type: Literal["input_text"]
@@ -69,8 +45,7 @@ class InputText(TypedDict):
     prompt_cache_breakpoint: NotRequired[Any]
 
 
-@with_config(_STRICT)
-class OutputText(TypedDict):
+class OutputText(StrictDict):
     """A text of an earlier answer."""
 
     type: Literal["output_text"]
@@ -80,16 +55,14 @@ class OutputText(TypedDict):
     parsed: NotRequired[Any]
 
 
-@with_config(_STRICT)
-class Refusal(TypedDict):
+class Refusal(StrictDict):
     """A refusal in an earlier answer of another server."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-@with_config(_STRICT)
-class InputImage(TypedDict):
+class InputImage(StrictDict):
     """An image, by its URL."""
 
     type: Literal["input_image"]
@@ -103,8 +76,7 @@ _Part = Annotated[InputText | OutputText | Refusal | InputImage, Field(discrimin
 _Shown = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
-@with_config(_STRICT)
-class Message(TypedDict):
+class Message(StrictDict):
     """A message of anyone."""
 
     type: NotRequired[Literal["message"]]
@@ -115,8 +87,7 @@ class Message(TypedDict):
     phase: NotRequired[str | None]
 
 
-@with_config(_STRICT)
-class _Call(TypedDict):
+class _Call(StrictDict):
     """A call in an earlier answer."""
 
     call_id: str
@@ -127,7 +98,6 @@ class _Call(TypedDict):
     status: NotRequired[str | None]
 
 
-@with_config(_STRICT)
 class FunctionCall(_Call):
     """A call of a function."""
 
@@ -136,7 +106,6 @@ class FunctionCall(_Call):
     parsed_arguments: NotRequired[Any]
 
 
-@with_config(_STRICT)
 class CustomCall(_Call):
     """A call of a custom tool."""
 
@@ -144,8 +113,7 @@ class CustomCall(_Call):
     input: str
 
 
-@with_config(_STRICT)
-class CallOutput(TypedDict):
+class CallOutput(StrictDict):
     """What a call gave."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -157,16 +125,14 @@ class CallOutput(TypedDict):
     status: NotRequired[str | None]
 
 
-@with_config(_STRICT)
-class ReasoningText(TypedDict):
+class ReasoningText(StrictDict):
     """A thought, or a summary of it."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-@with_config(_STRICT)
-class ReasoningItem(TypedDict):
+class ReasoningItem(StrictDict):
     """What the model thought in an earlier answer."""
 
     type: Literal["reasoning"]
@@ -177,8 +143,7 @@ class ReasoningItem(TypedDict):
     status: NotRequired[str | None]
 
 
-@with_config(_STRICT)
-class ItemReference(TypedDict):
+class ItemReference(StrictDict):
     """An item of a kept response, by its id."""
 
     type: NotRequired[Literal["item_reference"] | None]
@@ -203,8 +168,7 @@ Item = Annotated[
 ]
 
 
-@with_config(_STRICT)
-class _Tool(TypedDict):
+class _Tool(StrictDict):
     """A tool that the client runs. The model sees deferred ones too: it cannot search for them."""
 
     name: Name
@@ -213,7 +177,6 @@ class _Tool(TypedDict):
     allowed_callers: NotRequired[list[Literal["direct"]] | None]
 
 
-@with_config(_STRICT)
 class FunctionTool(_Tool):
     """A tool that takes an object. `output_schema` means nothing to templates."""
 
@@ -223,15 +186,13 @@ class FunctionTool(_Tool):
     output_schema: NotRequired[Any]
 
 
-@with_config(_STRICT)
-class AnyInput(TypedDict):
+class AnyInput(StrictDict):
     """Any text may be the input of a custom tool."""
 
     type: Literal["text"]
 
 
-@with_config(_STRICT)
-class GrammarInput(TypedDict):
+class GrammarInput(StrictDict):
     """What the input of a custom tool must fit. The model is told, and nothing keeps it to that."""
 
     type: Literal["grammar"]
@@ -239,7 +200,6 @@ class GrammarInput(TypedDict):
     definition: str
 
 
-@with_config(_STRICT)
 class CustomTool(_Tool):
     """A tool that takes a text."""
 
@@ -250,8 +210,7 @@ class CustomTool(_Tool):
 _ClientTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
-@with_config(_STRICT)
-class NamespaceTool(TypedDict):
+class NamespaceTool(StrictDict):
     """Tools with a common name before theirs."""
 
     type: Literal["namespace"]
@@ -261,7 +220,7 @@ class NamespaceTool(TypedDict):
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
-class HostedTool(TypedDict):
+class HostedTool(StrictDict):
     """A tool that OpenAI runs, or whose calls have a form of their own: it is left out."""
 
     type: Literal[
@@ -288,19 +247,16 @@ ResponsesTool = Annotated[
 ]
 
 
-@with_config(_STRICT)
-class NamedTool(TypedDict):
+class NamedTool(StrictDict):
     """The one tool that the model must call."""
 
     type: Literal["function", "custom"]
     name: Name
 
 
-class Reasoning(BaseModel):
+class Reasoning(StrictModel):
     """How much the model thinks. The answer has the thoughts, and not a summary, and the template
     gets those of all turns."""
-
-    model_config = _STRICT
 
     effort: Effort | None = None
     context: Literal["auto", "all_turns"] | None = None
@@ -309,10 +265,8 @@ class Reasoning(BaseModel):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class Format(BaseModel):
+class Format(StrictModel):
     """What the text must fit."""
-
-    model_config = _STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -320,21 +274,35 @@ class Format(BaseModel):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError('"schema" is needed with the type "json_schema"')
+        return self
 
-class TextConfig(BaseModel):
+
+class TextConfig(StrictModel):
     """The form of the text."""
 
-    model_config = _STRICT
-
     format: Format | None = None
-    # It means nothing here: see `known_fields`.
+    # It means nothing here: see `FOREIGN`.
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(OpenAIFields, ChatFields):
     """A body of /v1/responses."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    without_meaning: ClassVar = frozenset(
+        {
+            *("access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+        }
+    )
+    only: ClassVar[Mapping[str, Any]] = {
+        "background": False,
+        "context_management": [],
+        "truncation": "disabled",
+    }
 
     input: Annotated[
         str | Annotated[list[Item], Field(min_length=1, fail_fast=True)], at_most(MOST_MESSAGES)
@@ -342,7 +310,8 @@ class ResponsesBody(BaseModel):
     instructions: str | None = None
     previous_response_id: Name | None = None
     max_output_tokens: MostTokens | None = None
-    tools: Annotated[list[ResponsesTool] | None, at_most(MOST_TOOLS)] = None
+    tools: Annotated[list[ResponsesTool], at_most(MOST_TOOLS)] = Field(default_factory=list)
+    parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None

@@ -1,281 +1,87 @@
-"""OpenAI's Responses, on the same models and caches as its completions."""
+"""Reads OpenAI's Responses as requests for chats, on the same models and caches as its
+completions."""
 
 from __future__ import annotations
 
 import json
-import uuid
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 from functools import partial
-from threading import RLock
-from time import monotonic
-from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
-from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
-from paged_kv.server.completions.prompt_logprobs import Logprobs
-from paged_kv.server.http.access import APIKeys, salt_of
-from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
-from paged_kv.server.http.known_fields import require_known
-from paged_kv.server.http.request_body import checked, parsed_json
-from paged_kv.server.http.schema import ChatBody
-from paged_kv.server.options import ServerOptions
-from paged_kv.server.responses.answers import ID_PREFIXES, ResponseAnswers
-from paged_kv.server.responses.requests import (
-    ENCRYPTED,
-    ONLY,
-    SHARED,
-    WITHOUT_MEANING,
-    ResponsesBody,
+from paged_kv.server.completions.chat_messages import (
+    fitting,
+    image_part,
+    only_tool,
+    shown_by_user,
+    text_part,
+    thoughts,
+    tool_call,
 )
-from paged_kv.server.responses.tools import OfferedTool, offered_tools
-from paged_kv.server.responses.translation import chat_of
-
-
-@dataclass(eq=False)
-class Turn:
-    """One response and what it answers.
-
-    Attributes:
-        previous: the turn that it continues.
-        inputs: the items of the input, each with an id.
-        body: the response object.
-        nbytes: the length of both as JSON.
-        since: the time at which it was kept, by the store's clock.
-    """
-
-    previous: Turn | None
-    inputs: list[Any]
-    body: dict[str, Any]
-    nbytes: int
-    since: float = field(default=0.0)
-
-    @property
-    def items(self) -> list[Any]:
-        """The items of the input, and then of the output."""
-        return [*self.inputs, *self.body["output"]]
-
-    def all_items(self) -> list[Any]:
-        """The items of this turn and of all before it."""
-        turns = list(self._turns())
-        return [item for turn in reversed(turns) for item in turn.items]
-
-    def all_inputs(self) -> list[Any]:
-        """The items that the model was given for this response."""
-        return [*(self.previous.all_items() if self.previous else ()), *self.inputs]
-
-    def _turns(self) -> Iterator[Turn]:
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.previous
-
-
-class KeptResponses:
-    """The latest responses, each for its owner. Any thread may use it.
-
-    Beyond a limit the least recently used one goes. A turn that a later one continues is no longer
-    found, but its bytes count until the later one has gone too.
-
-    Args:
-        options: `max_responses`, `max_response_bytes`, `response_ttl` in seconds.
-        clock: tells the time in seconds.
-        place: names the server among several that share an address; ids begin with it.
-    """
-
-    def __init__(
-        self,
-        options: ServerOptions,
-        clock: Callable[[], float] = monotonic,
-        place: str = "",
-    ) -> None:
-        self._most: int = options.max_responses
-        self._most_bytes: int = options.max_response_bytes
-        self._ttl_s: float = options.response_ttl
-        self._clock = clock
-        self._place = place
-        self._turns: OrderedDict[tuple[Hashable, str], Turn] = OrderedDict()
-        # The turns that items came with, or were given for.
-        self._turn_of: WeakValueDictionary[tuple[Hashable, str], Turn] = WeakValueDictionary()
-        # A turn may be freed, and counted off, while its own thread keeps another.
-        self._lock = RLock()
-        self.nbytes = 0
-
-    def new_name(self) -> str:
-        """A part of the ids of a new response and of its items."""
-        return f"{self._place}{uuid.uuid4().hex}"
-
-    def keep(self, owner: Hashable, turn: Turn) -> None:
-        """Keep a turn under the id of its response, unless it alone is over a limit."""
-        if turn.nbytes > self._most_bytes or not self._most:
-            return
-        with self._lock:
-            turn.since = self._clock()
-            self.nbytes += turn.nbytes
-            weakref.finalize(turn, self._forget, turn.nbytes)
-            self._turns[owner, turn.body["id"]] = turn
-            for item in turn.items:
-                self._turn_of[owner, item["id"]] = turn
-            while self._turns and self._is_over():
-                self._turns.popitem(last=False)
-
-    def get(self, owner: Hashable, response_id: str) -> Turn:
-        """A kept turn.
-
-        Raises:
-            APIError: 404, there is none of this owner, or no longer.
-        """
-        with self._lock:
-            turn = self._turns.get((owner, response_id))
-            if turn is not None and self._clock() - turn.since > self._ttl_s:
-                del self._turns[owner, response_id]
-                turn = None
-            if turn is None:
-                raise _not_found("response", response_id)
-            self._turns.move_to_end((owner, response_id))
-            return turn
-
-    def item(self, owner: Hashable, item_id: str) -> Any:
-        """An item of a kept turn.
-
-        Raises:
-            APIError: 404, there is none of this owner, or no longer.
-        """
-        with self._lock:
-            turn = self._turn_of.get((owner, item_id))
-            if turn is None:
-                raise _not_found("item", item_id)
-            self.get(owner, turn.body["id"])  # it may be forgotten, and only continued
-            return next(item for item in turn.items if item["id"] == item_id)
-
-    def delete(self, owner: Hashable, response_id: str) -> None:
-        """Forget a turn.
-
-        Raises:
-            APIError: 404, as `get`.
-        """
-        self.get(owner, response_id)
-        with self._lock:
-            self._turns.pop((owner, response_id), None)
-
-    def _is_over(self) -> bool:
-        oldest = next(iter(self._turns.values()))
-        is_old = self._clock() - oldest.since > self._ttl_s
-        return is_old or len(self._turns) > self._most or self.nbytes > self._most_bytes
-
-    def _forget(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes -= nbytes
-
-
-def _not_found(kind: str, name: str) -> APIError:
-    return APIError(
-        404,
-        f"there is no {kind} {shortened(name)}: it was never kept, or has been forgotten",
-        code=f"{kind}_not_found",
-    )
-
-
-Object = dict[str, Any]
-
-# As at OpenAI.
-_USUAL_LIMIT = 20
-_MOST_LISTED = 100
-
-
-def named(items: Iterable[Object], name: str) -> list[Object]:
-    """The items, each with a type and an id, in which the name is."""
-    return [_named(item, f"{name}_{number}") for number, item in enumerate(items)]
-
-
-def _named(item: Object, name: str) -> Object:
-    kind = item.get("type") or "message"
-    item_id = item.get("id") or f"{ID_PREFIXES[kind]}_{name}"
-    return {**item, "type": kind, "id": item_id}
-
-
-def listed_inputs(items: Iterable[Object]) -> list[Object]:
-    """Named items in the form of OpenAI's lists."""
-    return [{"status": "completed", **_in_parts(item)} for item in items]
-
-
-def _in_parts(item: Object) -> Object:
-    content = item.get("content")
-    if not isinstance(content, str):
-        return item
-    part: Object = {"type": "input_text", "text": content}
-    if item["role"] == "assistant":
-        part = {"type": "output_text", "text": content, "annotations": []}
-    return {**item, "content": [part]}
-
-
-def page_of(items: Sequence[Object], query: Mapping[str, str]) -> Object:
-    """A page of a list.
-
-    Args:
-        items: of the whole list, the earliest first.
-        query: `order` is "asc" or "desc", `limit` from 1 to 100, and `after` the id of an item.
-
-    Raises:
-        APIError: 400, the query is wrong.
-    """
-    order, limit = query.get("order", "desc"), query.get("limit", str(_USUAL_LIMIT))
-    if order not in ("asc", "desc"):
-        raise wrong_value(f"order: asc or desc is possible, got {shortened(order)}", "order")
-    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_LISTED):
-        message = f"limit: a number from 1 to {_MOST_LISTED} is needed, got {shortened(limit)}"
-        raise wrong_value(message, "limit")
-    items = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise wrong_value(f"after: there is no item {shortened(after)} here", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-    return {"object": "list", "data": page, "has_more": len(items) > len(page), **ends}
-
+from paged_kv.server.completions.interface import Answers, APIRequest, Object, renamed
+from paged_kv.server.completions.prompt_logprobs import Logprobs
+from paged_kv.server.http.access import salt_of
+from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
+from paged_kv.server.http.request_body import parse_body
+from paged_kv.server.http.schema import ChatBody, ResponseFormat, chat_request
+from paged_kv.server.responses.answers import PLAIN, ResponseAnswers
+from paged_kv.server.responses.kept_responses import KeptResponses, Turn, named
+from paged_kv.server.responses.requests import ENCRYPTED, ResponsesBody, TextConfig
+from paged_kv.server.responses.tools import (
+    OfferedTool,
+    arguments_of,
+    function_name,
+    offered_tools,
+)
 
 PATH = "/v1/responses"
 
+# Fields of chat completions that this interface has by other names.
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 
-class Responses(Interface):
-    """Responses.
+
+class Responses:
+    """Reads requests.
 
     Args:
-        kept: those that can be continued.
+        kept: the responses that can be continued.
     """
-
-    fields: ClassVar = {
-        "max_tokens": "max_output_tokens",
-        "messages": "input",
-        "response_format": "text.format",
-    }
 
     def __init__(self, kept: KeptResponses) -> None:
         self._kept = kept
 
-    def read(self, content: bytes, key: str | None) -> ReadRequest:
-        """See `Interface`."""
-        fields = parsed_json(content)
-        known = (*ResponsesBody.model_fields, *SHARED)
-        require_known(fields, known, without_meaning=WITHOUT_MEANING, only=ONLY)
-        body = checked(fields, ResponsesBody)
-        salt = fields.get("cache_salt")
-        owner = salt_of(key, salt if isinstance(salt, str) else None)
+    def read(self, content: bytes, key: str | None) -> APIRequest:
+        """What the bytes of a body ask for, for the client with this salt of its API key.
+
+        Raises:
+            APIError: 400, something is wrong with it.
+        """
+        body = parse_body(content, ResponsesBody)
+        owner = salt_of(key, body.cache_salt)
         previous = self._previous(owner, body)
         earlier = [] if previous is None else previous.all_items()
         items = named(self._resolved(owner, body), self._kept.new_name())
-        tools = offered_tools(body.tools or ())
-        chat = self.chat_body(chat_of(fields, body, [*earlier, *items], tools.values()))
-        keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        answers = partial(_answers, self._kept.new_name(), fields, body, chat, tools, keep)
-        return ReadRequest(chat, answers, len(content))
+        tools = offered_tools(body.tools)
+        try:
+            chat = chat_of(body, [*earlier, *items], tools.values())
+        except APIError as error:
+            raise renamed(error, NAMES) from error
+        keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), body.store)
+
+        def answers(_: str, tokenizer: Any) -> Answers:
+            return ResponseAnswers(
+                self._kept.new_name(),
+                _repeated(body, chat),
+                tools,
+                is_plain=ENCRYPTED in (body.include or ()),
+                logprobs=Logprobs(tokenizer),
+                keep=keep,
+            )
+
+        return APIRequest(chat, len(content), answers, NAMES)
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
@@ -318,96 +124,130 @@ class Responses(Interface):
         items: list[Any],
         nbytes: int,
         store: bool | None,
-        response: dict[str, Any],
+        response: Object,
     ) -> None:
         if store is not False:
             nbytes += len(json.dumps(response))
             self._kept.keep(owner, Turn(previous, items, response, nbytes))
 
 
-class ResponseReader:
-    """Answers requests for kept responses.
+def chat_of(body: ResponsesBody, items: Iterable[Any], tools: Iterable[OfferedTool]) -> ChatBody:
+    """The chat that a body asks for.
 
     Args:
-        keys: of the server.
-        kept: the responses.
+        items: those of the responses before and of this one, without references.
+        tools: of the body.
+
+    Raises:
+        APIError: 400, it is too much, or nothing.
     """
-
-    def __init__(self, keys: APIKeys, kept: KeptResponses) -> None:
-        self._keys = keys
-        self._kept = kept
-
-    async def answer(self, request: Request) -> Response:
-        """Send a response, or forget it."""
-        owner, name = self._requested(request)
-        if request.method == "DELETE":
-            self._kept.delete(owner, name)
-            return JSONResponse({"id": name, "object": "response", "deleted": True})
-        if request.query_params.get("stream") == "true":
-            raise wrong_value(
-                "stream: only responses in the background are streamed again", "stream"
-            )
-        return JSONResponse(self._kept.get(owner, name).body)
-
-    async def inputs(self, request: Request) -> Response:
-        """Send what the model was given for a response, the latest items first."""
-        owner, name = self._requested(request)
-        items = listed_inputs(self._kept.get(owner, name).all_inputs())
-        return JSONResponse(page_of(items, request.query_params))
-
-    async def cancel(self, request: Request) -> Response:
-        """Refuse to stop a response, as none is in the background: a client stops its own request
-        by leaving.
-
-        Raises:
-            APIError: 400, or 404 if the response is not kept.
-        """
-        self._kept.get(*self._requested(request))
-        raise wrong_value(
-            "only a response in the background is cancelled; this one has ended", "id"
-        )
-
-    def _requested(self, request: Request) -> tuple[Hashable, str]:
-        """The owner that a client stands for, and the id of the response."""
-        owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
-        return owner, request.path_params["name"]
+    choice, lists_tokens = body.tool_choice, body.includes_logprobs
+    return chat_request(
+        body,
+        messages=_messages_of(body.instructions, items),
+        max_tokens=body.max_output_tokens,
+        logprobs=lists_tokens or None,
+        top_logprobs=body.top_logprobs or 0 if lists_tokens else None,
+        tools=[{"type": "function", "function": tool.function} for tool in tools],
+        tool_choice=only_tool(choice["name"]) if isinstance(choice, dict) else choice,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        response_format=None if body.text is None else _response_format(body.text),
+    )
 
 
-def _answers(
-    name: str,
-    fields: dict[str, Any],
-    body: ResponsesBody,
-    chat: ChatBody,
-    tools: Mapping[str, OfferedTool],
-    keep: Any,
-    _: str,
-    tokenizer: Any,
-) -> Answers:
-    reasoning = body.reasoning
-    repeated = {
+def _response_format(text: TextConfig) -> ResponseFormat | None:
+    if text.format is None:
+        return None
+    if text.format.schema_ is not None and text.format.type == "json_schema":
+        return fitting(text.format.schema_)
+    return ResponseFormat.model_construct(type=text.format.type)
+
+
+def _repeated(body: ResponsesBody, chat: ChatBody) -> Object:
+    """The fields of a request that its response repeats."""
+    choice = body.tool_choice or "auto"
+    text = None if body.text is None else body.text.model_dump(by_alias=True, exclude_unset=True)
+    return {
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": chat.model,
-        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "store": fields.get("store") is not False,
-        "temperature": fields.get("temperature"),
-        "text": fields.get("text") or {"format": {"type": "text"}},
-        "tool_choice": fields.get("tool_choice") or "auto",
-        "tools": fields.get("tools") or [],
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": text or {"format": {"type": "text"}},
+        "tool_choice": choice,
+        "tools": body.tools,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": fields.get("top_p"),
+        "top_p": body.top_p,
         "truncation": "disabled",
     }
-    is_plain = ENCRYPTED in (body.include or ())
-    return ResponseAnswers(
-        name,
-        repeated,
-        tools,
-        is_plain=is_plain,
-        logprobs=Logprobs(tokenizer),
-        keep=keep,
-    )
+
+
+def _messages_of(instructions: str | None, items: Iterable[Any]) -> list[Object]:
+    """The chat messages of items. One message has the thoughts, texts and calls of an answer."""
+    messages: list[Object] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item.get("type", "message"):
+            case "message":
+                _add_message(messages, item)
+            case "reasoning":
+                message = _open_answer(messages)
+                message |= thoughts(message.get("reasoning_content", "") + _thoughts(item))
+            case "function_call" | "custom_tool_call":
+                message = _open_answer(messages)
+                call = tool_call(item["call_id"], function_name(item), arguments_of(item))
+                message.setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
+                messages.append(_call_output(item))
+    return shown_by_user(messages)
+
+
+def _add_message(messages: list[Object], item: Any) -> None:
+    role, content = item["role"], item["content"]
+    if role == "assistant":
+        parts = [{"text": content}] if isinstance(content, str) else content
+        message = _open_answer(messages)
+        message["content"] += "".join(map(_text, parts))
+        return
+    if not isinstance(content, str):
+        content = [_part(each) for each in content]
+    # Few templates know developers; their messages count as much as the system's.
+    messages.append({"role": "system" if role == "developer" else role, "content": content})
+
+
+def _open_answer(messages: list[Object]) -> Object:
+    """The assistant's message that later items belong to."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _part(part: Any) -> Object:
+    """A text or an image, as a part of a chat message."""
+    if part["type"] == "input_image":
+        return image_part(part["image_url"])
+    return text_part(_text(part))
+
+
+def _text(part: Any) -> str:
+    return str(part["refusal"] if "refusal" in part else part["text"])
+
+
+def _thoughts(item: Any) -> str:
+    if content := item.get("content"):
+        return "".join(each["text"] for each in content)
+    encrypted = item.get("encrypted_content") or ""
+    return encrypted.removeprefix(PLAIN) if encrypted.startswith(PLAIN) else ""
+
+
+def _call_output(item: Any) -> Object:
+    output = item["output"]
+    if not isinstance(output, str):
+        output = [_part(each) for each in output]
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": output}

@@ -12,7 +12,7 @@ from paged_kv.command_line import main
 from paged_kv.commands.model_names import named_model
 from paged_kv.embedded import embedded_model
 from paged_kv.server.completions.model_names import typed_name
-from paged_kv.server.http import known_fields
+from paged_kv.server.http import request_body
 from paged_kv.server.lifecycle import ready_line
 from tests.support.running_server import (
     PATIENCE_S,
@@ -63,7 +63,7 @@ def test_an_unknown_path_is_told_the_routes(running: PagedRunningServer, path: s
 def test_fields_without_meaning_are_taken_and_logged_once(
     running: PagedRunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known_fields.note_foreign.cache_clear()
+    request_body.record_foreign.cache_clear()
     for _ in range(2):
         assert chat(running, keep_alive="5m", num_ctx=4096, verbosity="low")[0] == 200
         status, _ = asked(running, "/v1/responses", {"input": "a", "text": {"verbosity": "low"}})

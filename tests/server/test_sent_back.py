@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.client import HTTPConnection
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,15 +17,17 @@ from anthropic.types.beta import BetaMessage
 from openai.types.chat import ChatCompletion, ParsedChatCompletion
 from openai.types.responses import ParsedResponse, Response
 
-from paged_kv.server.completions.answer_bodies import Completions
+from paged_kv.server.completions.answer_bodies import read_completion
+from paged_kv.server.completions.interface import Reader
 from paged_kv.server.completions.message_parts import copied, require_parts
 from paged_kv.server.completions.output_constraint import constraint_of
 from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
 from paged_kv.server.http.schema import ChatBody
-from paged_kv.server.messages.messages import Messages
+from paged_kv.server.messages.messages import read_messages
 from paged_kv.server.messages.requests import MessagesBody
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.responses.responses import KeptResponses, Responses
+from paged_kv.server.responses.kept_responses import KeptResponses
+from paged_kv.server.responses.responses import Responses
 from tests.support.agent_model import Script, agent_folder
 from tests.support.running_server import PATIENCE_S, PagedRunningServer, paged_server
 
@@ -159,17 +162,17 @@ def turn(path: str, draw: Random) -> list[Any]:
 
 def test_no_request_that_official_packages_can_send_is_refused() -> None:
     draw, options = Random(69), ServerOptions()
-    interfaces = {
-        CHAT: Completions(ChatBody),
-        MESSAGES: Messages(MessagesBody, options),
-        RESPONSES: Responses(KeptResponses(options)),
+    readers: dict[str, Reader] = {
+        CHAT: partial(read_completion, ChatBody),
+        MESSAGES: partial(read_messages, MessagesBody, options),
+        RESPONSES: Responses(KeptResponses(options)).read,
     }
     for _ in range(300):
         path, encoding = draw.choice([*TOOLS]), draw.choice([*ENCODINGS])
         items = [item for _ in range(draw.randrange(1, 4)) for item in turn(path, draw)]
         content = json.dumps(asked(path, items, draw)).encode()
         decoded = BodyDecoder(encoding).decode(ENCODINGS[encoding](content), 1 << 20)
-        body: Any = interfaces[path].read(decoded, None).body
+        body: Any = readers[path](decoded, None).body
         constraint_of(body)
         require_parts(copied(body.messages), why_no_images="", urls_allowed=False)
 

@@ -14,7 +14,7 @@ from paged_kv.server.completions.answer_items import (
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.choices import Choice
+from paged_kv.server.completions.interface import Choice
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4
 from openai import OpenAI
 
-from paged_kv.server.completions import answer_bodies, answering, completion_plan
+from paged_kv.server.completions import answer_bodies, handler
 from paged_kv.server.completions.answer_bodies import OpenAIAnswers
 from paged_kv.server.engine.choice_text import ChoiceText, Delta
 from paged_kv.server.engine.jobs import Token
@@ -33,11 +33,11 @@ def ask(client: OpenAI, **more: Any) -> Any:
     ("owner", "name", "more"),
     [
         (answer_bodies, "parse_body", {}),
-        (answering, "make_plan", {}),
-        (completion_plan, "stop_machine", {"stop": ["a", "b"]}),
-        (answering, "_read_all", {}),
+        (handler, "make_jobs", {}),
+        (handler, "stop_machine", {"stop": ["a", "b"]}),
+        (handler, "_read_all", {}),
         (OpenAIAnswers, "whole", WITH_LOGPROBS),
-        (OpenAIAnswers, "news", {**WITH_LOGPROBS, "stream": True}),
+        (OpenAIAnswers, "on_delta", {**WITH_LOGPROBS, "stream": True}),
     ],
 )
 def test_others_are_answered_during_slow_work(

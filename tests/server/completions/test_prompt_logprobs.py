@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.server.completions import completion_plan
+from paged_kv.server.completions import request_jobs
 from paged_kv.server.engine import single_row
 from tests.support.running_server import PagedRunningServer
 from tests.support.server_process import post
@@ -109,7 +109,7 @@ def test_prompt_logprobs_have_ranks_and_likely_tokens(running: PagedRunningServe
 def test_what_cannot_be_told_is_refused(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion_plan, "MOST_SCORES", 48)
+    monkeypatch.setattr(request_jobs, "MOST_SCORES", 48)
     bodies: list[dict[str, Any]] = [
         {"prompt": SHORT, "prompt_logprobs": 1, "stream": True},
         {"prompt": SHORT, "prompt_logprobs": 4},

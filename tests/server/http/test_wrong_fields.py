@@ -18,8 +18,8 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from paged_kv.server.http.schema import ChatBody, TextBody
-from paged_kv.server.messages import requests as messages
-from paged_kv.server.responses import requests as responses
+from paged_kv.server.messages.requests import MessagesBody
+from paged_kv.server.responses.requests import ResponsesBody
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PATIENCE_S,
@@ -34,11 +34,10 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 MARK = {"type": "ephemeral", "ttl": "1h"}
 
 # Bodies in which every nested kind of field occurs; the fields at the top come from the schemas.
-GOOD: dict[str, tuple[type[BaseModel], tuple[str, ...], dict[str, Any]]] = {
-    "/v1/completions": (TextBody, (), {"prompt": "a", "max_tokens": 1}),
+GOOD: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/completions": (TextBody, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (
         ChatBody,
-        (),
         {
             "max_tokens": 1,
             "messages": [
@@ -51,8 +50,7 @@ GOOD: dict[str, tuple[type[BaseModel], tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "/v1/messages": (
-        messages.MessagesBody,
-        messages.SHARED,
+        MessagesBody,
         {
             "max_tokens": 1,
             "system": [{"type": "text", "text": "a", "cache_control": {**MARK}}],
@@ -85,8 +83,7 @@ GOOD: dict[str, tuple[type[BaseModel], tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "/v1/responses": (
-        responses.ResponsesBody,
-        responses.SHARED,
+        ResponsesBody,
         {
             "max_output_tokens": 1,
             "input": [
@@ -119,15 +116,6 @@ VALUES: list[Any] = [
 LONGER = 2500
 
 
-def schema_of(path: str) -> dict[str, Any]:
-    """The schema of a body, with the fields that chat completions have too."""
-    kind, shared, _ = GOOD[path]
-    schema, chat = kind.model_json_schema(), ChatBody.model_json_schema()
-    schema["$defs"] = {**chat.get("$defs", {}), **schema.get("$defs", {})}
-    schema["properties"] |= {name: chat["properties"][name] for name in shared}
-    return schema
-
-
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A body with another value at a path."""
     body = copy.deepcopy(body)
@@ -150,7 +138,8 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def wrong_bodies(path: str) -> Iterator[tuple[str, Any]]:
     """The field at the top that is wrong, and the body."""
-    schema, good = schema_of(path), GOOD[path][2]
+    kind, good = GOOD[path]
+    schema = kind.model_json_schema()
     validator = Draft202012Validator(schema)
     assert not list(validator.iter_errors(good))
     places = dict.fromkeys([*paths(good), *((name,) for name in schema["properties"])])
@@ -229,4 +218,4 @@ def test_every_wrong_field_gets_400_and_disturbs_nobody(
             has_ended.set()
         assert meanwhile.result(PATIENCE_S) == {calm}
     assert asked > 150 // share
-    assert post(client, path, GOOD[path][2])[0] == 200
+    assert post(client, path, GOOD[path][1])[0] == 200

@@ -14,7 +14,7 @@ from paged_kv.server.replicas.forwarded_request import (
     Trail,
     forwarded_request,
 )
-from paged_kv.server.responses.responses import KeptResponses
+from paged_kv.server.responses.kept_responses import KeptResponses
 
 LONG = "A sentence that fills a prompt. " * 40
 NAME = "0123456789abcdef" * 2

@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.responses.responses import KeptResponses, Turn
+from paged_kv.server.responses.kept_responses import KeptResponses, Turn
 
 
 def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptResponses:

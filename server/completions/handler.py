@@ -22,18 +22,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
-from paged_kv.server.completions.completion_plan import CompletionPlan, make_plan
-from paged_kv.server.completions.conversation import Conversation
 from paged_kv.server.completions.event_stream import EventStream
-from paged_kv.server.completions.interface import Answers, Interface
+from paged_kv.server.completions.interface import Answers, APIRequest, Reader, renamed
+from paged_kv.server.completions.request_jobs import make_jobs
+from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
+from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Channel, Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import request_id
-from paged_kv.server.http.schema import Body, PrefillBody
+from paged_kv.server.http.schema import Body, ChatBody, PrefillBody
 from paged_kv.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
@@ -41,60 +42,57 @@ log = logging.getLogger(__name__)
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-class Answering:
+class CompletionHandler:
     """Answers the requests of one path.
 
     Args:
         service: the server's shared parts.
-        interface: reads the requests and writes the answers.
+        read: of the path's interface.
     """
 
-    def __init__(self, service: Service, interface: Interface) -> None:
+    def __init__(self, service: Service, read: Reader) -> None:
         self._service = service
-        self._interface = interface
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, metrics = Request(scope, receive), self._service.metrics
+        request, service = Request(scope, receive), self._service
         try:
-            with self._service.gate.entered():
-                await self._receive(request, send)
-            metrics.answered[200] += 1
+            with service.gate.entered():
+                key = service.keys.require(request)
+                with service.limits.entered(key):
+                    await self._serve(request, key, send)
+            service.metrics.answered[200] += 1
         except ClientDisconnect:
             log.info("the client has disconnected")
         except APIError as error:
-            metrics.note_error(error)
-            metrics.answered[error.status] += 1
+            service.metrics.note_error(error)
+            service.metrics.answered[error.status] += 1
             raise
         except Exception:
-            metrics.answered[500] += 1
+            service.metrics.answered[500] += 1
             raise
-
-    async def _receive(self, request: Request, send: Send) -> None:
-        service = self._service
-        key = service.keys.require(request)
-        with service.limits.entered(key):
-            await self._serve(request, key, send)
 
     async def _serve(self, request: Request, key: str | None, send: Send) -> None:
         service, options = self._service, self._service.options
         content = await read_body(request, options.max_body_bytes, options.body_timeout)
-        plan = partial(self._plan, content, key, request_id(), Channel())
-        conversation = Conversation(service, await service.workers.read(plan, len(content)))
+        begin = partial(self._begin, content, key, request_id(), Channel())
+        state = await service.workers.read(begin, len(content))
         try:
-            with self._renaming():
-                await while_connected(request.receive, self._answer(conversation, send))
+            with _renaming(state.request):
+                await while_connected(request.receive, self._answer(state, send))
         except ClientDisconnect:
-            service.metrics.finished["abort"] += conversation.num_open
+            service.metrics.finished["abort"] += state.num_open
             raise
 
-    def _plan(
+    def _begin(
         self, content: bytes, key: str | None, request_id: str, channel: Channel
-    ) -> CompletionPlan:
+    ) -> RequestState:
         """Runs on a reader thread."""
-        request = self._interface.read(content, key)
-        with self._renaming():
+        service, request = self._service, self._read(content, key)
+        with _renaming(request):
             model, salt = self._admitted(request.body, key)
-            return make_plan(request, model, salt, request_id, self._service.options, channel)
+            jobs = make_jobs(request, model, salt, request_id, service.options, channel)
+            return RequestState(service, request, jobs, stop_machine(request.body.stop_words))
 
     def _admitted(self, body: Body, key: str | None) -> tuple[ModelKey, Hashable]:
         """The model that a client may use, and the salt of the prompts that it shares."""
@@ -112,100 +110,82 @@ class Answering:
             salt = Published(salt)
         return model, salt
 
-    @contextmanager
-    def _renaming(self) -> Iterator[None]:
-        """Put errors in the words of the interface, whose request is another one here."""
-        try:
-            yield
-        except APIError as error:
-            raise self._interface.renamed(error) from error
-
-    async def _answer(self, conversation: Conversation, send: Send) -> None:
-        if conversation.plan.body.stream:
-            await self._stream(conversation, EventStream(send))
+    async def _answer(self, state: RequestState, send: Send) -> None:
+        if state.request.body.stream:
+            await self._stream(state, EventStream(send))
             return
-        async with self._running(conversation) as answers:
-            await conversation.finish()
-            whole = partial(answers.whole, conversation.choices, conversation.usage)
+        async with self._running(state) as answers:
+            await state.finish()
+            whole = partial(answers.whole, state.choices, state.usage)
             written = partial(json_bytes, whole)
-            content = await self._service.workers.write(written, conversation.held_tokens)
-            await send_json(content, send, _limit_header(conversation))
+            content = await self._service.workers.write(written, state.held_tokens)
+            await send_json(content, send, _limit_header(state))
 
-    @asynccontextmanager
-    async def _running(self, conversation: Conversation) -> AsyncIterator[Answers]:
-        """Wait until one of a request's jobs runs, and cancel them in the end; gives what writes
-        the answers."""
-        await self._make_ready(conversation.plan)
-        with self._submitted(conversation.plan.jobs):
-            await conversation.begin()
-            yield self._answers(conversation)
-
-    def _answers(self, conversation: Conversation) -> Answers:
-        return conversation.plan.request.answers(request_id(), conversation.tokenizer)
-
-    async def _make_ready(self, plan: CompletionPlan) -> None:
-        """Read the prompts, if their model is loaded; else check that it can be loaded."""
-        loaded, jobs = await self._service.loaded(), plan.jobs
-        if loaded is not None and jobs[0].model == loaded.key:
-            await self._read(plan, partial(_read_all, jobs, loaded))
-        else:
-            loaded = None
-            await self._require_model(jobs[0].model)
-        await self._service.grammars.prepare(jobs, loaded)
-
-    async def _read_prompt(self, conversation: Conversation) -> Job:
-        """Have the prompt of one job read that generates nothing."""
-        plan = conversation.plan
-        await self._make_ready(plan)
-        (job,) = plan.jobs
-        if job.prompt is None:
-            # Another model reads it when it is loaded.
-            job.arguments.max_tokens = 0
-            with self._submitted(plan.jobs):
-                await conversation.begin()
-        return job
-
-    async def _read(self, plan: CompletionPlan, work: Callable[[], None]) -> None:
-        workers = self._service.workers
-        if plan.has_images:
-            await workers.read_images(work)
-        else:
-            await workers.read(work, plan.request.nbytes)
-
-    async def _stream(self, conversation: Conversation, stream: EventStream) -> None:
+    async def _stream(self, state: RequestState, stream: EventStream) -> None:
         answers: Answers | None = None
         async with stream.kept_alive():
             try:
-                async with self._running(conversation) as answers:
-                    await self._send_events(conversation, answers, stream)
+                async with self._running(state) as answers:
+                    await self._send_events(state, answers, stream)
             except APIError as error:
                 if not stream.has_begun:
                     raise
                 self._service.metrics.note_error(error)
-                failed = (answers or self._answers(conversation)).failed
-                await stream.send(_streamed(partial(failed, self._interface.renamed(error))))
+                error = renamed(error, state.request.names)
+                failed = (answers or _answers(state)).on_error
+                await stream.send(_streamed(partial(failed, error)))
 
     async def _send_events(
-        self, conversation: Conversation, answers: Answers, stream: EventStream
+        self, state: RequestState, answers: Answers, stream: EventStream
     ) -> None:
-        begun = _streamed(partial(answers.begun, conversation.usage))
-        await stream.send(begun, _limit_header(conversation))
-        stream.idle = partial(_streamed, answers.idle)
-        async for new in conversation.news():
+        await stream.send(_streamed(partial(answers.on_start, state.usage)), _limit_header(state))
+        stream.heartbeat = partial(_streamed, answers.heartbeat)
+        async for new in state.deltas():
             if isinstance(new, str):
                 content = f": {new}\n\n".encode()
             else:
-                written = partial(_streamed, partial(answers.news, new))
+                written = partial(_streamed, partial(answers.on_delta, new))
                 # Log probabilities take their time.
                 workers, count = self._service.workers, len(new.tokens)
                 content = await workers.write(written, count) if count else written()
             await stream.send(content)
-        await stream.send(_streamed(partial(answers.ended, conversation.usage)) + answers.last)
+        await stream.send(_streamed(partial(answers.on_end, state.usage)) + answers.last)
 
-    async def _require_model(self, model: ModelKey) -> None:
-        """Raise APIError unless a model can be loaded. The loaded model stays for now."""
-        check = partial(self._service.thread.provider.check, model)
-        await self._service.workers.read(check, sys.maxsize)
+    @asynccontextmanager
+    async def _running(self, state: RequestState) -> AsyncIterator[Answers]:
+        """Wait until one of a request's jobs runs, and cancel them in the end; gives what writes
+        the answers."""
+        await self._make_ready(state)
+        with self._submitted(state.jobs):
+            await state.begin()
+            yield _answers(state)
+
+    async def _read_prompt(self, state: RequestState) -> Job:
+        """Have the prompt of one job read that generates nothing."""
+        await self._make_ready(state)
+        (job,) = state.jobs
+        if job.prompt is None:
+            # Another model reads it when it is loaded.
+            job.arguments.max_tokens = 0
+            with self._submitted(state.jobs):
+                await state.begin()
+        return job
+
+    async def _make_ready(self, state: RequestState) -> None:
+        """Read the prompts, if their model is loaded; else check that it can be loaded."""
+        service, jobs = self._service, state.jobs
+        loaded, request = await service.loaded(), state.request
+        if loaded is not None and jobs[0].model == loaded.key:
+            work = partial(_read_all, jobs, loaded)
+            if isinstance(request.body, ChatBody) and request.body.has_images:
+                await service.workers.read_images(work)
+            else:
+                await service.workers.read(work, request.nbytes)
+        else:
+            # The loaded model stays for now.
+            loaded, check = None, partial(service.thread.provider.check, jobs[0].model)
+            await service.workers.read(check, sys.maxsize)
+        await service.grammars.prepare(jobs, loaded)
 
     @contextmanager
     def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -216,6 +196,20 @@ class Answering:
             yield
         finally:
             thread.cancel(jobs)
+
+
+@contextmanager
+def _renaming(request: APIRequest) -> Iterator[None]:
+    """Put errors in the words of the request's interface."""
+    try:
+        yield
+    except APIError as error:
+        raise renamed(error, request.names) from error
+
+
+def _answers(state: RequestState) -> Answers:
+    assert state.request.answers is not None, "something is generated"
+    return state.request.answers(request_id(), state.tokenizer)
 
 
 def _require_servers(options: ServerOptions) -> None:
@@ -252,9 +246,9 @@ def _event(described: Mapping[str, Any]) -> bytes:
     return b"%bdata: %b\n\n" % (name.encode(), json_bytes(lambda: described))
 
 
-def _limit_header(conversation: Conversation) -> dict[str, str]:
+def _limit_header(state: RequestState) -> dict[str, str]:
     """Says how many tokens fit, where a request asked for more."""
-    most = conversation.usage.max_tokens
+    most = state.usage.max_tokens
     return {} if most is None else {"X-Max-Tokens": str(most)}
 
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
-from paged_kv.server.completions.choices import Choice, Usage
-from paged_kv.server.completions.completion_plan import CompletionPlan
+from mlx_lm.generate import TextStateMachine
+
+from paged_kv.server.completions.interface import APIRequest, Choice, Usage
 from paged_kv.server.completions.prompt_logprobs import first_part
 from paged_kv.server.completions.service import Service
 from paged_kv.server.completions.tool_calls import ChoiceCalls
@@ -26,24 +27,30 @@ from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.schema import Body, ChatBody, TextBody
 
 
-class Conversation:
+class RequestState:
     """The choices of a request, as far as they are generated.
 
     Args:
         service: the server's shared parts.
-        plan: of the request; the caller submits its jobs.
+        request: as its interface has read it.
+        jobs: one for each prompt; the caller submits them.
+        stops: finds the stop texts.
 
     Attributes:
-        plan: as given.
+        request, jobs: as given.
         choices: all choices, in order.
+        tokenizer: the model's; None until `begin` has returned.
     """
 
-    def __init__(self, service: Service, plan: CompletionPlan) -> None:
-        self.plan = plan
-        self.choices = [Choice(index) for index in range(plan.choices)]
+    def __init__(
+        self, service: Service, request: APIRequest, jobs: list[Job], stops: TextStateMachine
+    ) -> None:
+        self.request, self.jobs = request, jobs
+        self.choices = [Choice(number) for job in jobs for number in job.numbers]
+        self.tokenizer: Any = None
         self._service = service
-        self._jobs, self._body = plan.jobs, plan.body
-        channel = plan.jobs[0].channel
+        self._body, self._stops = request.body, stops
+        channel = jobs[0].channel
         assert channel is not None, "a client waits for the events"
         self._events = channel.events
         self._began = monotonic()
@@ -53,24 +60,18 @@ class Conversation:
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
         self._shown: set[int] = set()
-        self._tokenizer: Any = None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; None until `begin` has returned."""
-        return self._tokenizer
 
     @property
     def usage(self) -> Usage:
         """The token counts so far."""
-        prompts = [job.prompt for job in self._jobs if job.prompt is not None]
-        limits = [most for job in self._jobs if (most := job.fitting_tokens) is not None]
+        prompts = [job.prompt for job in self.jobs if job.prompt is not None]
+        limits = [most for job in self.jobs if (most := job.fitting_tokens) is not None]
         return Usage(
             sum(len(prompt.tokens) for prompt in prompts),
-            sum(job.cached_tokens for job in self._jobs),
+            sum(job.cached_tokens for job in self.jobs),
             sum(choice.count for choice in self.choices),
-            sum(job.speculation.accepted_tokens for job in self._jobs),
-            sum(job.speculation.draft_tokens for job in self._jobs),
+            sum(job.speculation.accepted_tokens for job in self.jobs),
+            sum(job.speculation.draft_tokens for job in self.jobs),
             sum(choice.reasoning_count for choice in self.choices),
             tuple(held for prompt in prompts for held in prompt.held),
             min(limits, default=None),
@@ -101,11 +102,11 @@ class Conversation:
         Raises:
             APIError: something went wrong.
         """
-        async for new in self.news():
+        async for new in self.deltas():
             if isinstance(new, Choice):
                 self.choices[new.index].add(new)
 
-    async def news(self) -> AsyncIterator[Choice | str]:
+    async def deltas(self) -> AsyncIterator[Choice | str]:
         """New parts of choices as they come, and texts that tell of the prompts' progress.
 
         Raises:
@@ -134,7 +135,7 @@ class Conversation:
             return new
         self._shown.add(new.index)
         job = self._job_of(new.index)
-        first = first_part(self._body, job, new.index, self._tokenizer)
+        first = first_part(self._body, job, new.index, self.tokenizer)
         first.add(new)
         return first
 
@@ -154,16 +155,16 @@ class Conversation:
             case Failed(error):
                 raise error
             case Begun(job, loaded):
-                self._note_begun(job, loaded)
+                self._record_begun(job, loaded)
             case Empty():
                 return Delta(finish_reason="length")
             case Token() if event.choice in self._open:
-                return self._note_token(event)
+                return self._record_token(event)
         # A choice that ended at a stop word may still get a few tokens: ignore them.
         return None
 
-    def _note_begun(self, job: Job, loaded: LoadedModel) -> None:
-        self._tokenizer = loaded.tokenizer
+    def _record_begun(self, job: Job, loaded: LoadedModel) -> None:
+        self.tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
         lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
         tools = _callable_tools(self._body)
@@ -173,7 +174,7 @@ class Conversation:
             self._texts[number] = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
-                self.plan.stops,
+                self._stops,
                 job.ending.min_tokens,
                 has_tools=bool(tools),
                 lists_end=lists_end,
@@ -182,7 +183,7 @@ class Conversation:
                 self._service.call_parser, loaded.tokenizer, tools, bool(self._body.stream)
             )
 
-    def _note_token(self, token: Token) -> Delta:
+    def _record_token(self, token: Token) -> Delta:
         now, metrics = monotonic(), self._service.metrics
         if not self._first_token:
             metrics.first_token.note(now - self._began)
@@ -201,7 +202,7 @@ class Conversation:
         return delta
 
     def _job_of(self, choice: int) -> Job:
-        (job,) = [job for job in self._jobs if choice in job.numbers]
+        (job,) = [job for job in self.jobs if choice in job.numbers]
         return job
 
 

@@ -1,16 +1,15 @@
-"""Turns the body of a request into jobs for the generation thread, and what reads their tokens.
+"""Turns a request into jobs for the generation thread, and reads their prompts.
 
-A reader thread does this: the client chooses how long it takes.
+Reader threads do this: the client chooses how long it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import (
     GenerationArguments,
     LogitsProcessorArguments,
@@ -18,7 +17,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from paged_kv.server.completions.interface import ReadRequest
+from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.output_constraint import constraint_of
 from paged_kv.server.completions.prompt_limit import fit_context
 from paged_kv.server.completions.prompt_logprobs import (
@@ -31,7 +30,6 @@ from paged_kv.server.completions.prompt_reader import (
     read_prefill,
     read_text,
 )
-from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.ending import Ending
 from paged_kv.server.engine.jobs import Channel, Job, Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
@@ -51,45 +49,16 @@ from paged_kv.server.options import ServerOptions
 Number = TypeVar("Number", int, float)
 
 
-@dataclass(frozen=True)
-class CompletionPlan:
-    """What a request is answered with.
-
-    Attributes:
-        request: as its interface has read it.
-        jobs: one for each prompt, not submitted yet.
-        stops: finds the stop texts; all choices share it.
-    """
-
-    request: ReadRequest
-    jobs: list[Job]
-    stops: TextStateMachine
-
-    @property
-    def body(self) -> Body:
-        """The body of the request."""
-        return self.request.body
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a message has a part that is not a text."""
-        return isinstance(self.body, ChatBody) and self.body.has_images
-
-    @property
-    def choices(self) -> int:
-        """The number of choices of all jobs."""
-        return sum(job.choices for job in self.jobs)
-
-
-def make_plan(
-    request: ReadRequest,
+def make_jobs(
+    request: APIRequest,
     model: ModelKey,
     salt: Hashable,
     request_id: str,
     options: ServerOptions,
     channel: Channel,
-) -> CompletionPlan:
-    """The jobs of a request, whose events go to the channel. No prompt is tokenized yet.
+) -> list[Job]:
+    """The jobs of a request, one for each prompt, whose events go to the channel. No prompt is
+    tokenized yet.
 
     Raises:
         APIError: 400, the request asks for too many choices, or for an answer of two forms.
@@ -98,29 +67,32 @@ def make_plan(
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
     ending = ending_of(body, arguments.max_tokens, is_free=constraint is None)
-    readers = _readers(request, options)
-    if len(readers) * choices > MOST_CHOICES:
+    prompts = body.prompts if isinstance(body, TextBody) else [""]
+    if len(prompts) * choices > MOST_CHOICES:
         raise wrong_value(
-            f"{len(readers)} prompts of n={choices} choices were asked, and one request may have "
+            f"{len(prompts)} prompts of n={choices} choices were asked, and one request may have "
             f"{MOST_CHOICES} choices",
             "n",
         )
     scores = prompt_logprobs_of(body, arguments.top_logprobs if arguments.logprobs else None)
-    reading = partial(
-        _read,
-        ending=ending,
-        scores=None if scores is None else (scores, MOST_SCORES // len(readers)),
-        options=options,
-        param=None if request.is_counted else _prompt_field(body),
-    )
-    # Each prompt leaves room for other numbers of tokens.
-    limits = [replace(arguments) for _ in readers]
-    jobs = [
-        Job(
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        # Each prompt leaves room for another number of tokens.
+        limits = replace(arguments)
+        reading = partial(
+            _read,
+            request=request,
+            prompt=prompt,
+            arguments=limits,
+            ending=ending,
+            scores=None if scores is None else (scores, MOST_SCORES // len(prompts)),
+            options=options,
+        )
+        job = Job(
             request_id=request_id,
             model=model,
-            read=partial(reading, arguments=limits[number], reader=reader),
-            arguments=limits[number],
+            read=reading,
+            arguments=limits,
             asked_tokens=arguments.max_tokens,
             ending=ending,
             prompt_logprobs=scores,
@@ -132,24 +104,8 @@ def make_plan(
             constraint=constraint,
             priority=body.priority or 0,
         )
-        for number, reader in enumerate(readers)
-    ]
-    return CompletionPlan(request, jobs, stop_machine(body.stop_words))
-
-
-def _readers(request: ReadRequest, options: ServerOptions) -> list[partial[Prompt]]:
-    """What reads each prompt of a request for a loaded model."""
-    body = request.body
-    if isinstance(body, TextBody):
-        read = read_prefill if isinstance(body, PrefillBody) else read_text
-        return [partial(read, prompt=prompt, options=options) for prompt in body.prompts]
-    assert isinstance(body, ChatBody)
-    chat = partial(read_chat, body=body, options=options)
-    return [partial(chat, marks=request.marks, is_counted=request.is_counted)]
-
-
-def _prompt_field(body: Body) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
+        jobs.append(job)
+    return jobs
 
 
 def generation_arguments(body: Body, options: ServerOptions) -> GenerationArguments:
@@ -234,28 +190,35 @@ def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: i
 def _read(
     loaded: LoadedModel,
     *,
+    request: APIRequest,
+    prompt: str | list[int],
     arguments: GenerationArguments,
     ending: Ending,
-    reader: partial[Prompt],
     scores: tuple[int, int] | None,
     options: ServerOptions,
-    param: str | None,
 ) -> Prompt:
     """A job's prompt, behind which an answer fits.
 
     Args:
+        prompt: of a completion; a chat has its messages.
         arguments: `max_tokens` is lowered to what fits.
         scores: how many likely tokens to list for each token of the prompt, and how many log
             probabilities it may have in all; None if none are asked for.
-        param: the field that holds the prompt; None if its tokens are only counted.
     """
     require_bounds(arguments, ending, loaded.vocab_size)
-    prompt = reader(loaded)
+    body = request.body
+    if isinstance(body, ChatBody):
+        param = "messages"
+        made = read_chat(loaded, body, options, request.marks, is_counted=request.is_counted)
+    else:
+        param = "prompt"
+        read = read_prefill if isinstance(body, PrefillBody) else read_text
+        made = read(loaded, prompt, options)
     if scores is not None:
-        require_scorable(prompt, *scores)
-    if param is not None:
-        fit_context(arguments, prompt, loaded, options, param)
-    return prompt
+        require_scorable(made, *scores)
+    if not request.is_counted:
+        fit_context(arguments, made, loaded, options, param)
+    return made
 
 
 def _most_tokens(body: Body, options: ServerOptions) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paged_kv.server.completions.tool_images import shown_by_user
+from paged_kv.server.completions.chat_messages import shown_by_user
 
 
 def image(name: str) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.completions.answer_bodies import Completions
-from paged_kv.server.completions.answering import Answering
-from paged_kv.server.completions.completion_plan import CompletionPlan
-from paged_kv.server.completions.conversation import Conversation
+from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.event_stream import EventStream
-from paged_kv.server.completions.interface import ReadRequest
+from paged_kv.server.completions.handler import CompletionHandler
+from paged_kv.server.completions.interface import APIRequest
+from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.worker_threads import WorkerThreads
@@ -28,7 +27,7 @@ from tests.server.engine.test_choice_text import END, WORDS, loaded
 CHAT = {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}
 
 
-def begun(count: int, body: Body) -> tuple[Conversation, Job]:
+def begun(count: int, body: Body) -> tuple[RequestState, Job]:
     """A request for so many choices that has begun."""
     prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
     anything: Any = None
@@ -38,10 +37,8 @@ def begun(count: int, body: Body) -> tuple[Conversation, Job]:
         call_parser=CallParser(WorkerThreads()),
         system_texts=SystemTexts(),
     )
-    request = ReadRequest(body, anything, 0)
-    plan = CompletionPlan(request, [job], stop_machine([]))
     put(job, Begun(job, loaded()))
-    return Conversation(service, plan), job
+    return RequestState(service, APIRequest(body, 0), [job], stop_machine([])), job
 
 
 def put(job: Job, event: Event) -> None:
@@ -55,14 +52,14 @@ def test_others_run_between_the_events_that_wait_for_a_request() -> None:
 
     async def run() -> None:
         nonlocal turns
-        talk, job = begun(count, TextBody(prompt="a"))
+        state, job = begun(count, TextBody(prompt="a"))
         for number in job.numbers:
             put(job, Token(number, 0, finish_reason="length"))
-        finished = asyncio.ensure_future(talk.finish())
+        finished = asyncio.ensure_future(state.finish())
         while not finished.done():
             turns += 1
             await asyncio.sleep(0)
-        assert [choice.text for choice in talk.choices] == ["a"] * count
+        assert [choice.text for choice in state.choices] == ["a"] * count
 
     asyncio.run(run())
     assert turns >= count
@@ -87,12 +84,12 @@ def test_calls_that_are_none_are_text(
     words: list[str], more: Any, text: str, calls: int, reason: str
 ) -> None:
     async def run() -> None:
-        talk, job = begun(1, ChatBody.model_validate({**CHAT, **more}))
+        state, job = begun(1, ChatBody.model_validate({**CHAT, **more}))
         for token in said(*words):
             put(job, token)
         put(job, Token(0, END, finish_reason="stop"))
-        await talk.finish()
-        (choice,) = talk.choices
+        await state.finish()
+        (choice,) = state.choices
         assert (choice.text, len(choice.tool_calls), choice.finish_reason) == (text, calls, reason)
 
     asyncio.run(run())
@@ -160,11 +157,10 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
         async def send(message: Any) -> None:
             sent.append((loop.time(), message.get("body")))
 
-        interface = Completions(ChatBody)
-        content = json.dumps({**CHAT, "stream": True}).encode()
-        plan = CompletionPlan(interface.read(content, None), [job], stop_machine([]))
-        talk = Conversation(service, plan)
-        await Answering(service, interface)._stream(talk, EventStream(send))
+        read = partial(read_completion, ChatBody)
+        request = read(json.dumps({**CHAT, "stream": True}).encode(), None)
+        state = RequestState(service, request, [job], stop_machine([]))
+        await CompletionHandler(service, read)._stream(state, EventStream(send))
 
     with asyncio.Runner(loop_factory=SkippedTime) as runner:
         runner.run(run())

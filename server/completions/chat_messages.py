@@ -1,0 +1,84 @@
+"""The chat messages and tools that requests of other interfaces become, as chat templates read
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from paged_kv.server.http.schema import NamedFunction, NamedSchema, NamedTool, ResponseFormat
+
+Object = dict[str, Any]
+
+
+def text_part(text: str) -> Object:
+    """A text in a message."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> Object:
+    """An image in a message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def thoughts(text: str) -> Object:
+    """The thoughts of an answer, by the names that chat templates read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> Object:
+    """A call in an answer."""
+    return {
+        "type": "function",
+        "id": call_id,
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def offered_tool(tool: Mapping[str, Any]) -> Object:
+    """A tool by the fields of its function, some of which may be missing or null."""
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def only_tool(name: str) -> NamedTool:
+    """The choice of the one tool that an answer must call."""
+    function = NamedFunction.model_construct(name=name)
+    return NamedTool.model_construct(type="function", function=function)
+
+
+def fitting(schema: Mapping[str, Any]) -> ResponseFormat:
+    """The form of an answer that fits a JSON schema."""
+    named = NamedSchema.model_construct(json_schema=schema)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=named)
+
+
+def shown_by_user(messages: Iterable[Object]) -> list[Object]:
+    """Chat messages whose images are all the user's: those of a run of tools' results come behind
+    it, before what the user says then."""
+    shown: list[Object] = []
+    images: list[Object] = []
+    for message in messages:
+        if message["role"] != "tool":
+            message, images = _with_first(shown, images, message), []
+        elif isinstance(message["content"], list):
+            parts = message["content"]
+            images += [part for part in parts if part["type"] == "image_url"]
+            message = {**message, "content": [part for part in parts if part not in images]}
+        shown.append(message)
+    if images:
+        shown.append({"role": "user", "content": images})
+    return shown
+
+
+def _with_first(shown: list[Object], images: list[Object], message: Object) -> Object:
+    """A message behind some images: its own if it is the user's, or else those of one before."""
+    if not images:
+        return message
+    if message["role"] != "user":
+        shown.append({"role": "user", "content": images})
+        return message
+    content = message["content"]
+    parts = [text_part(content)] if isinstance(content, str) else content
+    return {**message, "content": [*images, *parts]}
