@@ -18,9 +18,7 @@ from paged_kv.server import status_page
 from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.handler import CompletionHandler
 from paged_kv.server.completions.interface import Reader
-from paged_kv.server.completions.service import Service
-from paged_kv.server.completions.sessions import PATH as SESSIONS
-from paged_kv.server.completions.sessions import Sessions
+from paged_kv.server.completions.service import SESSIONS, Service
 from paged_kv.server.completions.tokenizing import (
     DETOKENIZE,
     TOKENIZE,
@@ -31,6 +29,7 @@ from paged_kv.server.completions.tokenizing import (
     read_tokenized,
 )
 from paged_kv.server.engine.prefill_request import PATH as PREFILL
+from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, as_api_error, shortened
 from paged_kv.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.server.http.request_log import HEADER, RequestLog
@@ -89,12 +88,19 @@ def _api_routes(service: Service) -> list[Route]:
         name, loaded = request.path_params["name"], await service.loaded()
         return JSONResponse(await run_in_threadpool(service.names.described, name, loaded))
 
+    async def end_session(request: Request) -> Response:
+        name = request.path_params["name"]
+        salt = salt_of(service.keys.require(request), request.query_params.get("cache_salt"))
+        freed = await service.end_session(name, salt)
+        described = {"id": name, "object": "session.deleted", "deleted": True}
+        return JSONResponse(described | {"freed_blocks": freed})
+
     return [
         *(Route(path, handler, methods=["POST"]) for path, handler in answered.items()),
         Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
         Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
         Route(f"{responses.PATH}/{{name}}/cancel", reader.cancel, methods=["POST"]),
-        Route(f"{SESSIONS}/{{name:path}}", Sessions(service).end, methods=["DELETE"]),
+        Route(f"{SESSIONS}/{{name:path}}", end_session, methods=["DELETE"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

@@ -30,7 +30,7 @@ from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.output_constraint import GrammarCompiler
 from paged_kv.server.completions.service import Service
 from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics

@@ -12,6 +12,7 @@ from mlx_lm.server import get_system_fingerprint
 from paged_kv.server.completions.interface import (
     Answers,
     APIRequest,
+    Call,
     Choice,
     Object,
     Usage,
@@ -114,9 +115,18 @@ class ChatAnswers(OpenAIAnswers):
             message["content"] = choice.text or None
         if choice.reasoning:
             message["reasoning"] = choice.reasoning
-        if choice.tool_calls:
-            message["tool_calls"] = choice.tool_calls
+        if choice.calls:
+            calls = [_described_call(call, is_chunk=is_chunk) for call in choice.calls]
+            message["tool_calls"] = calls
         return {"delta" if is_chunk else "message": message}
+
+
+def _described_call(call: Call, *, is_chunk: bool) -> Object:
+    number = {"index": call.index} if is_chunk else {}
+    if not call.call_id:
+        return {"function": {"arguments": call.arguments}, **number}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function, **number}
 
 
 class TextAnswers(OpenAIAnswers):

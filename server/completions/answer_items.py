@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paged_kv.server.completions.interface import Choice
+from paged_kv.server.completions.interface import Call, Choice
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,6 @@ class Text:
     """A piece of the answer."""
 
     text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call, or a piece of it.
-
-    Attributes:
-        call_id: identifies it; empty for a further piece of the last call.
-        name: of the function; empty too.
-        arguments: JSON, of all pieces together.
-    """
-
-    call_id: str
-    name: str
-    arguments: str
 
 
 Part = Reasoning | Text | Call
@@ -88,14 +73,13 @@ class AnswerItems:
 
     def _parts(self, new: Choice) -> Iterator[Part]:
         # What a call ends with comes before a text that is new.
-        ends = [call for call in new.tool_calls if "id" not in call]
-        yield from (Call("", "", call["function"]["arguments"]) for call in ends)
+        ends = [call for call in new.calls if not call.call_id]
+        yield from ends
         yield from self._piece(Reasoning, new.reasoning)
         yield from self._piece(Text, new.text)
-        for call in new.tool_calls[len(ends) :]:
+        for call in new.calls[len(ends) :]:
             self._last, self._held = Call, ""
-            function = call["function"]
-            yield Call(call["id"], function["name"], function["arguments"])
+            yield call
         if new.finish_reason is not None and self._held and self._last is self._held_kind:
             yield self._held_kind(self._held)
 

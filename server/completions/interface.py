@@ -59,6 +59,23 @@ class Usage:
         return details
 
 
+@dataclass(frozen=True)
+class Call:
+    """A tool call, or a piece of it.
+
+    Attributes:
+        call_id: identifies it; empty for a further piece of the last call.
+        name: of the function; empty too.
+        arguments: JSON, of all pieces together.
+        index: the number of the call in its choice.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+    index: int = 0
+
+
 @dataclass
 class Choice:
     """One choice, as far as it is generated.
@@ -75,7 +92,7 @@ class Choice:
     index: int
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[Object] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     finish_reason: str | None = None
     tokens: list[Token] = field(default_factory=list)
     count: int = 0
@@ -86,13 +103,13 @@ class Choice:
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing yet, tokens aside."""
-        return not (self.text or self.reasoning or self.tool_calls or self.finish_reason)
+        return not (self.text or self.reasoning or self.calls or self.finish_reason)
 
     def add(self, new: Choice) -> None:
         """Append a part that was generated since."""
         self.text += new.text
         self.reasoning += new.reasoning
-        self.tool_calls += new.tool_calls
+        self.calls += new.calls
         self.tokens += new.tokens
         self.finish_reason = new.finish_reason
         self.stop_text = new.stop_text

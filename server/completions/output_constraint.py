@@ -19,8 +19,7 @@ from paged_kv.integrations.grammar import grammar_check, grammars
 from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
-from paged_kv.server.completions.limited_process import run_python
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads, run_python
 from paged_kv.server.engine.begun_grammars import model_constraint
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel

@@ -141,9 +141,9 @@ class RequestState:
 
     async def _part(self, number: int, delta: Delta) -> Choice:
         choice_calls = self._calls[number]
-        calls, text = await choice_calls.formatted(delta)
+        calls, text = await choice_calls.take(delta)
         reason = delta.finish_reason
-        if reason == "stop" and choice_calls.has_any:
+        if reason == "stop" and choice_calls.num_calls:
             reason = "tool_calls"
         if reason is not None:
             self._open.remove(number)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.output_constraint import GrammarCompiler
 from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.jobs import SessionEnd
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
+
+SESSIONS = "/v1/sessions"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ class Service:
             raise APIError(503, f"no model could be loaded: {error}", code="dead") from error
         self.require_healthy()
         return self.thread.provider.loaded
+
+    async def end_session(self, name: str, salt: Hashable) -> int:
+        """End a session of prompts with a salt, and free what only these have cached; returns how
+        many blocks' worth of tokens that frees.
+
+        Raises:
+            APIError: 503, or 404 if there is no such session.
+        """
+        with self.gate.entered():
+            await self.loaded()
+            ended = SessionEnd(name, salt)
+            self.thread.end_session(ended)
+            self.require_healthy()
+            # The thread answers also where nobody waits any more.
+            return await asyncio.shield(asyncio.wrap_future(ended.freed))
 
     def require_healthy(self) -> None:
         """Raise APIError 503 if the generation thread has died."""

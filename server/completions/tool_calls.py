@@ -12,16 +12,15 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-
-from mlx_lm.server import ToolCallFormatter
+from uuid import uuid4
 
 from paged_kv.server.completions import parse_tool_call
-from paged_kv.server.completions.limited_process import run_python
+from paged_kv.server.completions.interface import Call
 from paged_kv.server.completions.open_call import OpenCall, open_call
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads, run_python
 from paged_kv.server.engine.choice_text import Delta
 
 log = logging.getLogger(__name__)
@@ -67,27 +66,27 @@ class CallParser:
 
 
 class Told(NamedTuple):
-    """What a part of a choice tells: calls in OpenAI's form, and text."""
+    """What a part of a choice tells."""
 
-    calls: list[dict[str, Any]]
+    calls: list[Call]
     text: str
 
 
 class ChoiceCalls:
-    """The tool calls of one choice, in OpenAI's form.
+    """The tool calls of one choice.
 
     Args:
         calls: parses them.
         tokenizer: mlx-lm's, of the model.
         tools: of the request.
-        is_streamed: whether to number the calls, as in streams.
+        is_streamed: whether to tell of a call before its end.
 
     Attributes:
-        has_any: whether the choice has a call.
+        num_calls: the number of calls so far.
     """
 
     def __init__(self, calls: CallParser, tokenizer: Any, tools: Any, is_streamed: bool) -> None:
-        self.has_any = False
+        self.num_calls = 0
         parser = tokenizer.tool_parser
         self._parse = partial(calls.parse, parser, tools)
         self._marks = tokenizer.tool_call_start, tokenizer.tool_call_end
@@ -96,11 +95,8 @@ class ChoiceCalls:
         form = parser.__module__.rpartition(".")[2] if is_streamed and parser else ""
         self._new_call = partial(open_call, form, tools)
         self._open = self._new_call()
-        self._index = 0
-        # Gets what is parsed already.
-        self._format = ToolCallFormatter(lambda parsed, _: parsed, tools, is_streamed)
 
-    async def formatted(self, delta: Delta) -> Told:
+    async def take(self, delta: Delta) -> Told:
         """What a part of the choice tells. Calls that the parser does not understand, or that are
         cut, are text, unless a stream has told a piece of them: in streams arguments come in
         pieces, in the forms that `open_call` reads."""
@@ -111,7 +107,6 @@ class ChoiceCalls:
         elif delta.open_call is not None:
             told.append(await self._ended(delta.open_call, is_cut=True))
         calls = [call for each in told for call in each.calls]
-        self.has_any |= bool(calls)
         return Told(calls, "".join(each.text for each in told))
 
     async def _ended(self, text: str, *, is_cut: bool) -> Told:
@@ -123,7 +118,13 @@ class ChoiceCalls:
             parsed = await self._parse(text)
             if opened.has_begun:
                 return Told([*pieces, self._piece(opened.rest(parsed["arguments"]))], "")
-            if calls := list(self._format([parsed])):
+            whole = parsed if isinstance(parsed, list) else [parsed]
+            calls = [
+                _call(each, json.dumps(each["arguments"], ensure_ascii=False), number)
+                for number, each in enumerate(whole, self.num_calls)
+            ]
+            self.num_calls += len(calls)
+            if calls:
                 return Told(calls, "")
             why = "there is none"
         except Exception as error:
@@ -132,18 +133,20 @@ class ChoiceCalls:
         start, end = self._marks
         return Told(pieces, "" if opened.has_begun else f"{start}{text}{'' if is_cut else end}")
 
-    def _piece(self, arguments: str) -> dict[str, Any]:
-        return {"index": self._index, "function": {"arguments": arguments}}
-
-    def _pieces(self, opened: OpenCall, text: str) -> Iterator[dict[str, Any]]:
+    def _pieces(self, opened: OpenCall, text: str) -> Iterator[Call]:
         for head, arguments in opened.take(text):
             if head is None:
                 yield self._piece(arguments)
             else:
-                (call,) = self._format([{**head, "arguments": {}}])
-                self._index = call["index"]
-                call["function"]["arguments"] = arguments
-                yield call
+                self.num_calls += 1
+                yield _call(head, arguments, self.num_calls - 1)
+
+    def _piece(self, arguments: str) -> Call:
+        return Call("", "", arguments, self.num_calls - 1)
+
+
+def _call(head: Mapping[str, Any], arguments: str, index: int) -> Call:
+    return Call(head.get("id") or str(uuid4()), head["name"], arguments, index)
 
 
 def _question(text: str, tools: Any) -> bytes:

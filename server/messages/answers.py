@@ -9,13 +9,12 @@ from typing import Any
 from paged_kv.server.completions.answer_items import (
     AnswerItems,
     Begun,
-    Call,
     Ended,
     Part,
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.interface import Answers, Choice, Object, Usage
+from paged_kv.server.completions.interface import Answers, Call, Choice, Object, Usage
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.http.request_log import request_id
 

@@ -24,7 +24,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from paged_kv.server.app import error_response
-from paged_kv.server.completions.sessions import PATH as SESSIONS
+from paged_kv.server.completions.service import SESSIONS
 from paged_kv.server.http.api_errors import APIError, busy
 from paged_kv.server.http.connection import PROBES
 from paged_kv.server.http.request_body import read_body, while_connected

@@ -25,7 +25,7 @@ from PIL import Image
 
 from paged_kv.integrations.mlx_vlm.media_prompt import PromptSteps
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
-from paged_kv.server.completions import event_stream
+from paged_kv.server.completions import handler
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PATIENCE_S,
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_while_its_image_is_read_leaves_no_pages(
 
     running.wait_until_idle()
     before = running.pools[0].stats()
-    monkeypatch.setattr(event_stream, "KEEPALIVE_S", 0.1)
+    monkeypatch.setattr(handler, "KEEPALIVE_S", 0.1)
     monkeypatch.setattr(PromptSteps, "__call__", slow)
     messages = user(picture(folder, "red"), LONG[::-1])
     stream = running.client().chat.completions.create(

@@ -1,26 +1,22 @@
 """The items of answers: thoughts, texts and calls, without the line ends between them."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from paged_kv.server.completions.answer_items import (
     AnswerItems,
     Begun,
-    Call,
     Ended,
     Part,
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.interface import Choice
+from paged_kv.server.completions.interface import Call, Choice
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
+CALL = Call("1", "f", "{}")
 END = Choice(0, finish_reason="stop")
-CALLED = Choice(0, tool_calls=[CALL])
+CALLED = Choice(0, calls=[CALL])
 
 
 def text(said: str) -> Choice:
@@ -31,15 +27,13 @@ def thought(said: str) -> Choice:
     return Choice(0, reasoning=said)
 
 
-def pieces(arguments: str, call_id: str = "") -> list[dict[str, Any]]:
+def pieces(arguments: str, call_id: str = "") -> list[Call]:
     """A piece of a call; the first one has an id."""
-    if not call_id:
-        return [{"index": 0, "function": {"arguments": arguments}}]
-    return [{"index": 0, "id": call_id, "function": {"name": "f", "arguments": arguments}}]
+    return [Call(call_id, "f" if call_id else "", arguments)]
 
 
 def called(arguments: str, call_id: str = "") -> Choice:
-    return Choice(0, tool_calls=pieces(arguments, call_id))
+    return Choice(0, calls=pieces(arguments, call_id))
 
 
 def items(*news: Choice) -> list[Part]:
@@ -76,11 +70,11 @@ def items(*news: Choice) -> list[Part]:
             [Text("a"), Call("1", "f", "{}"), Call("1", "f", "{}")],
         ),
         (
-            [called("{", "1"), called("}"), Choice(0, "\na", tool_calls=pieces("{}", "2")), END],
+            [called("{", "1"), called("}"), Choice(0, "\na", calls=pieces("{}", "2")), END],
             [Call("1", "f", "{}"), Text("a"), Call("2", "f", "{}")],
         ),
         (
-            [called("{", "1"), Choice(0, "a", tool_calls=pieces("}") + pieces("{}", "2")), END],
+            [called("{", "1"), Choice(0, "a", calls=pieces("}") + pieces("{}", "2")), END],
             [Call("1", "f", "{}"), Text("a"), Call("2", "f", "{}")],
         ),
         ([thought("\n"), thought("\n"), text("\n\na"), END], [Text("\n\na")]),

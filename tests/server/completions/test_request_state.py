@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from paged_kv.server.completions.answer_bodies import read_completion
-from paged_kv.server.completions.event_stream import EventStream
-from paged_kv.server.completions.handler import CompletionHandler
+from paged_kv.server.completions.handler import CompletionHandler, EventStream
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Begun, Channel, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.server_metrics import ServerMetrics
@@ -90,7 +89,7 @@ def test_calls_that_are_none_are_text(
         put(job, Token(0, END, finish_reason="stop"))
         await state.finish()
         (choice,) = state.choices
-        assert (choice.text, len(choice.tool_calls), choice.finish_reason) == (text, calls, reason)
+        assert (choice.text, len(choice.calls), choice.finish_reason) == (text, calls, reason)
 
     asyncio.run(run())
 

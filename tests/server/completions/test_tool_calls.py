@@ -12,6 +12,8 @@ from typing import Any, cast
 import pytest
 from mlx_lm.tool_parsers import gemma4, json_tools
 
+from paged_kv.server.completions.answer_bodies import ChatAnswers
+from paged_kv.server.completions.interface import Call, Choice, Usage
 from paged_kv.server.completions.tool_calls import (
     LONG_CALL_CHARACTERS,
     CallParser,
@@ -19,8 +21,9 @@ from paged_kv.server.completions.tool_calls import (
     Parser,
     Told,
 )
-from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.choice_text import Delta
+from paged_kv.server.http.schema import ChatBody
 
 # A call of write(path="a.py", text=TEXT) as each parser reads it.
 CALLS = {
@@ -63,9 +66,7 @@ def choice_calls(calls: CallParser, parser: Parser, is_streamed: bool = True) ->
 def formatted(parser: Parser, *texts: str, is_streamed: bool = True, **more: Any) -> Told:
     """What a choice tells of these calls."""
     delta = Delta(calls=[*texts], **more)
-    return cast(
-        "Told", run(lambda calls: choice_calls(calls, parser, is_streamed).formatted(delta))
-    )
+    return cast("Told", run(lambda calls: choice_calls(calls, parser, is_streamed).take(delta)))
 
 
 @pytest.fixture
@@ -106,16 +107,14 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
     cut: Any = {"open_call": good[:9], "finish_reason": "length"}
     found, text = formatted(json_tools.parse_tool_call, *texts, text="\n", **cut)
     assert text == "".join(f"<{each}>" for each in bad) + f"\n<{good[:9]}"
-    assert [call["index"] for call in found] == [0, 1, 2]
-    lengths = [len(json.loads(call["function"]["arguments"])["text"]) for call in found]
+    assert [call.index for call in found] == [0, 1, 2]
+    lengths = [len(json.loads(call.arguments)["text"]) for call in found]
     assert lengths == [4, len(LONG), 4]
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "JSONDecodeError", "KeyError", "AttributeError", "ValueError", "JSONDecodeError",
+        "JSONDecodeError", "KeyError", "TypeError", "ValueError", "JSONDecodeError",
     ]  # fmt: skip
     assert "JSONDecodeError: Expecting property name" in caplog.text
     assert formatted(cast("Parser", None), text="a") == ([], "a"), "of a model without a parser"
-    (whole,), _ = formatted(json_tools.parse_tool_call, good, is_streamed=False)
-    assert "index" not in whole
     assert len(processes) == 2
 
 
@@ -173,12 +172,12 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
     async def streamed(calls: CallParser) -> list[Any]:
         choice = choice_calls(calls, parser)
         deltas = [Delta(open_call=text[:end]) for end in range(0, len(text), step)]
-        return [await choice.formatted(each) for each in (*deltas, Delta(calls=[text]))]
+        return [await choice.take(each) for each in (*deltas, Delta(calls=[text]))]
 
     async def cut(calls: CallParser) -> list[Any]:
         choice, half = choice_calls(calls, parser), text[: len(text) // 2]
         reasons = (None, "length")
-        return [await choice.formatted(Delta(open_call=half, finish_reason=why)) for why in reasons]
+        return [await choice.take(Delta(open_call=half, finish_reason=why)) for why in reasons]
 
     assert run(cut)[1] == ([], ""), "what is told of a call is not text too"
     told, texts = zip(*run(streamed), strict=True)
@@ -186,16 +185,16 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
     whole = parser(text, TOOLS)
     expected = whole if isinstance(whole, list) else [whole]
     pieces = [piece for each in told for piece in each]
-    heads = [piece for piece in pieces if "id" in piece]
-    assert [each["function"]["name"] for each in heads] == [each["name"] for each in expected]
-    assert [each["id"] for each in heads] == [
-        each.get("id", got["id"]) for each, got in zip(expected, heads, strict=True)
+    heads = [piece for piece in pieces if piece.call_id]
+    assert [each.name for each in heads] == [each["name"] for each in expected]
+    assert [each.call_id for each in heads] == [
+        each.get("id", got.call_id) for each, got in zip(expected, heads, strict=True)
     ]
     joined = [""] * len(expected)
     for piece in pieces:
-        joined[piece["index"]] += piece["function"]["arguments"]
+        joined[piece.index] += piece.arguments
     assert [json.loads(each) for each in joined] == [each["arguments"] for each in expected]
-    assert max(len(each["function"]["arguments"]) for each in pieces) < 30 + step
+    assert max(len(each.arguments) for each in pieces) < 30 + step
 
 
 def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_read_whole() -> None:
@@ -207,9 +206,22 @@ def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_re
         other = '{"arguments": {}, "name": "f"}'
         deltas = [Delta(open_call=written), Delta(calls=[written + '"}}'])]
         deltas += [Delta(open_call=other), Delta(calls=[other])]
-        return [await choice.formatted(each) for each in deltas]
+        return [await choice.take(each) for each in deltas]
 
     (begun,), (ended,), nothing, (whole,) = (calls for calls, _ in run(streamed))
-    arguments = begun["function"]["arguments"] + ended["function"]["arguments"]
+    arguments = begun.arguments + ended.arguments
     assert json.loads(arguments) == {"text": "a\n"}
-    assert (nothing, whole["index"], whole["function"]["name"]) == ([], 1, "f")
+    assert (nothing, whole.index, whole.name) == ([], 1, "f")
+
+
+def test_only_calls_of_streams_have_a_number() -> None:
+    answers = ChatAnswers(ChatBody.model_construct(messages=[]), "a", None)
+    choice = Choice(0, calls=[Call("1", "f", "{", 1), Call("", "", "}", 1)])
+    (chunk,) = answers.on_delta(choice)
+    function = {"function": {"name": "f", "arguments": "{"}}
+    assert chunk["choices"][0]["delta"]["tool_calls"] == [
+        {"id": "1", "type": "function", **function, "index": 1},
+        {"function": {"arguments": "}"}, "index": 1},
+    ]
+    whole = answers.whole([Choice(0, calls=choice.calls[:1])], Usage())["choices"][0]["message"]
+    assert whole["tool_calls"] == [{"id": "1", "type": "function", **function}]

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
-from paged_kv.server.completions import event_stream
+from paged_kv.server.completions import handler
 from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.support.agent_model import CONTEXT, Script, agent_folder
 from tests.support.running_server import (
@@ -150,7 +150,7 @@ def test_events_have_the_names_and_fields_of_anthropics(
 def test_a_stream_in_which_nothing_happens_has_pings(
     running: PagedRunningServer, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_stream, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr(handler, "KEEPALIVE_S", 0.01)
     goes_on = Event()
 
     def hold(_: Any) -> None:

@@ -1,16 +1,19 @@
-"""Runs work whose cost a client chooses on threads, and not on the event loop, which answers all.
+"""Runs work whose cost a client chooses beside the event loop, which answers all.
 
 Two threads read requests and two write answers: one of each for short work, which does not wait for
 the long work of others. Images, which are decoded and maybe fetched, have a thread of their own,
-and so have grammars, which are compiled.
+and so have grammars, which are compiled. What must end in time, whatever it does, has a process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from subprocess import PIPE
+from typing import NamedTuple, TypeVar
 
 Made = TypeVar("Made")
 
@@ -66,3 +69,44 @@ def _thread(name: str) -> ThreadPoolExecutor:
 
 async def _run(thread: ThreadPoolExecutor, work: Callable[[], Made]) -> Made:
     return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        status: its exit status, negative for the signal that ended it.
+        output: what it wrote to stdout.
+        reason: the last line that it wrote to stderr.
+    """
+
+    status: int
+    output: bytes
+    reason: str
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it reached its limit of time."""
+        return self.status == -signal.SIGALRM
+
+
+async def run_python(file: str, *arguments: str, question: bytes) -> Ended:
+    """Run a file, which reads `question` from stdin. The process ends with this call, however the
+    call ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", file, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        # Signals of a terminal are for the server, which finishes its requests.
+        start_new_session=True,
+    )
+    try:
+        output, errors = await process.communicate(question)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return Ended(process.returncode, output, reason)
