@@ -147,8 +147,8 @@ class _End:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, hidden: mx.array, *_: Any, **__: Any) -> mx.array:
-        raise _Enough(hidden)
+    def __call__(self, *given: mx.array, **named: Any) -> mx.array:
+        raise _Enough([*given, *named.values()][0])
 
 
 @contextmanager

@@ -92,10 +92,10 @@ logger = logging.getLogger("paged_kv")
 # A recording serves steps of one batch size and one reach of block tables (`Tables.reach`). A run
 # outgrows short reaches, so the recording that was used least recently is dropped first.
 MOST_KEPT = 16
-# After each change of the model, steps are compared and recorded again, which takes as long as
-# about 120 steps. So a model is no longer compiled if, beyond the first few changes, its recordings
-# are repeated less than 120 times each.
-FREE_CHANGES, LEAST_REPEATED = 8, 120
+# After each change of the model, a step is recorded and some are compared, which takes as long as
+# about 25 steps, and a repeated step saves about a third of one. So a model is no longer compiled
+# if, beyond the first few changes, its recordings are repeated less than 75 times each.
+FREE_CHANGES, LEAST_REPEATED = 8, 75
 
 
 class Recordings:

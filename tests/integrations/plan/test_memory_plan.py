@@ -115,6 +115,12 @@ def test_weights_of_most_layers_stay_on_disk(tmp_path: Path) -> None:
     assert len(lazy.layers) == 12
 
 
+@pytest.mark.slow
+def test_a_step_ends_at_a_layer_that_takes_its_input_by_name() -> None:
+    model: Any = small_model("gptj", n_layer=4)
+    assert paged_cache_factory.measured_step(model).bytes_for(256, 256) > 0
+
+
 @pytest.mark.soak
 def test_changes_give_what_they_say() -> None:
     planner = Planner([embedded()], 160 << 20)
