@@ -39,7 +39,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry, decode, encode
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import EntryPlace, Identity, Link
-from paged_kv.tiers.tier import READERS
+from paged_kv.store.tier import READERS
 
 PROMPT = 4096
 TURNS = {"float32": 5, "bfloat16": 3}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.results_file import write_result
-from paged_kv.store.entry_file import decode, encode
-from paged_kv.store.errors import InvalidEntry
+from paged_kv.store.entry_file import InvalidEntry, decode, encode
 from tests.support.store_damage import damaged
 from tests.support.store_entries import entry, links, prompt
 from tests.support.store_torture import kill_at_random

@@ -11,7 +11,7 @@ Each load is a week of requests, drawn from a seed:
 
 Lengths are log-normal, numbers of turns geometric; one turn in 20 comes hours later. No model runs:
 blocks of 256 tokens go through an LRU memory of the given number of tokens, the
-`LookupCounts` and the `WriteRule` of the store, and a disk without a limit. As in the store, full
+`LookupCounts` and `StoreOptions` of the store, and a disk without a limit. As in the store, full
 blocks are written at insertion, and partly filled ones never.
 
     hits     tokens of prompts that are in memory or on disk, beside those of the rule that writes
@@ -30,16 +30,17 @@ from xxhash import xxh64_hexdigest
 
 from benches.results_file import write_result
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.store.lookup_counts import LookupCounts, WriteRule
+from paged_kv.store.lookup import LookupCounts
+from paged_kv.store.options import StoreOptions
 
 WEEK_S = 7 * 86_400
 MEMORY_TOKENS = (32_768, 131_072, 524_288)
 RULES = {
-    "everything": WriteRule(),
-    "second sight": WriteRule(after=2),
-    "third sight": WriteRule(after=3),
+    "everything": StoreOptions(),
+    "second sight": StoreOptions(after=2),
+    "third sight": StoreOptions(after=3),
     **{
-        f"second sight, {length:,} tokens at once": WriteRule(after=2, at_once=length)
+        f"second sight, {length:,} tokens at once": StoreOptions(after=2, at_once=length)
         for length in (32_768, 16_384, 4_096)
     },
 }
@@ -139,7 +140,7 @@ def compared(load: list[Request], memory_tokens: int) -> dict[str, dict[str, flo
     }
 
 
-def replayed(load: list[Request], memory_tokens: int, rule: WriteRule) -> tuple[int, int]:
+def replayed(load: list[Request], memory_tokens: int, rule: StoreOptions) -> tuple[int, int]:
     """The blocks that prompts find, and those that are written."""
     memory: OrderedDict[str, None] = OrderedDict()
     disk: set[str] = set()

@@ -20,9 +20,9 @@ from typing import Any
 from benches.results_file import write_result
 from paged_kv import StoreOptions
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.opening import open_tiers, store_addresses
-from paged_kv.tiers.tiered_store import TieredStore
-from paged_kv.tiers.waits import Waits
+from paged_kv.store.options import store_addresses
+from paged_kv.store.tier import Waits
+from paged_kv.store.tiered_store import TieredStore, open_tiers
 from tests.support.store_damage import forged
 from tests.support.store_entries import PAGE_SIZE, PAGES, entry, is_right, links, prompt
 from tests.support.tier_servers import SECRET, RedisServer, redis_server

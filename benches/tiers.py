@@ -43,8 +43,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.opening import open_tiers, store_addresses
-from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.store.options import store_addresses
+from paged_kv.store.tiered_store import TieredStore, open_tiers
 from tests.support.server_process import server_process
 from tests.support.tier_servers import SECRET, redis_server
 

@@ -12,11 +12,17 @@ from paged_kv.checks import whole_number
 from paged_kv.options import option, part
 from paged_kv.pool.options import PoolKeywords, PoolOptions
 from paged_kv.sizes import size_in_bytes
-from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
-from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions, store_size, tier
+from paged_kv.store.options import (
+    DEFAULT_STORE_BYTES,
+    WRITE_EVERYTHING,
+    StoreOptions,
+    default_folder,
+    store_size,
+    tier,
+)
 
 if TYPE_CHECKING:
-    from paged_kv.tiers.opening import TierPlace
+    from paged_kv.store.options import TierPlace
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class CacheOptions(PoolOptions):
             if isinstance(place, Path) and place.is_file():
                 raise NotADirectoryError(f"{place} is a file: name a folder for the pages")
         if self.has_servers:
-            from paged_kv.tiers.opening import read_seal
+            from paged_kv.store.tiered_store import read_seal
 
             read_seal(self.store_options)
 

@@ -43,9 +43,8 @@ from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sizes import size_in_bytes
 from paged_kv.steps.batch import Batch
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.address import Address
-from paged_kv.tiers.opening import open_tiers, store_addresses
-from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.store.options import Address, store_addresses
+from paged_kv.store.tiered_store import TieredStore, open_tiers
 from paged_kv.trace.recorder import request_recorder
 
 logger = logging.getLogger("paged_kv")
@@ -408,7 +407,7 @@ class PagedCacheFactory:
             self._model.open_layers(self.pool)
         identity = PageIdentity(self._model.version, self.pool, self._model.file)
         self._stored = StoredPrefixes(
-            self.prefixes, self.store, identity, codec, options.store_options.rule
+            self.prefixes, self.store, identity, codec, options.store_options
         )
         self.prefixes.put_below(self._stored)
 

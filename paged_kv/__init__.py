@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from paged_kv.pool.stats import PoolStats
     from paged_kv.prefix.keeping import Unstored
     from paged_kv.steps.sequence import Sequence
-    from paged_kv.store.errors import StoreError
-    from paged_kv.tiers.store_options import StoreOptions
+    from paged_kv.store.folder import StoreError
+    from paged_kv.store.options import StoreOptions
 
 __version__ = "0.2.0"
 
@@ -131,8 +131,8 @@ _HOMES = {
     "PoolStats": "pool.stats",
     "PromptCacheTaken": "integrations.batching.last_responses",
     "Sequence": "steps.sequence",
-    "StoreError": "store.errors",
-    "StoreOptions": "tiers.store_options",
+    "StoreError": "store.folder",
+    "StoreOptions": "store.options",
     "Unstored": "prefix.keeping",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",

@@ -24,7 +24,7 @@ from paged_kv.options import add_options, option, parsed_options, part
 from paged_kv.pool.options import AUTO
 from paged_kv.server.http.priorities import PriorityRange, priorities
 from paged_kv.sizes import parse_size
-from paged_kv.tiers.store_options import StoreOptions
+from paged_kv.store.options import StoreOptions
 
 # Of the replayed loads in benches/store_writes.py this halves the bytes written, or better where
 # prompts come once, and loses few hits.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import examples, path
 from paged_kv.sizes import counted, format_size
-from paged_kv.store.folder import TAG, default_folder
-from paged_kv.tiers.store_options import StoreOptions, store_size, tier
+from paged_kv.store.folder import TAG
+from paged_kv.store.options import StoreOptions, default_folder, store_size, tier
 
 if TYPE_CHECKING:
-    from paged_kv.store.blob_store import Finding
-    from paged_kv.tiers.maintenance import Place
+    from paged_kv.store.blob_store import BlobStore, Finding
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -56,20 +55,24 @@ def add_store_parser(subparsers: Subparsers) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """List the entries."""
-    with _opened(arguments) as place:
-        blobs = list(place.blobs.entries())[::-1]
-    times = [blob.last_used for blob in blobs if blob.last_used]
+    with _opened(arguments) as store:
+        blobs = list(store.entries())[::-1]
+    times = [blob.used_ns / 1e9 for blob in blobs if blob.used_ns]
     amount = f"{arguments.store}: {_amount([blob.nbytes for blob in blobs])}"
     lines = [amount, f"  used from {_day(times[-1])} to {_day(times[0])}"] if times else [amount]
-    return _print(arguments, [asdict(blob) for blob in blobs], lines)
+    content = [
+        {"name": blob.name, "nbytes": blob.nbytes, "last_used": blob.used_ns / 1e9}
+        for blob in blobs
+    ]
+    return _print(arguments, content, lines)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read every entry; return 1 if anything is wrong."""
-    from paged_kv.tiers.maintenance import verify
+    from paged_kv.store.maintenance import verify
 
-    with _opened(arguments) as place:
-        entries, findings = verify(place)
+    with _opened(arguments) as store:
+        entries, findings = verify(store)
     content = {"entries": entries, "findings": [asdict(each) for each in findings]}
     read = f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found"
     _print(arguments, content, [*map(_finding, findings), read])
@@ -78,10 +81,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Remove entries that cannot be used, and those over the cap."""
-    from paged_kv.tiers.maintenance import gc
+    from paged_kv.store.maintenance import gc
 
-    with _opened(arguments) as place:
-        removed = gc(place, arguments.store_bytes)
+    with _opened(arguments) as store:
+        removed = gc(store, arguments.store_bytes)
     total = _amount([each.nbytes for each in removed], "removed")
     content = [asdict(each) for each in removed]
     return _print(arguments, content, [*map(_finding, removed), total])
@@ -89,10 +92,10 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 def run_clear(arguments: argparse.Namespace) -> int:
     """Remove all pages."""
-    from paged_kv.tiers.maintenance import clear
+    from paged_kv.store.maintenance import clear
 
-    with _opened(arguments) as place:
-        sizes = clear(place, dry_run=arguments.dry_run)
+    with _opened(arguments) as store:
+        sizes = clear(store, dry_run=arguments.dry_run)
     verb = "would be removed" if arguments.dry_run else "removed"
     content = {"entries": len(sizes), "nbytes": sum(sizes), "dry_run": arguments.dry_run}
     return _print(arguments, content, [_amount(sizes, verb)])
@@ -126,15 +129,14 @@ def _add(
     return parser
 
 
-@contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[Place]:
+def _opened(arguments: argparse.Namespace) -> closing[BlobStore]:
     """The folder or server that the arguments name.
 
     Raises:
         ValueError: a server lacks a secret, or a package is missing.
         OSError: there is no store in the folder, or the server fails.
     """
-    from paged_kv.tiers.maintenance import opened_place
+    from paged_kv.store.maintenance import opened_place
 
     store = arguments.store
     if isinstance(store, Path) and not (store / TAG).exists():
@@ -144,8 +146,7 @@ def _opened(arguments: argparse.Namespace) -> Iterator[Place]:
         )
     secret, unauthenticated = arguments.store_secret, arguments.store_unauthenticated
     options = StoreOptions(secret=secret, unauthenticated=unauthenticated)
-    with opened_place(store, arguments.store_bytes, options) as place:
-        yield place
+    return closing(opened_place(store, arguments.store_bytes, options))
 
 
 def _amount(sizes: Sequence[int], verb: str = "") -> str:

@@ -12,7 +12,7 @@ class Keeping(Enum):
     """What is written of a prompt.
 
     NOTHING: it stays in memory.
-    AS_RULED: what the `WriteRule` says.
+    AS_RULED: what `StoreOptions` say.
     AT_ONCE: everything, as soon as it is inserted, to servers only: another machine waits for it.
     KNOWN: nothing more than before: the prompt was looked up already, and does not count again.
     """

@@ -12,7 +12,7 @@ Stored blocks enter the index like computed ones, once all of them are read and 
 several ranks share a model, each has a store with its shard: blocks are loaded that all ranks have
 and can read. They are left on disk where `Rates` estimates that computing them is quicker.
 
-What is written depends on the `WriteRule`: by default everything, or only what several prompts have
+What is written depends on `StoreOptions`: by default everything, or only what several prompts have
 begun with.
 """
 
@@ -38,9 +38,9 @@ from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted
-from paged_kv.store.lookup_counts import WRITE_ALL, WriteRule
-from paged_kv.tiers.tiered_store import Offer, TieredStore
-from paged_kv.tiers.waits import Waits
+from paged_kv.store.options import WRITE_EVERYTHING, StoreOptions
+from paged_kv.store.tier import Waits
+from paged_kv.store.tiered_store import Offer, TieredStore
 
 # Entries whose pages are loaded in one call.
 _LOADED_AT_ONCE = 8
@@ -70,7 +70,7 @@ class StoredPrefixes:
         store: the page store; the caller closes it.
         identify: returns the identity of a namespace's pages; None if they are not to be stored.
         codec: packs states.
-        rule: which prefixes to write.
+        options: which prefixes to write.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class StoredPrefixes:
         store: TieredStore,
         identify: Callable[[Hashable], Identity | None],
         codec: StateCodec,
-        rule: WriteRule = WRITE_ALL,
+        options: StoreOptions = WRITE_EVERYTHING,
     ) -> None:
         self._prefixes = prefixes
         self._pool = prefixes.pool
         self._store = store
         self._identify = identify
         self._codec = codec
-        self._rule = rule
+        self._options = options
 
     def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
         """See `LowerTier`."""
@@ -94,9 +94,9 @@ class StoredPrefixes:
         if identity is None:
             return
         root = Link.root(identity)
-        if keeping is Keeping.AS_RULED and self._rule.after > 1:
+        if keeping is Keeping.AS_RULED and self._options.after > 1:
             for link in self._wanted(root, tokens, 0, 0).links:
-                self._store.record(link.digest)
+                self._store.record_lookup(link.digest)
         known = self._prefixes.known(namespace, tokens)
         if known >= len(tokens) - 1:
             return
@@ -122,7 +122,7 @@ class StoredPrefixes:
                     reading = self._prefixes.rates.reading(offer.tier)
                     reading.note(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
-                self._store.note_found(found - known, offer.tier)
+                self._store.record_found(found - known, offer.tier)
                 self._store.touch(offer.stored.keys)
                 return
             failed.append(unusable or offer.stored.end_key)
@@ -232,11 +232,11 @@ class StoredPrefixes:
 
     def _is_due(self, link: Link, num_tokens: int) -> bool:
         """Whether to write a block, in a prefix of `num_tokens` tokens."""
-        if self._rule.after == 1:
+        if self._options.after == 1:
             return True
         if not self._store.lookups[link.digest]:
-            self._store.record(link.digest)
-        return self._rule.is_due(self._store.lookups[link.digest], num_tokens)
+            self._store.record_lookup(link.digest)
+        return self._options.is_due(self._store.lookups[link.digest], num_tokens)
 
     def _save(self, parts: abc.Sequence[_Part], *, to_servers: bool) -> list[str]:
         """Store the parts that are not stored yet; returns the keys of all of them."""
@@ -247,7 +247,7 @@ class StoredPrefixes:
                     entry = part.entry()
                 except (MemoryError, TypeError) as error:
                     # A step may be running: drop the entry instead of failing the step.
-                    self._store.drop(f"no bytes could be made of them: {error}")
+                    self._store.record_drop(f"no bytes could be made of them: {error}")
                 else:
                     self._store.save(entry, missing, path)
         return path

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from paged_kv.store.entry_file import Buffer
-from paged_kv.store.limits import Written
+from paged_kv.store.entry_file import UNSEALED, Buffer, Sealing
 
 Item = TypeVar("Item")
+
+_SECONDS_A_DAY = 86_400
 
 
 class Outcome(Enum):
@@ -30,12 +32,12 @@ class Blob:
     Attributes:
         name: names it.
         nbytes: bytes that it takes.
-        last_used: when, in seconds since 1970; of a place that does not know, 0.
+        used_ns: when it was used last, in nanoseconds since 1970; of a place that does not know, 0.
     """
 
     name: str
     nbytes: int
-    last_used: float = 0.0
+    used_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,35 @@ class Finding:
     removable: bool
 
 
+@dataclass(frozen=True)
+class Written:
+    """Bytes written to a place.
+
+    Attributes:
+        day: the day that `today` counts, as days since 1970 in UTC.
+        today: bytes of that day.
+        in_all: bytes since the place was made, or of a server since this process began.
+    """
+
+    day: int = 0
+    today: int = 0
+    in_all: int = 0
+
+    @property
+    def bytes_today(self) -> int:
+        """Bytes since midnight, UTC."""
+        return self.today if self.day == today() else 0
+
+    def plus(self, nbytes: int) -> Written:
+        """The counts after `nbytes` more."""
+        return Written(today(), self.bytes_today + nbytes, self.in_all + nbytes)
+
+
+def today() -> int:
+    """The number of the present day, which begins at midnight, UTC."""
+    return int(time.time() // _SECONDS_A_DAY)
+
+
 class BlobStore(ABC):
     """Entries in a folder or on a server. Threads may share it.
 
@@ -64,6 +95,7 @@ class BlobStore(ABC):
     Attributes:
         label: the kind of place, for statistics.
         name: names it in logs, without passwords.
+        seal: names and verifies its entries.
         is_shared: whether other machines use it. Such a place notes uses and evicts by itself.
         patience_s: seconds that a prompt waits for its question, and for its entries besides what
             they take at 20 MB/s.
@@ -77,6 +109,7 @@ class BlobStore(ABC):
 
     label: str
     name: str
+    seal: Sealing = UNSEALED
     is_shared = True
     patience_s = 0.5
     flush_s = 10.0
@@ -118,10 +151,6 @@ class BlobStore(ABC):
     def touch(self, names: Sequence[str]) -> None:
         """Note entries as used now, the first of them most recently, if the place does not note
         that by itself."""
-        return
-
-    def discard(self, name: str) -> None:
-        """Let a damaged entry give way to a sound one, if `put` does not replace it by itself."""
         return
 
     def shrink(self, max_bytes: int) -> list[Blob]:

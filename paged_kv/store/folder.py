@@ -11,15 +11,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from paged_kv.store.entry_file import SUFFIX, Buffer
-from paged_kv.store.errors import StoreError, unusable
+from paged_kv.allocator.errors import PagedKVError
+from paged_kv.store.blob_store import Blob
+from paged_kv.store.entry_file import Buffer
 
-DEFAULT_STORE_BYTES = "50GB"
 TAG, LOCK = "CACHEDIR.TAG", "lock"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder holds pages of paged_kv: computed again when they are lost, and not worth a backup.
@@ -27,43 +26,24 @@ _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 """
 # What earlier versions kept beside the pages.
 _OBSOLETE = ("index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "sights")
-_PAGE_FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
-_BLOCK = 4096
 
 
-def default_folder() -> Path:
-    """The default folder of pages: in $XDG_CACHE_HOME, or ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches) / "paged-kv" / "pages"
+class StoreError(PagedKVError):
+    """A folder cannot be used as a page store; the message names it and says what to change."""
 
 
-def is_page_file(name: str) -> bool:
-    """Whether `name` has the form of an entry's file name."""
-    return _PAGE_FILE.fullmatch(name) is not None
+def unusable(path: Path, error: Exception) -> StoreError:
+    """The StoreError for a folder that cannot be used because of `error`."""
+    return StoreError(
+        f"{path} cannot be used as a page store ({error}): choose another folder, or free disk "
+        "space and allow writing there"
+    )
 
 
 def is_temporary(name: str) -> bool:
     """Whether `name` has the form of a file that is being written, or was when its writer died."""
     return _TEMPORARY.fullmatch(name) is not None
-
-
-def size_on_disk(nbytes: int) -> int:
-    """The most that a file of `nbytes` takes on disk."""
-    return -(-nbytes // _BLOCK) * _BLOCK
-
-
-@dataclass(frozen=True)
-class FileAbout:
-    """What is known of a file.
-
-    Attributes:
-        nbytes: bytes on disk; a folder's include its content.
-        used_ns: its time of modification, in nanoseconds since 1970.
-    """
-
-    nbytes: int
-    used_ns: int
 
 
 class Folder:
@@ -98,9 +78,10 @@ class Folder:
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise FileNotFoundError(f"{self.path} was replaced by another folder")
 
-    def scan(self) -> dict[str, FileAbout]:
-        """Everything in the folder, by name."""
-        return _scanned(self._fd)
+    def scan(self) -> list[Blob]:
+        """Everything in the folder, with the bytes that it takes on disk; a folder's include its
+        content. The least recently modified comes first."""
+        return sorted(_scanned(self._fd), key=lambda file: (file.used_ns, file.name))
 
     def size(self, name: str) -> int:
         """The bytes of a file; 0 if there is none, or something else has its name."""
@@ -222,9 +203,8 @@ def _opened(path: Path) -> int:
         raise unusable(path, error) from None
 
 
-def _scanned(fd: int) -> dict[str, FileAbout]:
-    """Everything in a folder, by name."""
-    found = {}
+def _scanned(fd: int) -> Iterator[Blob]:
+    """Everything in a folder."""
     with os.scandir(fd) as entries:
         for entry in entries:
             try:
@@ -232,16 +212,15 @@ def _scanned(fd: int) -> dict[str, FileAbout]:
                 nbytes = max(about.st_size, about.st_blocks * 512)
                 if stat.S_ISDIR(about.st_mode):
                     nbytes += _size_of_folder(entry.name, fd)
-                found[entry.name] = FileAbout(nbytes, about.st_mtime_ns)
             except FileNotFoundError:
                 continue
-    return found
+            yield Blob(entry.name, nbytes, about.st_mtime_ns)
 
 
 def _size_of_folder(name: str, parent: int) -> int:
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
-        return sum(about.nbytes for about in _scanned(fd).values())
+        return sum(file.nbytes for file in _scanned(fd))
     finally:
         os.close(fd)
 

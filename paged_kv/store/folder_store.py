@@ -13,34 +13,29 @@ Readers take no lock: a file is complete or absent.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from paged_kv.store.blob_store import Blob, BlobStore, Finding, Outcome, evicted
+from paged_kv.sizes import format_size
+from paged_kv.store.blob_store import Blob, BlobStore, Finding, Outcome, Written, evicted
 from paged_kv.store.entry_file import SUFFIX, Buffer
-from paged_kv.store.errors import unusable
-from paged_kv.store.folder import (
-    LOCK,
-    TAG,
-    FileAbout,
-    Folder,
-    is_page_file,
-    is_temporary,
-    size_on_disk,
-)
-from paged_kv.store.limits import LEDGER, Limits, read_written, write_written
-from paged_kv.store.lookup_counts import SAVED_BYTES
+from paged_kv.store.folder import LOCK, TAG, Folder, is_temporary, unusable
+from paged_kv.store.lookup import SAVED_BYTES
+from paged_kv.store.options import MIN_BYTES
 
-MIN_BYTES = 8 << 20
 MIN_FREE_BYTES = 1 << 30
-LOOKUPS = "lookups"
+LEDGER, LOOKUPS = "written.json", "lookups"
+_PAGE_FILE = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
+_BLOCK = 4096
 # Bytes that the folder itself and its two small files may grow by while one file is written; a
 # small file and its replacement are there at once.
 _MARGIN = (64 << 10) + 2 * SAVED_BYTES + (16 << 10)
@@ -55,12 +50,12 @@ class Contents:
     Attributes:
         used: bytes that everything takes on disk.
         files: the entries, the least recently used first.
-        others: names and bytes of files that are not the store's.
+        others: files that are not the store's.
     """
 
     used: int
     files: dict[str, Blob]
-    others: dict[str, int]
+    others: list[Blob]
 
 
 class FolderStore(BlobStore):
@@ -75,7 +70,7 @@ class FolderStore(BlobStore):
 
     Attributes:
         folder: the folder and its system calls.
-        limits: the cap, and what stays free.
+        max_bytes: as given.
 
     Raises:
         ValueError: max_bytes is too small for any entry.
@@ -101,7 +96,8 @@ class FolderStore(BlobStore):
     ) -> None:
         if max_bytes < MIN_BYTES:
             raise ValueError(f"store_bytes must be at least {MIN_BYTES:,}, got {max_bytes:,}")
-        self.limits = Limits(max_bytes, min_free_bytes)
+        self.max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
         self._daily_bytes = daily_bytes
         self._left_behind: list[Finding] = []
         self._latest_ns = 0
@@ -114,7 +110,7 @@ class FolderStore(BlobStore):
             with self._alone():
                 self.folder.claim()
                 self._contents()
-                self.written = read_written(self.folder)
+                self.written = self._read_written()
         except (OSError, MemoryError) as error:
             self.close()
             raise unusable(self.path, error) from None
@@ -142,19 +138,19 @@ class FolderStore(BlobStore):
         """See `BlobStore`. Entries stored before survive any failure."""
         outcomes = []
         with self.exclusive() as contents:
-            before = self.written = read_written(self.folder)
+            before = self.written = self._read_written()
             uses = self._next_uses(len(entries))
             try:
                 for (name, data), used_ns in zip(entries, uses, strict=True):
                     outcomes.append(self._put(contents, name, data, used_ns, keep))
             finally:
                 if self.written != before:
-                    write_written(self.folder, self.written)
+                    self.folder.write(LEDGER, [json.dumps(asdict(self.written)).encode()])
                 self.folder.sync()
         return outcomes
 
     def entries(self) -> Iterator[Blob]:
-        yield from _blobs(self.folder.scan()).values()
+        yield from _page_files(self.folder.scan())
 
     def remove(self, names: Sequence[str]) -> None:
         """See `BlobStore`.
@@ -175,9 +171,6 @@ class FolderStore(BlobStore):
         for name, used_ns in zip(names, self._next_uses(len(names)), strict=True):
             self.folder.set_time(name + SUFFIX, used_ns)
 
-    def discard(self, name: str) -> None:
-        self.remove([name])
-
     def shrink(self, max_bytes: int) -> list[Blob]:
         with self.exclusive() as contents:
             gone = evicted(contents.files.values(), contents.used - max_bytes)
@@ -187,9 +180,11 @@ class FolderStore(BlobStore):
     def oddities(self) -> list[Finding]:
         """Files that dead writers have left and that were removed, and those of others."""
         with self.exclusive() as contents:
-            others = contents.others.items()
+            others = contents.others
         problem = "not a file of the store; it counts against the cap"
-        return self._left_behind + [Finding(name, problem, size, False) for name, size in others]
+        return self._left_behind + [
+            Finding(file.name, problem, file.nbytes, False) for file in others
+        ]
 
     def saved_lookups(self) -> bytes:
         try:
@@ -239,16 +234,17 @@ class FolderStore(BlobStore):
         used_ns: int,
         keep: Collection[str],
     ) -> Outcome:
-        nbytes = size_on_disk(sum(map(len, data)))
+        nbytes = -(-sum(map(len, data)) // _BLOCK) * _BLOCK
         if self.sizes([name]) != [0]:
             return Outcome.KNOWN
         if refusal := self.refusal(nbytes):
             return refusal
         more, free = nbytes + _MARGIN, self.folder.free_bytes()
-        excess = self.limits.excess(contents.used, free, more)
+        over_cap = contents.used + more - self.max_bytes
+        excess = max(over_cap, self._min_free_bytes + more - free)
         gone = evicted(contents.files.values(), excess, keep)
         if sum(blob.nbytes for blob in gone) < excess:
-            self.lack = self.limits.lack(contents.used, free, more)
+            self.lack = self._lack(contents.used, free, more)
             return Outcome.NO_ROOM
         self.remove([blob.name for blob in gone])
         for blob in gone:
@@ -264,23 +260,48 @@ class FolderStore(BlobStore):
         self._latest_ns = first + max(0, count - 1) * _STEP_NS
         return range(self._latest_ns, first - 1, -_STEP_NS)
 
+    def _lack(self, used: int, free: int, more: int) -> str:
+        """Which limit `more` bytes exceed, and what to change, for people to read."""
+        needs = f"an entry needs {format_size(more)}"
+        if self._min_free_bytes - free > used - self.max_bytes:
+            return (
+                f"{needs}, and the disk has {format_size(free)} free, of which "
+                f"{format_size(self._min_free_bytes)} stay free: free disk space, or name a folder "
+                "on another disk"
+            )
+        return (
+            f"{needs}, the folder takes {format_size(used)} of at most "
+            f"{format_size(self.max_bytes)}, and what could be evicted is less: raise "
+            "--store-bytes (store_bytes=)"
+        )
+
+    def _read_written(self) -> Written:
+        """What all processes have written; zeros if the file is lost or damaged."""
+        try:
+            content = json.loads(self.folder.read(LEDGER, 1000))
+            return Written(int(content["day"]), int(content["today"]), int(content["in_all"]))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return Written()
+
     def _contents(self) -> Contents:
         """The folder's content, after removing files of dead writers."""
-        found = self.folder.scan()
-        for name in [name for name in found if is_temporary(name)]:
-            nbytes = found.pop(name).nbytes
-            self.folder.remove(name)
-            self._left_behind.append(Finding(name, "left by a writer that died", nbytes, True))
-        files = _blobs(found)
+        found = []
+        for file in self.folder.scan():
+            if is_temporary(file.name):
+                self.folder.remove(file.name)
+                left = Finding(file.name, "left by a writer that died", file.nbytes, True)
+                self._left_behind.append(left)
+            else:
+                found.append(file)
+        files = {blob.name: blob for blob in _page_files(found)}
         own = {name + SUFFIX for name in files} | {LOCK, TAG, LEDGER, LOOKUPS}
-        others = {name: about.nbytes for name, about in found.items() if name not in own}
-        times = [about.used_ns for name, about in found.items() if is_page_file(name)]
-        self._latest_ns = max(self._latest_ns, *times, 0)
-        return Contents(sum(about.nbytes for about in found.values()), files, others)
+        others = [file for file in found if file.name not in own]
+        self._latest_ns = max(self._latest_ns, *[blob.used_ns for blob in files.values()], 0)
+        return Contents(sum(file.nbytes for file in found), files, others)
 
 
-def _blobs(found: dict[str, FileAbout]) -> dict[str, Blob]:
-    """The entries among files, the least recently used first."""
-    order = sorted((about.used_ns, name) for name, about in found.items() if is_page_file(name))
-    names = [(name, name.removesuffix(SUFFIX)) for _, name in order]
-    return {key: Blob(key, found[name].nbytes, found[name].used_ns / 1e9) for name, key in names}
+def _page_files(found: Sequence[Blob]) -> Iterator[Blob]:
+    """The entries among files, by their own names."""
+    for file in found:
+        if match := _PAGE_FILE.fullmatch(file.name):
+            yield replace(file, name=match[1])

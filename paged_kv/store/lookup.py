@@ -1,11 +1,17 @@
-"""Finds the stored blocks that a prompt can begin with.
+"""Finds the stored blocks that a prompt can begin with, and counts how often prompts begin so.
 
 Only full blocks are stored. So the prompt's tokens name everything that may be of use, and one
 question to each tier says what of it is there. A stored state belongs after its block's last token.
+
+Most prompts come once, and what is written for them only wears the disk. So each block of a prompt
+is counted when it is looked up, and can be written once it was seen often enough. A block that
+nobody has looked up yet, such as that of an answer, was seen once when it is first cached.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +21,12 @@ from paged_kv.store.keys import EntryPlace, Link
 
 CHECKPOINT = "checkpoint"
 """The part of a block that holds the states of layers without pages after its last token."""
+
+# Counts are kept for the latest blocks: 16 million tokens of prompts, in about 8 MB of memory.
+MOST_COUNTED = 1 << 16
+# Of these so many outlive the process, in a file of 128 kB.
+MOST_SAVED = 1 << 14
+SAVED_BYTES = 8 * MOST_SAVED
 
 
 @dataclass(frozen=True)
@@ -126,3 +138,53 @@ def _needed_at_end(wanted: Wanted, links: Sequence[Link]) -> list[EntryPlace]:
     ]
     states = [EntryPlace(links[-1], CHECKPOINT)] if wanted.needs_checkpoint else []
     return in_rings + states
+
+
+class LookupCounts:
+    """How often blocks were looked up, by their digests. One thread uses it at a time.
+
+    Args:
+        saved: what `unsaved` returned in earlier processes, joined.
+    """
+
+    def __init__(self, saved: bytes = b"") -> None:
+        self._counts: OrderedDict[int, int] = OrderedDict()
+        self._unsaved: list[int] = []
+        for block in _words(saved):
+            self._count(block)
+
+    def __getitem__(self, digest: str) -> int:
+        """How often a block was looked up."""
+        return self._counts.get(_word(digest), 0)
+
+    def record(self, digest: str) -> None:
+        """Count a block."""
+        self._count(_word(digest))
+        self._unsaved.append(_word(digest))
+        del self._unsaved[:-MOST_SAVED]
+
+    @property
+    def num_unsaved(self) -> int:
+        """How many look-ups `unsaved` would return."""
+        return len(self._unsaved)
+
+    def unsaved(self) -> bytes:
+        """The look-ups since the last call, to append to the saved ones."""
+        words, self._unsaved = array("Q", self._unsaved), []
+        return words.tobytes()
+
+    def _count(self, block: int) -> None:
+        self._counts[block] = self._counts.pop(block, 0) + 1
+        if len(self._counts) > MOST_COUNTED:
+            self._counts.popitem(last=False)
+
+
+def _word(digest: str) -> int:
+    """64 bits tell blocks apart: two that are taken for one are written early."""
+    return int(digest[:16], 16)
+
+
+def _words(saved: bytes) -> array[int]:
+    words = array("Q")
+    words.frombytes(saved[: len(saved) // 8 * 8][-SAVED_BYTES:])
+    return words

@@ -26,7 +26,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import Keeping, keeping_of
 from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
+from paged_kv.store.tiered_store import PrefetchBuffer
 
 log = logging.getLogger(__name__)
 

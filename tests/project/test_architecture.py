@@ -32,11 +32,10 @@ ROOMS = {
         "allocator allocator.prefixes kernels kernels.pages kernels.plain offload pool recognition"
     ),
     "cache": "kernels.pages pool recognition steps",
-    "tiers": "allocator.prefixes store",
-    "prefix": "allocator allocator.prefixes kernels.pages pool steps store tiers",
+    "prefix": "allocator allocator.prefixes kernels.pages pool steps store",
     "monitor": "allocator pool",
     "trace": "kernels.pages pool prefix",
-    "commands": "kernels kernels.cpu kernels.pages monitor pool store tiers",
+    "commands": "kernels kernels.cpu kernels.pages monitor pool store",
     "integrations.batching": (
         "admission allocator allocator.prefixes cache integrations.mlx_lm_internals "
         "kernels.pages pool prefix steps trace"
@@ -56,7 +55,7 @@ ROOMS = {
         "allocator allocator.prefixes cache commands integrations.batching integrations.compiled "
         "integrations.distributed integrations.heads integrations.mlx_lm_internals "
         "integrations.model_hooks integrations.rebinding integrations.states kernels.pages pool "
-        "prefix recognition steps store tiers trace"
+        "prefix recognition steps store trace"
     ),
     "integrations.mlx_vlm": (
         "cache integrations integrations.batching integrations.generation "
@@ -70,7 +69,7 @@ ROOMS = {
     ),
     "integrations.generation": (
         "allocator commands integrations integrations.batching integrations.distributed "
-        "integrations.speculation pool store tiers"
+        "integrations.speculation pool store"
     ),
     "integrations.bench": (
         "cache commands integrations integrations.batching integrations.generation kernels "
@@ -88,12 +87,12 @@ ROOMS = {
         "kernels.plain pool trace"
     ),
     "server.http": "",
-    "server.options": "commands integrations pool server.http tiers",
+    "server.options": "commands integrations pool server.http store",
     "server.engine": (
         "admission allocator commands integrations integrations.batching "
         "integrations.distributed integrations.grammar integrations.mlx_lm_internals "
         "integrations.speculation integrations.states kernels.pages prefix server.http "
-        "server.options store tiers"
+        "server.options store"
     ),
     "server.completions": (
         "allocator.prefixes commands integrations integrations.batching integrations.grammar "
@@ -121,7 +120,7 @@ SMALL = {
     *("paged_kv.__version__", "paged_kv.options", "paged_kv.commands.arguments"),
     *("paged_kv.blas_in_use", "paged_kv.openblas"),
 }
-KNOWS_NOTHING = ("allocator", "store", "kernels")
+KNOWS_NOTHING = ("allocator", "kernels")
 # Files of paged_kv that name the rooms above them.
 DOOR = ("__init__", "__main__", "command_line", "ray")
 
@@ -186,8 +185,6 @@ def may_import(room: str, name: str) -> bool:
     if first != "paged_kv":
         standard = first in sys.stdlib_module_names
         return not room.startswith("allocator") or standard or first == "sortedcontainers"
-    if room == "store" and name == "paged_kv.sizes.format_size":
-        return True  # Python alone, and one way to write bytes for people.
     if any(name == small or name.startswith(f"{small}.") for small in SMALL):
         return room.split(".")[0] not in KNOWS_NOTHING
     target = target_of(name)

@@ -22,7 +22,7 @@ import paged_kv
 from paged_kv import command_line, embedded_model
 from paged_kv.integrations.generation.generate_command import add_generate_parser
 from paged_kv.server.options import parsed_server_options
-from paged_kv.tiers.seal import LEAST_SECRET_BYTES
+from paged_kv.store.tiered_store import LEAST_SECRET_BYTES
 from tests.support.folders import ROOT
 from tests.support.vision_zoo import IMAGE, whole_model
 from tests.support.zoo import small_model

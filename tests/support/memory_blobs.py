@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault
-from paged_kv.store.entry_file import Buffer
+from paged_kv.store.entry_file import Buffer, Seal
+from tests.support.tier_servers import SECRET
 
 
 class Memory(BlobStore):
@@ -15,6 +16,7 @@ class Memory(BlobStore):
     """
 
     label = name = "there"
+    seal = Seal(SECRET)
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}

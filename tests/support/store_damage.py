@@ -2,7 +2,7 @@
 
 import random
 
-from paged_kv.tiers.seal import HEADER_BYTES, Seal
+from paged_kv.store.entry_file import HEADER_BYTES, Seal
 
 KINDS = ("flip", "flips", "truncate", "append", "zeros", "swap", "repeat", "header")
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.store import folder as folder_module
-from paged_kv.store.folder_store import MIN_BYTES
-from paged_kv.tiers.maintenance import Place, verify
+from paged_kv.store.maintenance import verify
+from paged_kv.store.options import MIN_BYTES
 from tests.support.store_entries import (
     bytes_in,
     entry,
@@ -119,7 +119,7 @@ def look(folder: Path, counts: Counter[str]) -> None:
             found = stored_entry(store, key)
             counts["reads"] += 1
             counts["wrong_reads"] += found is None or not is_right(found)
-        for finding in verify(Place(store))[1]:
+        for finding in verify(store)[1]:
             was_left = finding.problem == "left by a writer that died"
             is_gone = not (folder / finding.name).exists()
             counts["left_behind" if was_left and is_gone else "other_findings"] += 1

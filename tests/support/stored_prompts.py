@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv import PagedCacheFactory, StoreOptions
-from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.store.tiered_store import TieredStore
 from tests.support.generation import Run, greedy
 from tests.support.zoo import small_model
 

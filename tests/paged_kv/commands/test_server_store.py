@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.store.entry_file import encode
-from paged_kv.tiers.seal import Seal
+from paged_kv.store.entry_file import Seal, encode
 from tests.support.store_entries import entry, links, prompt
 from tests.support.tier_servers import SECRET, RedisServer, redis_server
 

@@ -152,7 +152,7 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
 def test_the_core_of_the_store_loads_no_mlx() -> None:
     code = """
 import sys
-import paged_kv.tiers.opening, paged_kv.tiers.maintenance, paged_kv.commands.store_command
+import paged_kv.store.tiered_store, paged_kv.store.maintenance, paged_kv.commands.store_command
 print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -17,8 +17,7 @@ from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import Identity
-from paged_kv.tiers.opening import folder_tier
-from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.store.tiered_store import TieredStore, folder_tier
 from tests.paged_kv.prefix.test_window_reuse import Told
 from tests.support import stored_prompts
 from tests.support.generation import Run, assert_same_run, greedy

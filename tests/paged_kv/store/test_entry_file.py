@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from paged_kv.store.entry_file import decode, encode
-from paged_kv.store.errors import InvalidEntry, OtherEntry
+from paged_kv.store.entry_file import InvalidEntry, OtherEntry, decode, encode
 from paged_kv.store.keys import Link
 from tests.support.store_damage import KINDS, damaged
 from tests.support.store_entries import (

@@ -17,15 +17,15 @@ import pytest
 from paged_kv.store import folder as folder_module
 from paged_kv.store.blob_store import Outcome
 from paged_kv.store.entry_file import Buffer
-from paged_kv.store.errors import StoreError
-from paged_kv.store.folder_store import MIN_BYTES, FolderStore
+from paged_kv.store.folder import StoreError
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import Wanted, find
-from paged_kv.tiers.maintenance import Place, verify
-from paged_kv.tiers.opening import folder_tier
-from paged_kv.tiers.tier import Tier
-from paged_kv.tiers.waits import Waits
-from paged_kv.tiers.writer import SLOW
+from paged_kv.store.maintenance import verify
+from paged_kv.store.options import MIN_BYTES
+from paged_kv.store.tier import Tier, Waits
+from paged_kv.store.tiered_store import folder_tier
+from paged_kv.store.writer import SLOW
 from tests.support.folders import ROOT
 from tests.support.patience import wait_until
 from tests.support.store_entries import (
@@ -86,7 +86,7 @@ def assert_sound(folder: Path) -> None:
             read = stored_entry(store, key)
             assert read is not None
             assert is_right(read)
-        _, findings = verify(Place(store))
+        _, findings = verify(store)
         assert {finding.problem for finding in findings} <= {"left by a writer that died"}
 
 
@@ -188,8 +188,8 @@ def test_a_disk_that_does_not_answer_is_a_miss(
         answers.wait()
         return real(self, wanted)
 
-    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
-    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
+    monkeypatch.setattr("paged_kv.store.writer.FIRST_S", 0.0)
+    monkeypatch.setattr("paged_kv.store.writer.LONGEST_S", 0.0)
     monkeypatch.setattr(FolderStore, "patience_s", 0.1)
     store = folder_tier(open_store(tmp_path / "store"))
     monkeypatch.setattr(FolderStore, "get", get)
@@ -237,7 +237,7 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
 def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from paged_kv.tiers.opening import folder_tier
+from paged_kv.store.tiered_store import folder_tier
 from tests.support.store_entries import *
 store = folder_tier(open_store(Path({str(tmp_path / "store")!r})))
 for seed in range(50):

@@ -13,11 +13,11 @@ import pytest
 from paged_kv.store.blob_store import Outcome
 from paged_kv.store.entry_file import SUFFIX
 from paged_kv.store.folder import TAG
-from paged_kv.store.folder_store import MIN_BYTES, FolderStore
+from paged_kv.store.folder_store import LEDGER, FolderStore
 from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.limits import LEDGER
 from paged_kv.store.lookup import CHECKPOINT
-from paged_kv.tiers.opening import folder_tier
+from paged_kv.store.options import MIN_BYTES
+from paged_kv.store.tiered_store import folder_tier
 from tests.support.folders import ROOT
 from tests.support.store_entries import (
     PAGES,
@@ -189,7 +189,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.support.store_entries import bytes_in, entry, links, open_store, prompt, put
-from paged_kv.store.folder_store import MIN_BYTES
+from paged_kv.store.options import MIN_BYTES
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 with open_store(folder, MIN_BYTES, lock_s=240) as store:
     for at in range(60):

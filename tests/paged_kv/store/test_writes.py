@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions, Unstored
-from paged_kv.store import limits
+from paged_kv.store import blob_store
 from paged_kv.store.blob_store import Outcome
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import PagedRunningServer, in_float32, paged_server
@@ -112,7 +112,7 @@ def test_a_day_has_a_budget_that_outlives_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     day = [20_000]
-    monkeypatch.setattr(limits, "today", lambda: day[0])
+    monkeypatch.setattr(blob_store, "today", lambda: day[0])
     entries = [entry(link) for link in links(prompt(0, 1024))]
     with open_store(folder) as store:
         put(store, entries[:1])

@@ -11,7 +11,7 @@ import pytest
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow
 from paged_kv.integrations.speculation.model_draft import ModelDraft
-from paged_kv.tiers.tier import Tier
+from paged_kv.store.tier import Tier
 from tests.support.running_server import PagedRunningServer, paged_server, wait_until
 from tests.support.tier_servers import SECRET, redis_server
 from tests.support.tiny_model import completion, tiny_folder, tokens_of

@@ -5,8 +5,8 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from paged_kv.store.folder_store import MIN_BYTES
-from paged_kv.tiers.maintenance import Place, clear, gc, verify
+from paged_kv.store.maintenance import clear, gc, verify
+from paged_kv.store.options import MIN_BYTES
 from tests.support.state_machine.batch_rules import INDEX
 from tests.support.state_machine.prompt_rules import PromptRules
 from tests.support.store_damage import damaged
@@ -57,7 +57,7 @@ class StoreRules(PromptRules):
         """Verify, shrink or clear the store as the command line does, while factories use it."""
         assert callable(work)
         with open_store(self.folder / "store", MIN_BYTES) as store:
-            work(Place(store))
+            work(store)
 
     @invariant()
     def store_keeps_its_cap(self) -> None:

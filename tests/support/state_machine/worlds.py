@@ -8,7 +8,7 @@ from typing import Any
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.requantisation import OldestFirst
 from paged_kv.kernels.pages.page_format import FormatName, page_format_named
-from paged_kv.store.folder_store import MIN_BYTES
+from paged_kv.store.options import MIN_BYTES
 from tests.support.state_machine.expected import Oracle, StockOracle, TableOracle
 from tests.support.state_machine.rows import Formats
 from tests.support.state_machine.table_model import TableModel

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
+from paged_kv.store import tier as tier_module
 from paged_kv.store.blob_store import BlobStore
-from paged_kv.store.entry_file import Entry
+from paged_kv.store.entry_file import Entry, Seal
 from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers import waits
-from paged_kv.tiers.address import RedisAddress, parse_address
-from paged_kv.tiers.opening import open_blobs
-from paged_kv.tiers.seal import Seal
-from paged_kv.tiers.tier import Tier
-from paged_kv.tiers.tiered_store import TieredStore
-from paged_kv.tiers.waits import Patience, Waits
+from paged_kv.store.options import RedisAddress, parse_address
+from paged_kv.store.tier import Patience, Tier, Waits
+from paged_kv.store.tiered_store import TieredStore, open_blobs
 from tests.support.far_servers import far_away
 from tests.support.memory_blobs import Memory
 from tests.support.store_entries import PAGE_SIZE, PAGES, entry, identity, is_right, links, prompt
 from tests.support.tier_servers import SECRET, redis_server
 
+SEAL = Seal(SECRET)
 PATIENCE_S = BlobStore.patience_s
 BLOCKS = 60
 TOKENS = prompt(0, BLOCKS * PAGE_SIZE)
@@ -32,7 +30,7 @@ WANTED = Wanted(Link.root(identity()), TOKENS, 0, 0, (PAGES,), False, PAGE_SIZE)
 
 @contextmanager
 def store_with(blobs: BlobStore) -> Iterator[TieredStore]:
-    store = TieredStore([Tier(blobs, Seal(SECRET))])
+    store = TieredStore([Tier(blobs)])
     try:
         yield store
     finally:
@@ -58,9 +56,9 @@ def read(store: TieredStore, limits: Waits | None = None) -> list[Entry]:
 @pytest.mark.slow
 def test_sixty_blocks_take_a_few_round_trips(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, far_away(server.port) as far:
-        with store_with(open_blobs(RedisAddress("127.0.0.1", server.port))) as store:
+        with store_with(open_blobs(RedisAddress("127.0.0.1", server.port), SEAL)) as store:
             fill(store)
-        with store_with(open_blobs(RedisAddress("127.0.0.1", far.port))) as store:
+        with store_with(open_blobs(RedisAddress("127.0.0.1", far.port), SEAL)) as store:
             assert len(read(store)) == BLOCKS  # connects
             before = far.round_trips
             assert len(read(store)) == BLOCKS
@@ -81,7 +79,7 @@ def test_a_prompt_waits_for_all_its_blocks_as_long_as_for_one(
         return type("Waited", (), {"done": {future} if seconds >= 0.16 else set()})
 
     monkeypatch.setattr(Memory, "get_bytes", 1)
-    monkeypatch.setattr(waits, "wait", late)
+    monkeypatch.setattr(tier_module, "wait", late)
     with store_with(Memory()) as store:
         fill(store)
         assert len(read(store, Waits(lambda: now[0]))) == PATIENCE_S // 0.16
@@ -102,20 +100,20 @@ def test_a_redis_whose_handshake_outlasts_patience_is_used_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that is being made when a prompt gives up serves the next one."""
-    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
-    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
+    monkeypatch.setattr("paged_kv.store.writer.FIRST_S", 0.0)
+    monkeypatch.setattr("paged_kv.store.writer.LONGEST_S", 0.0)
     monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
 
     def address(port: int) -> Any:
         return parse_address(f"redis://127.0.0.1:{port}/3?password=env:PASSWORD_OF_REDIS")
 
     with redis_server(tmp_path, "--requirepass", "hunter2") as server:
-        with store_with(open_blobs(address(server.port))) as store:
+        with store_with(open_blobs(address(server.port), SEAL)) as store:
             fill(store)
         with (
             far_away(server.port, 0.4 * PATIENCE_S) as far,
             # It authenticates and chooses a database, each in a round trip.
-            store_with(open_blobs(address(far.port))) as store,
+            store_with(open_blobs(address(far.port), SEAL)) as store,
         ):
             assert len(read(store)) < BLOCKS
             assert any(len(read(store)) == BLOCKS for _ in range(20))

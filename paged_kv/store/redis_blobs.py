@@ -16,8 +16,8 @@ from redis.exceptions import OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault, round_trips
-from paged_kv.store.entry_file import Buffer
-from paged_kv.tiers.address import RedisAddress
+from paged_kv.store.entry_file import Buffer, Sealing
+from paged_kv.store.options import RedisAddress
 
 PREFIX = "paged-kv:"
 # Of reads of 4 MB on loopback, 64 kB gave 2.4 GB/s, 1 MiB 4.4 GB/s and 4 MiB 3.0 GB/s.
@@ -37,10 +37,11 @@ class RedisBlobs(BlobStore):
 
     Args:
         address: of the server. Connecting, and each wait for bytes, may take `patience_s`.
+        seal: of its entries.
     """
 
-    def __init__(self, address: RedisAddress) -> None:
-        self.label, self.name = address.label, str(address)
+    def __init__(self, address: RedisAddress, seal: Sealing) -> None:
+        self.label, self.name, self.seal = address.label, str(address), seal
         files = {
             "ssl_ca_certs": address.ca,
             "ssl_certfile": address.cert,

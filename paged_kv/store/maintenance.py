@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from tqdm import tqdm
 
 from paged_kv.store.blob_store import Blob, BlobStore, Finding, RemoteFault
-from paged_kv.store.entry_file import decode
-from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
+from paged_kv.store.entry_file import InvalidEntry, NewerVersion, OtherEntry, WrongSize, decode
 from paged_kv.store.folder_store import FolderStore
-from paged_kv.tiers.address import parse_address
-from paged_kv.tiers.opening import open_blobs, read_seal
-from paged_kv.tiers.seal import UNSEALED, Sealing
-from paged_kv.tiers.store_options import StoreOptions
-from paged_kv.tiers.tier import MOST_ENTRY_BYTES, WrongSize
+from paged_kv.store.options import StoreOptions, parse_address
+from paged_kv.store.tier import MOST_ENTRY_BYTES
+from paged_kv.store.tiered_store import open_blobs, read_seal
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where entries are, and what verifies them."""
-
-    blobs: BlobStore
-    seal: Sealing = UNSEALED
-
-
-@contextmanager
-def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> Iterator[Place]:
-    """A folder, or the server at an address with the secret of the options.
+def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> BlobStore:
+    """A folder, or the server at an address with the secret of the options. The caller closes it.
 
     Raises:
         ValueError: there is no secret, or a package is missing.
@@ -38,29 +24,23 @@ def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> It
     """
     if isinstance(place, Path):
         # Listing and cleaning up need no free disk space.
-        with FolderStore(place, max_bytes, min_free_bytes=0) as folder:
-            yield Place(folder)
-        return
+        return FolderStore(place, max_bytes, min_free_bytes=0)
     address = parse_address(place)
     assert not isinstance(address, Path), "the caller knows that this is a server"
-    blobs = open_blobs(address)
-    try:
-        yield Place(blobs, read_seal(options))
-    finally:
-        blobs.close()
+    return open_blobs(address, read_seal(options))
 
 
-def verify(place: Place) -> tuple[int, list[Finding]]:
+def verify(blobs: BlobStore) -> tuple[int, list[Finding]]:
     """Read every entry; returns how many there are, and what is wrong with what is there. What is
     useless goes at once from a folder, as with every writer; the findings name it.
 
     Writers may run meanwhile: an entry that disappears before its turn was evicted.
     """
-    findings = place.blobs.oddities()
-    blobs = list(place.blobs.entries())
-    for blob in _shown(blobs):
+    findings = blobs.oddities()
+    found = list(blobs.entries())
+    for blob in _shown(found):
         try:
-            _verify(place, blob)
+            _verify(blobs, blob)
         except InvalidEntry as error:
             problem, is_useless = f"{error.kind}: {error}", error.kind != NewerVersion.kind
             findings.append(Finding(blob.name, problem, blob.nbytes, is_useless))
@@ -69,41 +49,41 @@ def verify(place: Place) -> tuple[int, list[Finding]]:
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
             findings.append(Finding(blob.name, problem, blob.nbytes, False))
-    return len(blobs), sorted(findings, key=lambda finding: finding.name)
+    return len(found), sorted(findings, key=lambda finding: finding.name)
 
 
-def gc(place: Place, max_bytes: int) -> list[Finding]:
+def gc(blobs: BlobStore, max_bytes: int) -> list[Finding]:
     """Remove what cannot be used, and of the rest what exceeds a cap, the least recently used
     first; returns what was removed."""
-    removed = [finding for finding in verify(place)[1] if finding.removable]
-    place.blobs.remove([finding.name for finding in removed])
-    over = place.blobs.shrink(max_bytes)
+    removed = [finding for finding in verify(blobs)[1] if finding.removable]
+    blobs.remove([finding.name for finding in removed])
+    over = blobs.shrink(max_bytes)
     excess = [Finding(blob.name, "more than the cap allows", blob.nbytes, True) for blob in over]
     return removed + excess
 
 
-def clear(place: Place, *, dry_run: bool = False) -> list[int]:
+def clear(blobs: BlobStore, *, dry_run: bool = False) -> list[int]:
     """Remove all entries, also those of other versions of this package; returns their bytes."""
-    found = list(place.blobs.entries())
+    found = list(blobs.entries())
     if not dry_run:
-        place.blobs.remove([blob.name for blob in found])
+        blobs.remove([blob.name for blob in found])
     return [blob.nbytes for blob in found]
 
 
-def _verify(place: Place, blob: Blob) -> None:
+def _verify(blobs: BlobStore, blob: Blob) -> None:
     """Read an entry.
 
     Raises:
         InvalidEntry: it is damaged, or was not written with the secret.
     """
-    (nbytes,) = place.blobs.sizes([blob.name])
+    (nbytes,) = blobs.sizes([blob.name])
     if not nbytes:
         return
-    if not place.seal.header_bytes < nbytes <= MOST_ENTRY_BYTES:
+    if not blobs.seal.header_bytes < nbytes <= MOST_ENTRY_BYTES:
         raise WrongSize(f"it has {nbytes:,} bytes")
-    (data,) = place.blobs.get([(blob.name, nbytes)])
-    entry = decode(place.seal.opened(blob.name, data), None)
-    if place.seal.name(entry.place.key) != blob.name:
+    (data,) = blobs.get([(blob.name, nbytes)])
+    entry = decode(blobs.seal.opened(blob.name, data), None)
+    if blobs.seal.name(entry.place.key) != blob.name:
         raise OtherEntry(f"it holds entry {entry.place.key}")
 
 

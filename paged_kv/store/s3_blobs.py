@@ -17,8 +17,8 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from paged_kv.store.blob_store import Blob, BlobStore, Outcome, RemoteFault
-from paged_kv.store.entry_file import Buffer
-from paged_kv.tiers.address import S3Address
+from paged_kv.store.entry_file import Buffer, Sealing
+from paged_kv.store.options import S3Address
 
 FOLDER = "paged-kv/"
 # The protocol has no call for many names at once, so calls run side by side.
@@ -32,10 +32,11 @@ class S3Blobs(BlobStore):
 
     Args:
         address: of the bucket. Each wait for bytes of an entry may take `patience_s`.
+        seal: of its entries.
     """
 
-    def __init__(self, address: S3Address) -> None:
-        self.label, self.name = address.label, str(address)
+    def __init__(self, address: S3Address, seal: Sealing) -> None:
+        self.label, self.name, self.seal = address.label, str(address), seal
         # What the address does not name, such as credentials, comes from variables AWS_...
         config: dict[str, Any] = {
             "endpoint": address.endpoint,
@@ -83,7 +84,7 @@ class S3Blobs(BlobStore):
             found = [each for some in obstore.list(self._store, FOLDER) for each in some]
         for each in sorted(found, key=lambda each: each["last_modified"]):
             name, used = each["path"].rpartition("/")[2], each["last_modified"].timestamp()
-            yield Blob(name, each["size"], used)
+            yield Blob(name, each["size"], int(used * 1e9))
 
     def remove(self, names: Sequence[str]) -> None:
         with _faults():

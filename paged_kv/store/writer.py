@@ -1,17 +1,19 @@
-"""Writes entries behind the back of whoever made them: a bounded queue, and its thread."""
+"""Writes entries behind the back of whoever made them: a bounded queue, and its thread. What a tier
+has done and what went wrong is counted here too, and how long it is left alone after a failure."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
 
-from paged_kv.store.blob_store import BlobStore, Outcome
+from paged_kv.store.blob_store import BlobStore, Outcome, Written
 from paged_kv.store.entry_file import Entry, encode
-from paged_kv.tiers.faults import Faults
-from paged_kv.tiers.seal import Sealing
-from paged_kv.tiers.waits import Pause
+
+logger = logging.getLogger("paged_kv")
 
 SLOW = "the tier is slower than what it is given"
 PAUSED = "the tier has failed a moment ago"
@@ -22,6 +24,132 @@ LATE = "the tier did not take them before the end"
 _MOST_KNOWN = 1 << 18
 # Other work has no bytes that the queue's limit would count, so it has a limit of its own.
 _MOST_WORK = 1000
+# A failure may take as long as a time-out, half a second, during which nobody else is served. So at
+# most a third of the time goes to a dead server at first, and 2 % soon.
+FIRST_S, LONGEST_S = 1.0, 30.0
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts of what a store did for this process.
+
+    Attributes:
+        tokens_found: tokens of prefix hits that came from the store.
+        entries_read: entries whose content was used.
+        bytes_read: of their arrays.
+        entries_written: entries that were stored.
+        bytes_written: of their arrays.
+        bytes_today: bytes that were written since midnight, UTC: to a folder by all processes, to a
+            server by this one.
+        bytes_in_all: bytes that were written since the store was made, or to a server since this
+            process began.
+        dropped: entries that were not stored, by reason.
+        errors: failures, by kind.
+    """
+
+    tokens_found: int
+    entries_read: int
+    bytes_read: int
+    entries_written: int
+    bytes_written: int
+    bytes_today: int
+    bytes_in_all: int
+    dropped: Mapping[str, int]
+    errors: Mapping[str, int]
+
+    def __add__(self, other: StoreStats) -> StoreStats:
+        """The sum of two tiers."""
+        counts = {
+            name: value + getattr(other, name)
+            for name, value in vars(self).items()
+            if isinstance(value, int)
+        }
+        return replace(
+            self,
+            **counts,
+            dropped=Counter(self.dropped) + Counter(other.dropped),
+            errors=Counter(self.errors) + Counter(other.errors),
+        )
+
+
+class TierCounts:
+    """Counts what a tier does for this process and what goes wrong, and warns of each kind once.
+
+    Args:
+        name: of the tier, for the log.
+
+    Attributes:
+        sums: of the integers of `StoreStats`, those that this process counts.
+        errors, dropped: see `StoreStats`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.sums: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self._name = name
+        self._lock = threading.Lock()
+
+    def record_entry(self, entry: Entry, what: str) -> None:
+        """Count an entry that was "read" or "written"."""
+        self.sums[f"entries_{what}"] += 1
+        self.sums[f"bytes_{what}"] += entry.nbytes
+
+    def record_error(self, error: BaseException) -> None:
+        """Count an error of the tier, or of its content."""
+        kind = getattr(error, "kind", type(error).__name__)
+        self._count(self.errors, kind, f"{kind}: {error}", 1)
+
+    def record_drop(self, reason: str, count: int = 1, details: str = "") -> None:
+        """Count entries that were not stored. The details are for the log alone."""
+        message = f"pages were not stored: {reason}" + (f": {details}" if details else "")
+        self._count(self.dropped, reason, message, count)
+
+    def stats(self, written: Written) -> StoreStats:
+        """The counts so far, with the bytes that the tier has taken."""
+        names = "tokens_found", "entries_read", "bytes_read", "entries_written", "bytes_written"
+        return StoreStats(
+            **{name: self.sums[name] for name in names},
+            bytes_today=written.bytes_today,
+            bytes_in_all=written.in_all,
+            dropped=dict(self.dropped),
+            errors=dict(self.errors),
+        )
+
+    def _count(self, counter: Counter[str], kind: str, message: str, count: int) -> None:
+        with self._lock:
+            is_first = not counter[kind]
+            counter[kind] += count
+        level = logging.WARNING if is_first else logging.DEBUG
+        logger.log(level, "page store %s: %s (warned once; stats() counts)", self._name, message)
+
+
+class Pause:
+    """Doubles with each failure in a row. Threads may share it: each field is written at once.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._next_s = FIRST_S
+        self._until = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether to leave the server alone for now."""
+        return self._clock() < self._until
+
+    def record_failure(self) -> None:
+        """Begin a pause, unless one is on: several calls may fail at once."""
+        if not self.is_on:
+            self._until = self._clock() + self._next_s
+            self._next_s = min(2 * self._next_s, LONGEST_S)
+
+    def record_success(self) -> None:
+        """Let the next pause be short."""
+        self._next_s = FIRST_S
 
 
 @dataclass(frozen=True)
@@ -45,18 +173,12 @@ class Writer:
 
     Args:
         blobs: takes them.
-        seal: names and seals them.
-        faults: counts what is lost.
-
-    Attributes:
-        counts: "entries_written" and "bytes_written".
+        counts: of their tier.
     """
 
-    def __init__(self, blobs: BlobStore, seal: Sealing, faults: Faults) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, blobs: BlobStore, counts: TierCounts) -> None:
         self._blobs = blobs
-        self._seal = seal
-        self._faults = faults
+        self._counts = counts
         self._pause = Pause()
         self._known: OrderedDict[str, None] = OrderedDict()
         self._queued: set[str] = set()
@@ -71,8 +193,8 @@ class Writer:
         """Whether an entry is stored or queued, as far as this process has seen."""
         return key in self._known or key in self._queued
 
-    def note(self, key: str, *, is_there: bool) -> None:
-        """Note whether an entry is stored."""
+    def record(self, key: str, *, is_there: bool) -> None:
+        """Record whether an entry is stored."""
         with self._changed:
             self._known.pop(key, None)
             if is_there:
@@ -85,11 +207,11 @@ class Writer:
         any number."""
         refusal = self._blobs.refusal(nbytes)
         if self._pause.is_on:
-            self._faults.drop(PAUSED)
+            self._counts.record_drop(PAUSED)
         elif refusal:
-            self._faults.drop(refusal.value)
+            self._counts.record_drop(refusal.value)
         elif self._waiting_bytes and self._waiting_bytes + nbytes > self._blobs.queue_bytes:
-            self._faults.drop(SLOW)
+            self._counts.record_drop(SLOW)
         else:
             return True
         return False
@@ -125,7 +247,7 @@ class Writer:
             lost = sum(job.entry is not None for job in self._jobs)
             self._jobs.clear()
         if lost:
-            self._faults.drop(LATE, lost)
+            self._counts.record_drop(LATE, lost)
         return not self._thread.is_alive()
 
     def _add(self, job: _Job) -> bool:
@@ -166,7 +288,7 @@ class Writer:
             try:
                 work()
             except Exception as error:  # clients raise what they like
-                self._faults.note(error)
+                self._counts.record_error(error)
 
     def _write(self, jobs: Sequence[_Job]) -> None:
         """Write entries. After any failure the thread continues with the next."""
@@ -179,32 +301,31 @@ class Writer:
         keep = {key for job in jobs for key in job.path} if not self._blobs.is_shared else set()
         try:
             files = [self._file(entry) for entry in entries]
-            outcomes = self._blobs.put(files, set(map(self._seal.name, keep)))
-        except Exception as error:  # as above: what cannot be written is dropped, and noted
-            self._faults.note(error)
+            outcomes = self._blobs.put(files, set(map(self._blobs.seal.name, keep)))
+        except Exception as error:  # as above: what cannot be written is dropped, and counted
+            self._counts.record_error(error)
             self._drop(entries, FULL if getattr(error, "is_full", False) else FAILED)
-            self._pause.note_failure()
+            self._pause.record_failure()
             return
-        self._pause.note_success()
+        self._pause.record_success()
         for entry, outcome in zip(entries, outcomes, strict=True):
             if outcome is Outcome.STORED:
-                self.counts["entries_written"] += 1
-                self.counts["bytes_written"] += entry.nbytes
+                self._counts.record_entry(entry, "written")
             if outcome in (Outcome.STORED, Outcome.KNOWN):
                 self._end(entry, is_there=True)
             else:
                 self._drop([entry], outcome.value, self._blobs.lack)
 
     def _file(self, entry: Entry) -> tuple[str, list[bytes | memoryview]]:
-        name = self._seal.name(entry.place.key)
-        return name, self._seal.sealed(name, encode(entry))
+        name = self._blobs.seal.name(entry.place.key)
+        return name, self._blobs.seal.sealed(name, encode(entry))
 
     def _drop(self, entries: Sequence[Entry], reason: str, details: str = "") -> None:
         for entry in entries:
             self._end(entry, is_there=False)
-        self._faults.drop(reason, len(entries), details)
+        self._counts.record_drop(reason, len(entries), details)
 
     def _end(self, entry: Entry, *, is_there: bool) -> None:
-        """Note what has become of a queued entry."""
-        self.note(entry.place.key, is_there=is_there)
+        """Record what has become of a queued entry."""
+        self.record(entry.place.key, is_there=is_there)
         self._queued.discard(entry.place.key)

@@ -11,23 +11,28 @@ however many blocks are read.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from operator import itemgetter
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from paged_kv.store.blob_store import BlobStore, round_trips
-from paged_kv.store.entry_file import Buffer, Entry, decode
-from paged_kv.store.errors import InvalidEntry, OtherEntry
+from paged_kv.store.entry_file import (
+    Buffer,
+    Entry,
+    Gone,
+    InvalidEntry,
+    OtherEntry,
+    WrongSize,
+    decode,
+)
 from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.faults import Faults, StoreStats
-from paged_kv.tiers.seal import Sealing
-from paged_kv.tiers.waits import Patience, Pause, Waits
-from paged_kv.tiers.writer import Writer
+from paged_kv.store.writer import Pause, StoreStats, TierCounts, Writer
 
 # Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
 MOST_ENTRY_BYTES = 512 << 20
@@ -49,6 +54,52 @@ _Begun = tuple[EntryPlace, Future[Entry] | None]
 Result = TypeVar("Result")
 
 
+class Patience:
+    """Seconds that may be waited, in all. One thread uses it.
+
+    Args:
+        seconds: as many at first.
+        clock: seconds that never go back.
+
+    Attributes:
+        left: as many now; none or fewer when all are waited.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        self.left = seconds
+        self._clock = clock
+        self._allowed: set[str] = set()
+
+    def allow(self, key: str, seconds: float) -> None:
+        """Wait so much longer because of an entry; once, also if it is read again."""
+        if key not in self._allowed:
+            self._allowed.add(key)
+            self.left += seconds
+
+    def wait(self, future: Future[Any]) -> bool:
+        """Wait until a future is done, or no seconds are left; whether it is done."""
+        began = self._clock()
+        is_done = bool(wait([future], max(0.0, self.left)).done)
+        self.left -= self._clock() - began
+        return is_done
+
+
+class Waits:
+    """The patience of one prompt: with each server, for its questions and for its entries.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._patience: dict[tuple[Hashable, str], Patience] = {}
+
+    def patience(self, server: Hashable, purpose: str, seconds: float) -> Patience:
+        """For everything that is waited for with this purpose, `seconds` together."""
+        return self._patience.setdefault((server, purpose), Patience(seconds, self._clock))
+
+
 class Source(Protocol):
     """What entries are read from. No method raises because of it."""
 
@@ -67,20 +118,21 @@ class Tier:
 
     Args:
         blobs: its entries; `close` closes them.
-        seal: names and verifies entries.
 
     Attributes:
         blobs: as given.
+        label: its kind, for statistics.
+        is_shared: whether other machines use it too.
         queue: what waits to be written.
-        faults: counts what went wrong.
+        counts: what it did, and what went wrong.
     """
 
-    def __init__(self, blobs: BlobStore, seal: Sealing) -> None:
+    def __init__(self, blobs: BlobStore) -> None:
         self.blobs = blobs
-        self._counts: Counter[str] = Counter()
-        self.faults = Faults(blobs.name)
-        self.queue = Writer(blobs, seal, self.faults)
-        self._seal = seal
+        self.label, self.is_shared = blobs.label, blobs.is_shared
+        self.counts = TierCounts(blobs.name)
+        self.queue = Writer(blobs, self.counts)
+        self._seal = blobs.seal
         self._pause = Pause()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         self._calls: set[Future[Any]] = set()
@@ -88,16 +140,6 @@ class Tier:
         # At interpreter exit too, so that queued entries are written.
         parts = self.queue, self._readers, blobs
         self._close = weakref.finalize(self, _close, *parts)
-
-    @property
-    def label(self) -> str:
-        """Its kind, for statistics."""
-        return self.blobs.label
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other machines use it too."""
-        return self.blobs.is_shared
 
     @property
     def is_paused(self) -> bool:
@@ -111,21 +153,21 @@ class Tier:
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         places = wanted.places[:_MOST_ASKED]
         names = [self._seal.name(place.key) for place in places]
-        patience = waits.asking(self, self.blobs.patience_s)
+        patience = waits.patience(self, "ask", self.blobs.patience_s)
         sizes = self._wait(self._submit(self.blobs.sizes, names), patience)
         found = {}
         for place, nbytes in zip(places, sizes or (), strict=False):
             is_there = self._seal.header_bytes < nbytes <= MOST_ENTRY_BYTES
-            self.queue.note(place.key, is_there=is_there)
+            self.queue.record(place.key, is_there=is_there)
             if is_there:
                 found[place.key] = nbytes
             elif nbytes:
-                self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
+                self.counts.record_error(WrongSize(f"an entry has {nbytes:,} bytes"))
         return found
 
     def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
         batches = round_trips(wanted, itemgetter(1), self.blobs.get_bytes, MOST_IN_BATCH)
-        patience = waits.reading(self, self.blobs.patience_s)
+        patience = waits.patience(self, "read", self.blobs.patience_s)
         coming = (self._begin(batch, patience) for batch in batches)
         begun = deque(islice(coming, 1 + _BATCHES_AHEAD))
         while begun:
@@ -139,17 +181,8 @@ class Tier:
             self.queue.do(partial(self.blobs.touch, [self._seal.name(key) for key in keys]))
 
     def stats(self) -> StoreStats:
-        """The counts so far, without tokens."""
-        counts, written = self._counts + self.queue.counts, self.blobs.written
-        names = "entries_read", "bytes_read", "entries_written", "bytes_written"
-        return StoreStats(
-            tokens_found=0,
-            **{name: counts[name] for name in names},
-            bytes_today=written.bytes_today,
-            bytes_in_all=written.in_all,
-            dropped=dict(self.faults.dropped),
-            errors=dict(self.faults.errors),
-        )
+        """The counts so far."""
+        return self.counts.stats(self.blobs.written)
 
     def _begin(self, batch: Sequence[Sized], patience: Patience) -> list[_Begun]:
         """Begin one round trip; a future for each of its entries, or None during a pause."""
@@ -165,13 +198,12 @@ class Tier:
     ) -> Entry | None:
         entry = self._wait(reading, patience)
         if entry is not None:
-            self._counts["entries_read"] += 1
-            self._counts["bytes_read"] += entry.nbytes
+            self.counts.record_entry(entry, "read")
             return entry
-        self.queue.note(place.key, is_there=False)
-        if reading is not None and reading.done() and _is_damaged(reading):
-            discard = partial(self.blobs.discard, self._seal.name(place.key))
-            self.queue.do(discard, is_first=True)  # before it is stored again
+        self.queue.record(place.key, is_there=False)
+        if _is_damaged(reading) and not self.is_shared:  # on a server, a sound entry replaces it
+            remove = partial(self.blobs.remove, [self._seal.name(place.key)])
+            self.queue.do(remove, is_first=True)  # before it is stored again
         return None
 
     def _get(self, batch: Sequence[Sized], futures: Sequence[Future[Entry]]) -> None:
@@ -213,8 +245,8 @@ class Tier:
         if future is None:
             return None
         if not patience.wait(future):
-            self.faults.note(TimeoutError("no answer in the time that a prompt waits"))
-            self._pause.note_failure()
+            self.counts.record_error(TimeoutError("no answer in the time that a prompt waits"))
+            self._pause.record_failure()
             if not self.is_shared:  # a disk may hang for ever, and calls to servers have time-outs
                 self._late = self._calls.copy()
             future.cancel()
@@ -223,30 +255,20 @@ class Tier:
         try:
             result = future.result()
         except InvalidEntry as error:
-            self.faults.note(error)
+            self.counts.record_error(error)
             return None
         except Exception as error:  # clients raise what they like: every failure is a miss
-            self.faults.note(error)
-            self._pause.note_failure()
+            self.counts.record_error(error)
+            self._pause.record_failure()
             return None
-        self._pause.note_success()
+        self._pause.record_success()
         return result
 
 
-class WrongSize(InvalidEntry):
-    """An entry that claims more bytes than any page has, or fewer than its header."""
-
-    kind = "wrong size"
-
-
-class Gone(InvalidEntry):
-    """An entry that another process has evicted."""
-
-    kind = "gone"
-
-
-def _is_damaged(reading: Future[Entry]) -> bool:
-    return not reading.cancelled() and isinstance(reading.exception(), InvalidEntry)
+def _is_damaged(reading: Future[Entry] | None) -> bool:
+    if reading is None or not reading.done() or reading.cancelled():
+        return False
+    return isinstance(reading.exception(), InvalidEntry)
 
 
 def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:

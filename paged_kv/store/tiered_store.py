@@ -6,22 +6,26 @@ to all of them, each behind its own queue.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import ChainMap, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from threading import Event
+from pathlib import Path
 
-from paged_kv.store.entry_file import Entry
+from paged_kv.extras import extra_module
+from paged_kv.store.blob_store import BlobStore
+from paged_kv.store.entry_file import UNSEALED, Entry, Seal, Sealing
+from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import Stored, Wanted, find
-from paged_kv.store.lookup_counts import LookupCounts
-from paged_kv.tiers.faults import StoreStats
-from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
-from paged_kv.tiers.tier import Source, Tier
-from paged_kv.tiers.waits import Waits
+from paged_kv.store.lookup import LookupCounts, Stored, Wanted, find
+from paged_kv.store.options import Address, RedisAddress, RemoteAddress, StoreOptions
+from paged_kv.store.tier import Sized, Source, Tier, Waits
+from paged_kv.store.writer import StoreStats
 
+LEAST_SECRET_BYTES = 32
+_MOST_PREFETCHED_BYTES = 1 << 30
 # A process that is killed loses so many look-ups. Saving them writes 128 kB.
 _MOST_UNSAVED = 1000
 
@@ -45,6 +49,56 @@ class Offer:
     waits: Waits = field(default_factory=Waits)
 
 
+class PrefetchBuffer:
+    """The quickest `Source`: entries that were read from servers before the prompt that needs them
+    begins, each until it is read. Threads may share it.
+
+    Args:
+        max_bytes: the most that they may take; the earliest go first.
+
+    Attributes:
+        label: the tier that the latest entries came from.
+    """
+
+    def __init__(self, max_bytes: int = _MOST_PREFETCHED_BYTES) -> None:
+        self.label = ""
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def put(self, entry: Entry, label: str) -> None:
+        """Keep an entry that was read from a tier."""
+        with self._lock:
+            self.label = label
+            self._pop(entry.place.key)
+            self._entries[entry.place.key] = entry
+            self._nbytes += entry.nbytes
+            while self._nbytes > self._max_bytes:
+                self._pop(next(iter(self._entries)))
+
+    def discard(self, keys: Iterable[str]) -> None:
+        """Forget entries, if they are there."""
+        with self._lock:
+            for key in keys:
+                self._pop(key)
+
+    def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
+        with self._lock:
+            return {key: entry.nbytes for key, entry in self._entries.items()}
+
+    def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
+        for place, _ in wanted:
+            with self._lock:
+                entry = self._pop(place.key)
+            yield entry
+
+    def _pop(self, key: str) -> Entry | None:
+        entry = self._entries.pop(key, None)
+        self._nbytes -= 0 if entry is None else entry.nbytes
+        return entry
+
+
 class TieredStore:
     """Reads and writes tiers without blocking on writes and without raising.
 
@@ -66,7 +120,6 @@ class TieredStore:
         self._labels: dict[Source, str] = {
             tier: _label(tier, at, self.tiers) for at, tier in enumerate(tiers)
         }
-        self._tokens_found: Counter[str] = Counter()
         self._close = weakref.finalize(self, _close, self.tiers, self.lookups)
 
     def close(self) -> None:
@@ -104,7 +157,7 @@ class TieredStore:
         for tier in self.tiers:
             tier.touch(keys)
 
-    def record(self, digest: str) -> None:
+    def record_lookup(self, digest: str) -> None:
         """Count that a block was looked up."""
         self.lookups.record(digest)
         if self.lookups.num_unsaved >= _MOST_UNSAVED:
@@ -140,7 +193,7 @@ class TieredStore:
                 found.insert(0, Offer(stored, label, dict(held), ready is not None, waits))
         return found
 
-    def prefetch(self, offer: Offer, is_cancelled: Event) -> list[str]:
+    def prefetch(self, offer: Offer, is_cancelled: threading.Event) -> list[str]:
         """Read what only servers hold of an offer, for a prompt that begins later, until that is
         cancelled; returns the keys of what was read. Another thread may use the store meanwhile."""
         assert self.prefetched is not None, "somebody takes what is read"
@@ -159,22 +212,24 @@ class TieredStore:
         give, and ends."""
         return self._read(offer.stored.places, offer)
 
-    def note_found(self, num_tokens: int, tier: str) -> None:
-        """Count tokens of a prefix hit that came from a tier."""
-        self._tokens_found[tier] += num_tokens
+    def record_found(self, num_tokens: int, label: str) -> None:
+        """Count tokens of a prefix hit that came from the tier of an offer."""
+        for tier in self.tiers:
+            if self._labels[tier] == label:
+                tier.counts.sums["tokens_found"] += num_tokens
 
-    def drop(self, reason: str) -> None:
+    def record_drop(self, reason: str) -> None:
         """Count an entry that was not stored."""
-        self.tiers[0].faults.drop(reason)
+        self.tiers[0].counts.record_drop(reason)
 
     def stats(self) -> StoreStats:
         """The counts of all tiers so far."""
-        first, *others = [self._stats_of(tier) for tier in self.tiers]
+        first, *others = [tier.stats() for tier in self.tiers]
         return sum(others, first)
 
     def counts_by_tier(self) -> dict[str, dict[str, int]]:
         """Columns of `PoolStats`, by tier."""
-        stats = {self._labels[tier]: self._stats_of(tier) for tier in self.tiers}
+        stats = {self._labels[tier]: tier.stats() for tier in self.tiers}
         return {
             "store_hits": {name: each.tokens_found for name, each in stats.items()},
             "store_bytes_read": {name: each.bytes_read for name, each in stats.items()},
@@ -211,8 +266,79 @@ class TieredStore:
             if entry is None:
                 return
 
-    def _stats_of(self, tier: Tier) -> StoreStats:
-        return replace(tier.stats(), tokens_found=self._tokens_found[self._labels[tier]])
+
+def open_tiers(addresses: Sequence[Address], max_bytes: int, options: StoreOptions) -> TieredStore:
+    """Open all tiers. A server that does not answer counts as one that holds nothing.
+
+    Raises:
+        ValueError: a package is missing, or a server lacks a secret; the message says which.
+        OSError: the secret cannot be read.
+        StoreError: the folder cannot be used.
+    """
+    has_servers = not all(isinstance(each, Path) for each in addresses)
+    seal = read_seal(options) if has_servers else UNSEALED
+    daily_bytes = None if options.daily_bytes is None else int(options.daily_bytes)
+    tiers: list[Tier] = []
+    try:
+        for address in addresses:
+            if isinstance(address, Path):
+                folder = FolderStore(address, max_bytes, daily_bytes=daily_bytes)
+                tiers.append(folder_tier(folder))
+            else:
+                tiers.append(Tier(open_blobs(address, seal)))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return TieredStore(tiers)
+
+
+def folder_tier(folder: FolderStore) -> Tier:
+    """The tier of a folder, which this brings below its cap if it was higher before."""
+    tier = Tier(folder)
+    tier.queue.do(partial(folder.shrink, folder.max_bytes))
+    tier.queue.flush()
+    return tier
+
+
+def open_blobs(address: RemoteAddress, seal: Sealing) -> BlobStore:
+    """A client of a server, whose entries have this seal; it connects at its first call.
+
+    Raises:
+        ValueError: the package is missing; the message names the extra.
+    """
+    if isinstance(address, RedisAddress):
+        module = extra_module("paged_kv.store.redis_blobs", "redis")
+        blobs: BlobStore = module.RedisBlobs(address, seal)
+    else:
+        module = extra_module("paged_kv.store.s3_blobs", "s3")
+        blobs = module.S3Blobs(address, seal)
+    return blobs
+
+
+def read_seal(options: StoreOptions) -> Seal:
+    """What makes and verifies entries on servers.
+
+    Raises:
+        ValueError: there is no secret, or it is too short.
+        OSError: its file cannot be read.
+    """
+    if options.secret is not None:
+        file = Path(options.secret).expanduser()
+        secret = file.read_bytes().strip()
+        if len(secret) < LEAST_SECRET_BYTES:
+            raise ValueError(
+                f"the secret in {file} has {len(secret)} bytes, and at least {LEAST_SECRET_BYTES} "
+                f"are needed: head -c 32 /dev/urandom | base64 > {file}"
+            )
+        return Seal(secret)
+    if not options.unauthenticated:
+        raise ValueError(
+            "a store on a server needs a secret, or whoever can write there could change answers: "
+            "give --store-secret FILE (StoreOptions(secret=...)), the same on all machines; or "
+            "--store-unauthenticated (unauthenticated=True) if everybody there is trusted"
+        )
+    return Seal(b"")
 
 
 def _holders(place: EntryPlace, offer: Offer) -> list[Source]:
@@ -235,7 +361,7 @@ def _saved_lookups(tier: Tier) -> bytes:
     try:
         return tier.blobs.saved_lookups()
     except (OSError, MemoryError) as error:
-        tier.faults.note(error)
+        tier.counts.record_error(error)
         return b""
 
 

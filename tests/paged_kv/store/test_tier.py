@@ -5,44 +5,36 @@ from threading import Event
 import pytest
 
 from paged_kv.store import keys
-from paged_kv.store.errors import OtherEntry
+from paged_kv.store.entry_file import OtherEntry
 from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers.prefetch_buffer import PrefetchBuffer
-from paged_kv.tiers.seal import Seal
-from paged_kv.tiers.tier import Tier
-from paged_kv.tiers.tiered_store import TieredStore
-from paged_kv.tiers.waits import Waits
-from paged_kv.tiers.writer import FULL, PAUSED
+from paged_kv.store.tier import Tier, Waits
+from paged_kv.store.tiered_store import PrefetchBuffer, TieredStore
+from paged_kv.store.writer import FULL, PAUSED
 from tests.support.memory_blobs import Memory
 from tests.support.store_entries import PAGES, entry, identity, is_right, links, others, prompt
-from tests.support.tier_servers import SECRET
 
 CHAIN = [entry(link) for link in links(prompt(0, 256 * 3))]
-
-
-def tier_of(memory: Memory) -> Tier:
-    return Tier(memory, Seal(SECRET))
 
 
 def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
     memory = Memory()
     memory.is_full = True
-    tier = tier_of(memory)
+    tier = Tier(memory)
     try:
         for each in CHAIN:
             tier.queue.save(each)
         assert tier.queue.flush()
         # The first has failed, and the others have come during the pause.
         assert memory.calls == [("put", 1)]
-        assert tier.faults.dropped == {FULL: 1, PAUSED: len(CHAIN) - 1}
+        assert tier.counts.dropped == {FULL: 1, PAUSED: len(CHAIN) - 1}
         assert not any(tier.queue.knows(each.place.key) for each in CHAIN)
     finally:
         tier.close()
 
 
 def test_what_waits_to_be_written_is_not_written_twice_though_nobody_finds_it() -> None:
-    tier, may_write = tier_of(Memory()), Event()
+    tier, may_write = Tier(Memory()), Event()
     try:
         tier.queue.do(may_write.wait, is_first=True)
         tier.queue.save(CHAIN[0])
@@ -57,7 +49,7 @@ def test_what_waits_to_be_written_is_not_written_twice_though_nobody_finds_it() 
 def test_what_was_read_in_advance_counts_for_its_tier_where_a_nearer_one_adds_to_it() -> None:
     memory = Memory()
     memory.is_shared = False
-    store = TieredStore([tier_of(memory)])
+    store = TieredStore([Tier(memory)])
     try:
         store.save(CHAIN[0], store.tiers)
         assert store.flush()
@@ -81,7 +73,7 @@ def test_what_collides_is_told_apart() -> None:
     """All have one key, so what is read must be compared with what was asked for."""
     stored = entry(Link.root(identity()).then([1, 2]).then([3, 4]))
     memory = Memory()
-    tier, waits = tier_of(memory), Waits()
+    tier, waits = Tier(memory), Waits()
     try:
         tier.queue.save(stored)
         assert tier.queue.flush()
@@ -90,6 +82,6 @@ def test_what_collides_is_told_apart() -> None:
         for place, is_there in asked:
             (found,) = tier.read([(place, nbytes)], waits)
             assert (found is not None and is_right(found)) == is_there
-        assert tier.faults.errors == {OtherEntry.kind: len(others())}
+        assert tier.counts.errors == {OtherEntry.kind: len(others())}
     finally:
         tier.close()

@@ -1,4 +1,4 @@
-"""The texts that name tiers.
+"""The options of a store, and the texts that name its tiers.
 
     ~/pages                                              a folder
     redis://host:6379/0                                  Redis or Valkey; rediss:// with TLS
@@ -15,14 +15,99 @@ A text with a password in it is refused, as other users can read command lines.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from paged_kv.checks import file_path, whole_number
+from paged_kv.commands.arguments import path, positive
+from paged_kv.options import Options, option
+from paged_kv.sizes import parse_size, size_in_bytes
+
+DEFAULT_STORE_BYTES = "50GB"
+MIN_BYTES = 8 << 20
 _ENVIRONMENT = "env:"
 _REDIS = ("redis", "rediss")
 _CERTIFICATES = ("ca", "cert", "key")
+
+
+def default_folder() -> Path:
+    """The default folder of pages: in $XDG_CACHE_HOME, or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "paged-kv" / "pages"
+
+
+def store_size(text: str) -> int:
+    """The bytes that a page store may take."""
+    nbytes = parse_size(text)
+    if nbytes < MIN_BYTES:
+        raise ArgumentTypeError(
+            f"{text!r} is too small for pages: give at least {MIN_BYTES:,} bytes"
+        )
+    return nbytes
+
+
+def tier(text: str) -> str | Path:
+    """A folder, or the address of a server."""
+    if "://" not in text:
+        return path(text)
+    try:
+        parse_address(text)
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+@dataclass(frozen=True)
+class StoreOptions(Options):
+    """How a factory uses its store: what it writes, and what it trusts.
+
+    Attributes:
+        after: write a prefix to the store once N prompts have begun with it: with 2, what comes
+            only once does not wear the disk. Counts outlive the process.
+        at_once: write a prefix of at least so many tokens when it is first seen.
+        daily_bytes: the most to write to the folder in a day (UTC), such as 20GB, by all processes
+            that share it; then it is only read.
+        secret: a file of at least 32 bytes, the same on all machines, with which entries on servers
+            are verified.
+        unauthenticated: take servers without a secret: whoever can write there can change answers.
+    """
+
+    after: int = option(
+        1, parse=positive, check=partial(whole_number, "after", least=1), needs="store", metavar="N"
+    )
+    # No number is worth its bytes in all of the replayed loads of benches/store_writes.py.
+    at_once: int | None = option(
+        None,
+        parse=positive,
+        check=partial(whole_number, "at_once", least=1),
+        needs="store",
+        usual="no such length",
+        metavar="TOKENS",
+    )
+    daily_bytes: float | str | None = option(
+        None,
+        parse=parse_size,
+        check=partial(size_in_bytes, "daily_bytes"),
+        needs="store",
+        usual="no limit",
+        metavar="SIZE",
+    )
+    secret: str | os.PathLike[str] | None = option(
+        None, parse=path, check=partial(file_path, "secret"), needs="store", metavar="FILE"
+    )
+    unauthenticated: bool = option(False, needs="store")
+
+    def is_due(self, lookups: int, num_tokens: int) -> bool:
+        """Whether to write blocks of a prefix of `num_tokens` tokens, looked up so often."""
+        is_long = self.at_once is not None and num_tokens >= self.at_once
+        return is_long or lookups >= self.after
+
+
+WRITE_EVERYTHING = StoreOptions()
 
 
 @dataclass(frozen=True)
@@ -63,6 +148,9 @@ class S3Address:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
+TierPlace = str | os.PathLike[str]
+"""A folder, or the address of a server."""
+
 RemoteAddress = RedisAddress | S3Address
 Address = Path | RedisAddress | S3Address
 
@@ -94,6 +182,28 @@ def parse_address(text: str | os.PathLike[str]) -> Address:
             "this machine can read: give it as ?password=env:NAME, or ?password=FILE"
         )
     return _redis(url, port) if scheme in _REDIS else _s3(url)
+
+
+def store_addresses(store: TierPlace | Sequence[TierPlace]) -> list[Address]:
+    """The tiers that the argument `store` names, quickest first.
+
+    Raises:
+        TypeError: it is neither a path nor a list or tuple of paths.
+        ValueError: it names no tier, several folders, or something that is no address.
+        OSError: the file of a password cannot be read.
+    """
+    places = list(store) if isinstance(store, list | tuple) else [store]
+    if not places:
+        raise ValueError("store must name a folder or a server, got an empty list")
+    found = [parse_address(_place(each)) for each in places]
+    addresses = [each.expanduser() if isinstance(each, Path) else each for each in found]
+    if sum(isinstance(each, Path) for each in addresses) > 1:
+        raise ValueError("store names several folders: one is enough, and servers may follow it")
+    return addresses
+
+
+def _place(place: object) -> TierPlace:
+    return place if isinstance(place, str) and "://" in place else file_path("store", place)
 
 
 def _redis(url: SplitResult, port: int | None) -> RedisAddress:

@@ -12,11 +12,11 @@ import pytest
 
 from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.extras import install_command
-from paged_kv.tiers import tier
-from paged_kv.tiers.address import RedisAddress, S3Address, parse_address
-from paged_kv.tiers.opening import open_blobs, open_tiers
-from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
-from paged_kv.tiers.writer import FULL, PAUSED
+from paged_kv.store import tier
+from paged_kv.store.entry_file import HEADER_BYTES, UNSEALED, Forged, Seal, WrongSize
+from paged_kv.store.options import RedisAddress, S3Address, parse_address
+from paged_kv.store.tiered_store import open_blobs, open_tiers
+from paged_kv.store.writer import FULL, PAUSED
 from tests.support.generation import greedy
 from tests.support.patience import wait_until
 from tests.support.store_damage import forged
@@ -160,7 +160,7 @@ def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
         factory.clear()
     stats = store_of(factory).stats()
     assert stats.entries_read == 0
-    assert set(stats.errors) == {Forged.kind, tier.WrongSize.kind}
+    assert set(stats.errors) == {Forged.kind, WrongSize.kind}
     for key, data in entries.items():
         client.set(key, data)
     assert factory.fetch_cache(TEXT[:1100])[1] == 1024
@@ -185,7 +185,7 @@ def test_an_entry_that_claims_too_much_is_not_read(
 def test_an_entry_that_grows_after_the_question_takes_no_more_memory(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = open_blobs(RedisAddress("127.0.0.1", redis.port))
+    blobs = open_blobs(RedisAddress("127.0.0.1", redis.port), UNSEALED)
     blobs.put([("a" * 64, [b"x" * 1000])])
     (size,) = blobs.sizes(["a" * 64])
     redis.client().append("paged-kv:" + "a" * 64, b"y" * 10**6)
@@ -207,8 +207,8 @@ def ask(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> list[int]:
 def test_a_server_that_is_killed_or_hangs_is_a_miss_and_comes_back(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.01)
-    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.01)
+    monkeypatch.setattr("paged_kv.store.writer.FIRST_S", 0.01)
+    monkeypatch.setattr("paged_kv.store.writer.LONGEST_S", 0.01)
     model = shallow_model("qwen3")
     filled(model, secret, redis.address, TEXT[:1100])
     factory = remote_factory(model, secret, redis.address)
@@ -318,10 +318,10 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     import sys
 
     for name, address in (("redis", RedisAddress("h")), ("s3", S3Address("b"))):
-        monkeypatch.delitem(sys.modules, f"paged_kv.tiers.{name}_blobs", raising=False)
+        monkeypatch.delitem(sys.modules, f"paged_kv.store.{name}_blobs", raising=False)
         monkeypatch.setitem(sys.modules, {"redis": "redis", "s3": "obstore"}[name], None)
         with pytest.raises(ValueError, match=re.escape(install_command(name))):
-            open_blobs(address)
+            open_blobs(address, UNSEALED)
 
 
 @pytest.mark.slow
