@@ -15,9 +15,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from paged_kv.blas_in_use import library_in_use, openblas_version
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.openblas import how_to_get_openblas
+from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
 
 
 def warn_in_command(model: Module) -> None:

@@ -1,4 +1,4 @@
-"""Puts OpenBLAS in the place of the BLAS that MLX's Linux wheel links.
+"""Puts OpenBLAS in the place of the BLAS that MLX's Linux wheel links, and says which one serves.
 
 The wheel links a reference BLAS, whose products of float32 matrices are many times slower. When
 Python imports MLX, the dynamic linker takes each function from a library that was loaded for the
@@ -27,6 +27,8 @@ PACKAGE = "scipy-openblas32"
 _NAMES = Path(__file__).with_name("libpaged_kv_blas.so")
 # As Debian, Arch and Conda name it; Fedora's with threads; openSUSE's.
 _OF_SYSTEM = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas_pthreads.so.0")
+# One of the functions that MLX links.
+_FUNCTION = "cblas_sgemm"
 _INSTALL_OF_SYSTEM = "apt install libopenblas0-pthread, dnf install openblas, or pacman -S openblas"
 
 
@@ -108,3 +110,61 @@ def _load_of_system() -> str | None:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             return name
     return None
+
+
+class _SymbolInfo(ctypes.Structure):
+    """What `dladdr` tells of an address: `Dl_info` of <dlfcn.h>."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def library_in_use() -> Path | None:
+    """The file of the library that serves MLX, found as the dynamic linker finds it: first among
+    those that were loaded for the whole process, then among those that `libmlx` links. None if
+    there is none."""
+    with suppress(AttributeError, OSError):
+        return _file_of(ctypes.CDLL(None))
+    with suppress(AttributeError, OSError):
+        return _file_of(ctypes.CDLL("libmlx.so", mode=os.RTLD_NOLOAD))
+    return None
+
+
+def openblas_version(library: Path) -> str | None:
+    """Name and version of OpenBLAS, as in "OpenBLAS 0.3.30"; None of another library."""
+    opened = ctypes.CDLL(str(library))
+    for name in ("openblas_get_config", "scipy_openblas_get_config"):
+        with suppress(AttributeError):
+            config = getattr(opened, name)
+            config.restype = ctypes.c_char_p
+            return " ".join(config().decode().split()[:2])
+    return None
+
+
+def blas_name() -> str | None:
+    """The BLAS that serves MLX, in a few words; None where MLX does not use one that could be
+    replaced: on a GPU, and on a Mac."""
+    import mlx.core as mx
+
+    if sys.platform != "linux" or mx.default_device().type != mx.cpu:
+        return None
+    library = library_in_use()
+    if library is None:
+        return "unknown"
+    return openblas_version(library) or f"{library.name}, without OpenBLAS"
+
+
+def _file_of(scope: ctypes.CDLL) -> Path:
+    """The file of the library in which a look-up of the function ends.
+
+    Raises:
+        AttributeError: no library of the scope has it.
+    """
+    found, dladdr = _SymbolInfo(), ctypes.CDLL(None).dladdr
+    dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_SymbolInfo)]
+    dladdr(ctypes.cast(getattr(scope, _FUNCTION), ctypes.c_void_p), ctypes.byref(found))
+    return Path(os.fsdecode(found.file))

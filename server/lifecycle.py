@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from starlette.concurrency import run_in_threadpool
 
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.blas_in_use import blas_name
 from paged_kv.commands.model_names import not_loaded
+from paged_kv.openblas import blas_name
 from paged_kv.server import status_page
 from paged_kv.server.app import make_app
 from paged_kv.server.completions.model_names import ModelNames

@@ -13,7 +13,6 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from paged_kv.blas_in_use import library_in_use, openblas_version
 from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.kernels.backends import (
     Verdict,
@@ -26,7 +25,7 @@ from paged_kv.kernels.backends import (
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.self_test import Check, checks
-from paged_kv.openblas import how_to_get_openblas
+from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
 
 
 @dataclass(frozen=True)

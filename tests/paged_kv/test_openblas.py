@@ -30,7 +30,7 @@ needs_package = pytest.mark.skipif(
     reason=f"needs {openblas.PACKAGE} and a build with a C compiler",
 )
 SHOW = """
-from paged_kv.blas_in_use import library_in_use
+from paged_kv.openblas import library_in_use
 print(library_in_use().name)
 """
 
@@ -61,9 +61,9 @@ def test_every_function_that_mlx_links_comes_from_the_package() -> None:
     assert set(re.findall(r"\bDO\((\w+)\)", source)) == names
     code = f"""
 import paged_kv, mlx.core
-from paged_kv import blas_in_use
-for blas_in_use._FUNCTION in {sorted(names)}:
-    print(blas_in_use.library_in_use().name)
+from paged_kv import openblas
+for openblas._FUNCTION in {sorted(names)}:
+    print(openblas.library_in_use().name)
 """
     assert printed(code).split() == [PACKAGED] * len(names)
 

@@ -118,7 +118,7 @@ SMALL = {
     *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
     *("paged_kv.listeners", "paged_kv.ranks", "paged_kv.sizes"),
     *("paged_kv.__version__", "paged_kv.options", "paged_kv.commands.arguments"),
-    *("paged_kv.blas_in_use", "paged_kv.openblas"),
+    "paged_kv.openblas",
 }
 KNOWS_NOTHING = ("allocator", "kernels")
 # Files of paged_kv that name the rooms above them.
