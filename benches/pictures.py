@@ -19,8 +19,8 @@ from rich.terminal_theme import MONOKAI
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import History, ProcessView
+from paged_kv.monitor.publisher import view_process
 from paged_kv.monitor.stats_plot import draw
 from paged_kv.monitor.stats_table import screen
 from paged_kv.prefix.prefix_cache import PrefixCache

@@ -1,8 +1,7 @@
 """What a process holds, shown to people and to other processes.
 
 process_view        all pools of a process at one moment: data, and its JSON
-pool_views          makes views of pools
-publisher           writes it to a file when other processes of the user ask
+publisher           makes it, and writes it to a file when other processes of the user ask
 processes           asks the processes of the user
 stats_table         the tables and maps of `paged-kv stats`
 stats_plot          plots them

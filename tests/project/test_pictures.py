@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="needs the extra plot")
 from benches.figure import FIGURE, figure
 from benches.pictures import PICTURES, watch_picture
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.monitor.pool_views import view_process
+from paged_kv.monitor.publisher import view_process
 
 WATCH = PICTURES / "watch.svg"
 TEXT = re.compile(r'<text class="[\w-]+-r\d+" [^>]*?\by="([\d.]+)"[^>]*>([^<]*)</text>')

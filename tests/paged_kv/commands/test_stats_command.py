@@ -15,10 +15,9 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor import publisher as publishing
-from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
-from paged_kv.monitor.publisher import Publisher, is_wanted, publisher
+from paged_kv.monitor.publisher import Publisher, is_wanted, publisher, view_process
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
 

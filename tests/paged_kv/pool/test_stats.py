@@ -11,7 +11,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
 from paged_kv.allocator.block_map import block_map, packed, unpacked
-from paged_kv.monitor.pool_views import view_pool
+from paged_kv.monitor.publisher import view_pool
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from tests.support.invariants import assert_invariants, used_rows
