@@ -18,7 +18,7 @@ from paged_kv.commands.arguments import (
     share,
     temperature,
 )
-from paged_kv.commands.model_options import ModelOptions
+from paged_kv.commands.model_names import ModelOptions
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.options import add_options, option, parsed_options, part
 from paged_kv.pool.options import AUTO

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from paged_kv.commands.arguments import examples, name, path
-from paged_kv.commands.output_files import require_writable
+from paged_kv.commands.arguments import examples, name, path, require_writable
 from paged_kv.embedded import embedded_model
 
 if TYPE_CHECKING:

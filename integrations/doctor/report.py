@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paged_kv.commands.output_files import require_writable
+from paged_kv.commands.arguments import require_writable
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.comparisons import QUICK
 from paged_kv.integrations.bench.report import as_table

@@ -7,8 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import examples, positive
-from paged_kv.commands.model_names import not_loaded
-from paged_kv.commands.model_options import ModelOptions
+from paged_kv.commands.model_names import ModelOptions, not_loaded
 from paged_kv.embedded import embedded_model
 from paged_kv.options import add_options, parsed_options
 from paged_kv.pool.options import POOL_OPTIONS

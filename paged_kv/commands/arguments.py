@@ -1,4 +1,4 @@
-"""The parsers of command lines, and those of the values of options.
+"""The parsers of command lines and of the values of options, and the check of files to write.
 
 argparse prints the message of each ArgumentTypeError after the name of the option.
 """
@@ -113,6 +113,30 @@ def name(text: str) -> str:
 def path(text: str) -> Path:
     """The path of a file or folder; "~" is the user's home."""
     return Path(name(text)).expanduser()
+
+
+def require_writable(file: Path) -> None:
+    """Check that a file can be written, and leave it as it is.
+
+    Raises:
+        FileNotFoundError: its folder is not there.
+        OSError: it is a folder, or may not be written.
+    """
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}: make it first")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file to write")
+    is_new = not file.exists()
+    if not is_new and not file.is_file():
+        return  # To open and close a pipe would end it for its reader.
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise type(error)(
+            f"{file} cannot be written ({error.strerror}): name a file that can"
+        ) from None
+    if is_new:
+        file.unlink()
 
 
 def _integer(text: str) -> int | None:

@@ -1,9 +1,14 @@
-"""Checks the names of models before anything is loaded, and says why one cannot be loaded."""
+"""The options of commands that load a model, and checks of its name before anything is loaded."""
+
+from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from paged_kv.commands.arguments import name
 from paged_kv.embedded import EMBEDDED, embedded_model
+from paged_kv.options import Options, option
 
 # Where a draft model can be named: prompt look-up; the prediction head that comes with the model;
 # the same if there is one, and else no drafts.
@@ -14,10 +19,10 @@ NO_DRAFT_MODEL = frozenset({None, NGRAM, OWN_HEAD, AUTO_HEAD})
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-def named_model(name: str | None) -> str | None:
-    """The folder or repository that a name stands for: that of the embedded model for its name,
-    unless there is a folder of this name here; any other name as it is."""
-    return embedded_model() if name == EMBEDDED and not Path(name).exists() else name
+def named_model(text: str) -> str:
+    """The folder or repository that a text names: that of the embedded model for its name, unless
+    there is a folder of this name here; any other name as it is."""
+    return embedded_model() if text == EMBEDDED and not Path(text).exists() else name(text)
 
 
 def require_model(option: str, name: str) -> None:
@@ -61,3 +66,36 @@ def _remedy(said: str) -> str:
     if "Hub" in said or "Repository" in said:
         return "check its name and your network, or name a folder"
     return "check that its files are complete, or download them again"
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """A model, what drafts for it, and the numbers that both compute with.
+
+    Attributes:
+        model: folder or Hugging Face repository of a model; stdlib-llama is a small one in this
+            package, which writes text that looks like Python.
+        draft_model: a smaller model with the same vocabulary, or a prediction head of the model,
+            which drafts tokens for all prompts; or head, the one that comes with the model; or
+            auto, the same if there is one; or ngram, which drafts what followed the same tokens
+            earlier. Nothing is drafted where it is slower.
+        dtype: convert the model's numbers to this format, and compute in it. On a CPU float32 is
+            the quickest where OpenBLAS is installed.
+    """
+
+    model: str | None = option(None, parse=named_model)
+    draft_model: str | None = option(None, parse=named_model, usual="no drafts")
+    dtype: str | None = option(
+        None, usual="the model's own", choices=["float32", "float16", "bfloat16"]
+    )
+
+    def require_models(self) -> None:
+        """Check that models are there, before they are loaded.
+
+        Raises:
+            OSError: one is not, or its folder is incomplete.
+        """
+        if self.model is not None:
+            require_model("--model", self.model)
+        if self.draft_model not in NO_DRAFT_MODEL:
+            require_model("--draft-model", str(self.draft_model))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from paged_kv.commands.arguments import examples, path, positive, seconds
+from paged_kv.commands.arguments import examples, path, positive, require_writable, seconds
 from paged_kv.commands.interrupts import raised
-from paged_kv.commands.output_files import require_writable
 from paged_kv.extras import extra_module
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import running_process, running_processes

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.commands.output_files import removed_unless_complete
 from tests.support.patience import PATIENCE_S
 from tests.support.shown_process import shown_process
 
@@ -134,23 +133,6 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 1 << 16)
     except OSError:  # Linux says so when the last process has closed the terminal.
         return b""
-
-
-def interrupt(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_no_half_written_file_stays(tmp_path: Path) -> None:
-    file = tmp_path / "out"
-
-    def write_half() -> None:
-        with removed_unless_complete(file):
-            file.write_text("half")
-            interrupt()
-
-    with pytest.raises(KeyboardInterrupt):
-        write_half()
-    assert not file.exists()
 
 
 def run_python(script: str, *beginning: str) -> tuple[int, str, str]:

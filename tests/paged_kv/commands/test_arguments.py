@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paged_kv.commands.output_files import require_writable
+from paged_kv.commands.arguments import require_writable
 
 
 def test_a_file_stays_as_it_is(tmp_path: Path) -> None:
