@@ -22,7 +22,7 @@ operands, so that the pages can be read instead, and the graph is never computed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
@@ -81,22 +81,23 @@ class ReadArray(FollowedArray):
     holds_values = False
     is_as_held = True
 
+    @classmethod
+    def of(cls, array: mx.array, read: Read, **about: Any) -> Self:
+        """`array` as one that stands for numbers of a read, with other attributes."""
+        result = cls(array)
+        vars(result).update(about, read=read)
+        return result
+
 
 class PositionKeys(ReadArray):
     """The position keys of a read with their last axes swapped, [B, 1, P, T]."""
-
-    @classmethod
-    def of(cls, swapped: mx.array, read: Read) -> PositionKeys:
-        keys = cls(swapped)
-        keys.read = read
-        return keys
 
     def __rmatmul__(self, queries: mx.array) -> mx.array:
         scores = mx.matmul(queries, mx.array(self))
         if self.is_changed or self.shape[1] != 1 or queries.ndim != 4:
             return scores
         # A copy that shares the memory: what the model does to `queries` in place stays outside.
-        return PositionScores.of(scores, self.read, mx.array(queries))
+        return PositionScores.of(scores, self.read, queries=mx.array(queries))
 
 
 class PositionScores(ReadArray):
@@ -112,20 +113,13 @@ class PositionScores(ReadArray):
     mask: mx.array | None = None
     lowest: Any = None
 
-    @classmethod
-    def of(cls, scores: mx.array, read: Read, queries: mx.array) -> PositionScores:
-        result = cls(scores)
-        result.read, result.queries = read, queries
-        return result
-
     def masked(self, result: mx.array, mask: Any, lowest: Any) -> mx.array:
         """`result`, which is mx.where(mask, self, lowest), as scores if it still stands for them:
         if `lowest` is so low that a softmax gives hidden scores no weight."""
         if self.is_changed or self.mask is not None or not hides(mask, lowest, self.dtype):
             return result
-        scores = PositionScores.of(result, self.read, self.queries)
-        scores.mask, scores.lowest = mask, lowest
-        return scores
+        about = {"queries": self.queries, "mask": mask, "lowest": lowest}
+        return PositionScores.of(result, self.read, **about)
 
     def of_gathered(self, position_keys: mx.array) -> mx.array:
         """The same scores, computed with position keys [B, 1, T, P] that were gathered."""

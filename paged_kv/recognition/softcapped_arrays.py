@@ -36,17 +36,7 @@ class Made(Enum):
 
 
 class GroupedArray(ReadArray):
-    """Keys or values of a read with an axis for grouped queries, [B, kv_heads, 1, T, dim].
-
-    Attributes:
-        holds_values: whether these are values.
-    """
-
-    @classmethod
-    def of(cls, expanded: mx.array, read: Any, *, holds_values: bool) -> GroupedArray:
-        array = cls(expanded)
-        array.read, array.holds_values = read, holds_values
-        return array
+    """Keys or values of a read with an axis for grouped queries, [B, kv_heads, 1, T, dim]."""
 
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
         swapped: mx.array = super().swapaxes(axis1, axis2, **options)
@@ -59,20 +49,12 @@ class GroupedArray(ReadArray):
 class TransposedKeys(ReadArray):
     """The keys of a read with their last axes swapped, [B, k_heads, k_dim, T] or grouped."""
 
-    @classmethod
-    def of(cls, swapped: mx.array, read: Any) -> TransposedKeys:
-        keys = cls(swapped)
-        keys.read = read
-        return keys
-
     def __rmatmul__(self, queries: mx.array) -> mx.array:
         scores = mx.matmul(queries, mx.array(self))
         if self.is_changed or queries.ndim != self.ndim:
             return scores
-        result = AttentionScores(scores)
         # A copy that shares the memory: what the model does to `queries` in place stays outside.
-        result.read, result.queries = self.read, mx.array(queries)
-        return result
+        return AttentionScores.of(scores, self.read, queries=mx.array(queries))
 
 
 class AttentionScores(ReadArray):
