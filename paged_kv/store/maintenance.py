@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -38,7 +37,7 @@ def verify(blobs: BlobStore) -> tuple[int, list[Finding]]:
     """
     findings = blobs.oddities()
     found = list(blobs.entries())
-    for blob in _shown(found):
+    for blob in tqdm(found, "verify", unit=" entries", leave=False, disable=None):
         try:
             _verify(blobs, blob)
         except InvalidEntry as error:
@@ -85,8 +84,3 @@ def _verify(blobs: BlobStore, blob: Blob) -> None:
     entry = decode(blobs.seal.opened(blob.name, data), None)
     if blobs.seal.name(entry.place.key) != blob.name:
         raise OtherEntry(f"it holds entry {entry.place.key}")
-
-
-def _shown(blobs: Iterable[Blob]) -> Iterable[Blob]:
-    """The entries, with a progress bar if standard error is a terminal."""
-    return tqdm(blobs, "verify", unit=" entries", leave=False, disable=None)

@@ -124,8 +124,6 @@ class RedisAddress:
     key: Path | None = None
     password: str | None = field(default=None, repr=False)
 
-    label = "redis"
-
     def __str__(self) -> str:
         scheme = "rediss" if self.tls else "redis"
         return f"{scheme}://{self.host}:{self.port}/{self.db}"
@@ -141,8 +139,6 @@ class S3Address:
     region: str | None = None
     access_key: str | None = field(default=None, repr=False)
     secret_key: str | None = field(default=None, repr=False)
-
-    label = "s3"
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")

@@ -40,8 +40,10 @@ class RedisBlobs(BlobStore):
         seal: of its entries.
     """
 
+    label = "redis"
+
     def __init__(self, address: RedisAddress, seal: Sealing) -> None:
-        self.label, self.name, self.seal = address.label, str(address), seal
+        self.name, self.seal = str(address), seal
         files = {
             "ssl_ca_certs": address.ca,
             "ssl_certfile": address.cert,

@@ -35,8 +35,10 @@ class S3Blobs(BlobStore):
         seal: of its entries.
     """
 
+    label = "s3"
+
     def __init__(self, address: S3Address, seal: Sealing) -> None:
-        self.label, self.name, self.seal = address.label, str(address), seal
+        self.name, self.seal = str(address), seal
         # What the address does not name, such as credentials, comes from variables AWS_...
         config: dict[str, Any] = {
             "endpoint": address.endpoint,

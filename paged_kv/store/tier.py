@@ -101,7 +101,13 @@ class Waits:
 
 
 class Source(Protocol):
-    """What entries are read from. No method raises because of it."""
+    """What entries are read from. No method raises because of it.
+
+    Attributes:
+        label: names it in statistics.
+    """
+
+    label: str
 
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         """The bytes of what it holds for a prompt, by key."""
@@ -121,7 +127,7 @@ class Tier:
 
     Attributes:
         blobs: as given.
-        label: its kind, for statistics.
+        label: its kind, with a number if a store has several of the kind.
         is_shared: whether other machines use it too.
         queue: what waits to be written.
         counts: what it did, and what went wrong.

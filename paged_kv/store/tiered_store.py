@@ -117,9 +117,10 @@ class TieredStore:
         self.tiers = list(tiers)
         self.prefetched: PrefetchBuffer | None = None
         self.lookups = LookupCounts(_saved_lookups(self.tiers[0]))
-        self._labels: dict[Source, str] = {
-            tier: _label(tier, at, self.tiers) for at, tier in enumerate(tiers)
-        }
+        kinds = [tier.label for tier in self.tiers]
+        for at, tier in enumerate(self.tiers):
+            if before := kinds[:at].count(tier.label):
+                tier.label = f"{tier.label} {before + 1}"
         self._close = weakref.finalize(self, _close, self.tiers, self.lookups)
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class TieredStore:
                 ready = self.prefetched
                 if ready is not None and held[ready].keys().isdisjoint(stored.keys):
                     ready = None
-                label = self._labels[source] if ready is None else ready.label
+                label = (ready or source).label
                 found.insert(0, Offer(stored, label, dict(held), ready is not None, waits))
         return found
 
@@ -215,7 +216,7 @@ class TieredStore:
     def record_found(self, num_tokens: int, label: str) -> None:
         """Count tokens of a prefix hit that came from the tier of an offer."""
         for tier in self.tiers:
-            if self._labels[tier] == label:
+            if tier.label == label:
                 tier.counts.sums["tokens_found"] += num_tokens
 
     def record_drop(self, reason: str) -> None:
@@ -229,7 +230,7 @@ class TieredStore:
 
     def counts_by_tier(self) -> dict[str, dict[str, int]]:
         """Columns of `PoolStats`, by tier."""
-        stats = {self._labels[tier]: tier.stats() for tier in self.tiers}
+        stats = {tier.label: tier.stats() for tier in self.tiers}
         return {
             "store_hits": {name: each.tokens_found for name, each in stats.items()},
             "store_bytes_read": {name: each.bytes_read for name, each in stats.items()},
@@ -349,12 +350,6 @@ def _holders(place: EntryPlace, offer: Offer) -> list[Source]:
 def _missing(tiers: Sequence[Tier], place: EntryPlace, nbytes: int) -> list[Tier]:
     lacking = [tier for tier in tiers if not tier.queue.knows(place.key)]
     return [tier for tier in lacking if tier.queue.has_room(nbytes)]
-
-
-def _label(tier: Tier, at: int, tiers: Sequence[Tier]) -> str:
-    """The name of a tier's kind, with a number if there are several of the kind before it."""
-    before = sum(each.label == tier.label for each in tiers[:at])
-    return f"{tier.label} {before + 1}" if before else tier.label
 
 
 def _saved_lookups(tier: Tier) -> bytes:
