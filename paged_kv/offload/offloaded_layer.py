@@ -18,87 +18,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import chooses, run_scores
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
-from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, PageFormat, PageLayout
 from paged_kv.kernels.plain.attention import by_row
 from paged_kv.kernels.plain.gather import stacked
-from paged_kv.offload.page_file import PageFile, Place, Words
+from paged_kv.offload.offloading import OFFLOADED, Offloading
+from paged_kv.offload.page_file import Place, Words
 from paged_kv.offload.streamed_attention import attend_streamed, tokens_at_once
 
 # A layer ranks its pages at every so many steps.
 RANKED_STEPS = 4
 # The key of a batch's pages that are out of memory in its `memo`.
 OUTSIDE = "out of memory"
-
-
-class _Nowhere:
-    """The number format of numbers that are not in memory."""
-
-    name = "offloaded"
-    is_centred = False
-
-    @property
-    def first(self) -> NumberFormat:
-        return self
-
-    def encoding(self, dtype: mx.Dtype) -> Encoding:
-        return FLOATS[dtype]
-
-    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
-        return ()
-
-    def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
-        return ()
-
-    def decode(self, encoded: Iterable[mx.array], dtype: mx.Dtype) -> mx.array:
-        raise NotImplementedError("the numbers of an offloaded page are in a PageFile")
-
-
-OFFLOADED = PageFormat(_Nowhere(), _Nowhere())
-
-
-@dataclass
-class FetchCounts:
-    """What layers fetched.
-
-    Attributes:
-        pages_fetched: pages of a layer that were read from the file.
-        pages_late: pages of a layer that a step wanted, and left out because they had not come.
-    """
-
-    pages_fetched: int = 0
-    pages_late: int = 0
-
-
-@dataclass
-class Outside:
-    """What the layers of a group share.
-
-    Attributes:
-        file: the contents of pages.
-        page_format: their format.
-        waits: whether a step waits for pages that it wants.
-        counts: of all layers.
-        frames: the blocks of fetched pages; each layer has its own pages there.
-    """
-
-    file: PageFile
-    page_format: PageFormat
-    waits: bool
-    counts: FetchCounts
-    frames: list[BlockTable]
 
 
 class _Page(NamedTuple):
@@ -120,7 +61,7 @@ class OffloadedLayer(LayerPages):
     """See `LayerPages`; its geometry has summaries.
 
     Args:
-        outside: what the layers of its group share.
+        offloading: the pages of its group that are out of memory.
     """
 
     def __init__(
@@ -129,11 +70,11 @@ class OffloadedLayer(LayerPages):
         backend: Backend,
         slab_stride: int,
         read_tokens: int | None,
-        outside: Outside,
+        offloading: Offloading,
     ) -> None:
         super().__init__(geometry, backend, slab_stride, read_tokens)
-        self._outside = outside
-        self._content_layout = PageLayout(outside.page_format, geometry)
+        self._offloading = offloading
+        self._content_layout = PageLayout(offloading.page_format, geometry)
         self._pages: dict[int, list[_Page | None]] = {}  # of each slab that is out of memory
         # The frame of each fetched page, and the reads that have not come, by serial number.
         self._frames: dict[int, int] = {}
@@ -187,7 +128,7 @@ class OffloadedLayer(LayerPages):
         """
         if not self._is_outside(entry):
             return super().page(entry)
-        return self._as_page(self._outside.file.read(self._page(entry).place))
+        return self._as_page(self._offloading.file.read(self._page(entry).place))
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`.
@@ -298,7 +239,7 @@ class OffloadedLayer(LayerPages):
         """Give a page's place in the file away: what may be written there is no page of ours."""
         self._fetches.pop(page.place.serial, None)
         self._frames.pop(page.place.serial, None)
-        self._outside.file.release(page.place)
+        self._offloading.file.release(page.place)
 
     def _offload(self, source: int, target: int) -> None:
         content = super().layout_of(source).recoded(self.page(source), self._content_layout)
@@ -308,7 +249,7 @@ class OffloadedLayer(LayerPages):
         words = np.array(content).reshape(-1)
         summaries = words[self._content_layout.summaries_at :].view(np.float16)
         of_heads = summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
-        return _Page(self._outside.file.write(words), of_heads.copy())
+        return _Page(self._offloading.file.write(words), of_heads.copy())
 
     def _as_page(self, words: Words) -> mx.array:
         layout = self._content_layout
@@ -334,7 +275,7 @@ class OffloadedLayer(LayerPages):
         if self._steps % RANKED_STEPS == 0:
             self._fetch(self._ranked(queries, metadata, attention.scale))
         self._steps += 1
-        self._take_fetched(wait_for_all=is_first or self._outside.waits)
+        self._take_fetched(wait_for_all=is_first or self._offloading.waits)
         tables = self._in_memory(metadata.block_tables)
         lengths = [
             length - PAGE_SIZE * missing
@@ -359,7 +300,7 @@ class OffloadedLayer(LayerPages):
                 yield self._frame(self._frames[serial])
 
     def _frame(self, at: int) -> int:
-        return self._outside.frames[at].blocks[0]
+        return self._offloading.frames[at].blocks[0]
 
     def _ranked(self, queries: mx.array, metadata: AttentionMetadata, scale: float) -> list[_Page]:
         """The pages to have in frames, those of each sequence that weigh most."""
@@ -371,7 +312,7 @@ class OffloadedLayer(LayerPages):
             if any(map(self._is_outside, table))
         ]
         found = []
-        most = len(self._outside.frames) // len(rows)
+        most = len(self._offloading.frames) // len(rows)
         for row, full in rows:
             weights = self._weights(queries[row : row + 1], full, scale)
             outside = [at for at, entry in enumerate(full) if self._is_outside(entry)]
@@ -401,7 +342,7 @@ class OffloadedLayer(LayerPages):
         places = {page.place.serial: page.place for page in pages}
         self._wanted = list(places)
         self._fetches = {
-            serial: self._fetches.get(serial) or self._outside.file.fetch(place)
+            serial: self._fetches.get(serial) or self._offloading.file.fetch(place)
             for serial, place in places.items()
             if serial not in self._frames
         }
@@ -419,7 +360,7 @@ class OffloadedLayer(LayerPages):
         come = [serial for serial, fetch in self._fetches.items() if fetch.done()]
         wanted = set(self._wanted)
         kept = {serial: at for serial, at in self._frames.items() if serial in wanted}
-        free = [at for at in range(len(self._outside.frames)) if at not in kept.values()]
+        free = [at for at in range(len(self._offloading.frames)) if at not in kept.values()]
         # Frames without a page go first.
         free.sort(key=lambda at: at in self._frames.values())
         contents = {}
@@ -433,8 +374,8 @@ class OffloadedLayer(LayerPages):
                 self._frames[serial] = at
                 del self._fetches[serial]
             self._shorter = None
-        self._outside.counts.pages_fetched += len(contents)
-        self._outside.counts.pages_late += len(self._fetches)
+        self._offloading.pages_fetched += len(contents)
+        self._offloading.pages_late += len(self._fetches)
 
     # Steps that read all.
 
@@ -494,7 +435,7 @@ class OffloadedLayer(LayerPages):
             yield keys[:, :, :tokens], values[:, :, :tokens]
 
     def _fetches_of(self, entries: Iterable[int]) -> dict[int, Future[Words]]:
-        file = self._outside.file
+        file = self._offloading.file
         return {
             entry: file.fetch(self._page(entry).place)
             for entry in entries
@@ -507,5 +448,5 @@ class OffloadedLayer(LayerPages):
         """Keys and values [1, heads, 256, dim] of a page."""
         if entry not in fetches:
             return self.layout_of(entry).numbers(self.view(entry))
-        self._outside.counts.pages_fetched += 1
+        self._offloading.pages_fetched += 1
         return self._content_layout.numbers(self._as_page(fetches[entry].result()))

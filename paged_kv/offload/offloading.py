@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
+from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
-from paged_kv.offload.offloaded_layer import OFFLOADED, FetchCounts, Outside
 from paged_kv.offload.page_file import PageFile
 
 # Latest pages of a sequence that stay in memory, the one that is written included.
@@ -20,6 +22,32 @@ RECENT_PAGES = 4
 # For each sequence, frames hold so many times the tokens that a step may read. Real models lose
 # nothing more with twice as many in memory as are read, and some percent with as many.
 FRAMES_FOR_READ = 2
+
+
+class _Nowhere:
+    """The number format of numbers that are not in memory."""
+
+    name = "offloaded"
+    is_centred = False
+
+    @property
+    def first(self) -> NumberFormat:
+        return self
+
+    def encoding(self, dtype: mx.Dtype) -> Encoding:
+        return FLOATS[dtype]
+
+    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
+        return ()
+
+    def decode(self, encoded: Iterable[mx.array], dtype: mx.Dtype) -> mx.array:
+        raise NotImplementedError("the numbers of an offloaded page are in a PageFile")
+
+
+OFFLOADED = PageFormat(_Nowhere(), _Nowhere())
 
 
 @dataclass(frozen=True)
@@ -43,57 +71,51 @@ class OldestOffloaded:
                 yield Requantisation(block.block, OFFLOADED.name)
 
 
-@dataclass
 class Offloading:
     """Pages of a pool that are out of memory.
 
-    Attributes:
-        file: their contents.
+    Args:
+        folder: where their contents are kept.
         page_format: their format.
         read_tokens: what a step may read of a sequence.
         waits: whether steps wait for pages that they want.
-        counts: of all layers.
+
+    Attributes:
+        file: the contents.
+        page_format, read_tokens, waits: as given.
+        frames: the blocks of fetched pages; each layer has its own pages there.
+        pages_fetched: pages of a layer that were read from the file.
+        pages_late: pages of a layer that a step wanted, and left out because they had not come.
         most_tried: for how many frames there was room or not: finding that out again would evict
             all cached prefixes again.
+
+    Raises:
+        OffloadError: the folder cannot be written.
     """
 
-    file: PageFile
-    page_format: PageFormat
-    read_tokens: int
-    waits: bool
-    counts: FetchCounts = field(default_factory=FetchCounts)
-    _frames: list[BlockTable] = field(default_factory=list)
-    most_tried: int = 0
-    _wanted: int = 0
-    _counted: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def to(
-        cls, folder: Path, page_format: PageFormat, read_tokens: int, *, waits: bool
-    ) -> Offloading:
-        """Offload to a folder.
-
-        Raises:
-            OffloadError: it cannot be written.
-        """
-        return cls(PageFile(folder), page_format, read_tokens, waits)
-
-    @property
-    def policy(self) -> OldestOffloaded:
-        return OldestOffloaded(self.page_format.name)
-
-    @property
-    def outside(self) -> Outside:
-        """What layers need."""
-        return Outside(self.file, self.page_format, self.waits, self.counts, self._frames)
+    def __init__(
+        self, folder: Path, page_format: PageFormat, read_tokens: int, *, waits: bool
+    ) -> None:
+        self.file = PageFile(folder)
+        self.page_format = page_format
+        self.read_tokens = read_tokens
+        self.waits = waits
+        self.frames: list[BlockTable] = []
+        self.pages_fetched = self.pages_late = 0
+        self.most_tried = 0
+        self._wanted = 0
+        self._counted = (0, 0)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes, by their names in `PoolStats`."""
-        return {**vars(self.counts), "bytes_offloaded": self.file.nbytes}
+        return {
+            "pages_fetched": self.pages_fetched,
+            "pages_late": self.pages_late,
+            "bytes_offloaded": self.file.nbytes,
+        }
 
     @property
     def frames_of_sequence(self) -> int:
-        """Frames for a sequence."""
         return FRAMES_FOR_READ * self.read_tokens // PAGE_SIZE
 
     @property
@@ -105,7 +127,7 @@ class Offloading:
         """How many frames all sequences want. O(1) as long as no page leaves memory, and no
         sequence comes or goes."""
         offloaded = allocator.format_named(OFFLOADED.name)
-        counted = len(allocator.tables) - len(self._frames), offloaded.num_used
+        counted = len(allocator.tables) - len(self.frames), offloaded.num_used
         if counted != self._counted:
             self._counted = counted
             self._wanted = sum(
@@ -115,21 +137,17 @@ class Offloading:
             )
         return self._wanted
 
-    @property
-    def num_frames(self) -> int:
-        return len(self._frames)
-
     def add_frames(self, allocator: BlockAllocator, count: int) -> None:
         """Add frames, for which there is room."""
         name = self.page_format.name
-        self._frames += [allocator.new_scratch(name) for _ in range(count)]
+        self.frames += [allocator.new_scratch(name) for _ in range(count)]
 
     def drop_frames(self, allocator: BlockAllocator, count: int) -> None:
         """Give back the last frames. Layers must forget what is in them."""
-        kept = len(self._frames) - count
-        for frame in self._frames[kept:]:
+        kept = len(self.frames) - count
+        for frame in self.frames[kept:]:
             allocator.drop(frame)
-        del self._frames[kept:]
+        del self.frames[kept:]
         self.most_tried = kept
 
 

@@ -23,8 +23,8 @@ from paged_kv.kernels.pages.backend import MAX_SLABS, Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, PageFormat
-from paged_kv.offload.offloaded_layer import OFFLOADED, OffloadedLayer
-from paged_kv.offload.offloading import Offloading
+from paged_kv.offload.offloaded_layer import OffloadedLayer
+from paged_kv.offload.offloading import OFFLOADED, Offloading
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
 
@@ -168,9 +168,9 @@ class LayerGroup:
     def drain(self) -> None:
         """Release the blocks of collected sequences, and frames that no other needs."""
         self.allocator.drain()
-        if self.offloading is None or not self.offloading.num_frames:
+        if self.offloading is None or not self.offloading.frames:
             return
-        surplus = self.offloading.num_frames - self.offloading.wanted_frames(self.allocator)
+        surplus = len(self.offloading.frames) - self.offloading.wanted_frames(self.allocator)
         if surplus > 0:
             for pages in self.pages.values():
                 if isinstance(pages, OffloadedLayer):
@@ -419,8 +419,7 @@ class LayerGroup:
                 f"layer {layer} has {geometry.k_heads} heads of keys and {geometry.v_heads} of "
                 "values, and reads all tokens: its pages cannot be offloaded. Leave `offload` out"
             )
-        outside = self.offloading.outside
-        return OffloadedLayer(geometry, backend, MAX_SLAB_PAGES, read_tokens, outside)
+        return OffloadedLayer(geometry, backend, MAX_SLAB_PAGES, read_tokens, self.offloading)
 
     def _require_holds(self, page_format: PageFormat, layer: int, pages: LayerPages) -> None:
         try:

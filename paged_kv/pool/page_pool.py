@@ -27,8 +27,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
 from paged_kv.listeners import new_pool_listeners
-from paged_kv.offload.offloaded_layer import OFFLOADED
-from paged_kv.offload.offloading import Offloading
+from paged_kv.offload.offloading import OFFLOADED, Offloading, OldestOffloaded
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import checked_windows, chosen_budget, chosen_formats
 from paged_kv.pool.layer_group import GroupSetup, LayerGroup, new_groups
@@ -171,7 +170,7 @@ class PagePool:
         self.offloading = self._new_offloading(options)
         self.reclaiming_policy = self.requantisation_policy
         if self.offloading is not None:
-            self.reclaiming_policy = self.offloading.policy
+            self.reclaiming_policy = OldestOffloaded(self.page_format.name)
         self.lock = self.budget.lock
         self.counts = PoolCounts()
         named = self.requantisation_policy.page_formats if self.requantisation_policy else ()
@@ -233,7 +232,7 @@ class PagePool:
                 f"of memory go to the folder: got {described(options.page_format)}"
             )
         waits = options.wait_for_pages
-        return Offloading.to(Path(options.offload), self.page_format, self.read_tokens, waits=waits)
+        return Offloading(Path(options.offload), self.page_format, self.read_tokens, waits=waits)
 
     @property
     def is_open(self) -> bool:

@@ -136,14 +136,14 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     if wanted <= offloading.most_tried:
         return
     # Counted, as making room gives back frames that are no longer needed.
-    count = lacking = wanted - offloading.num_frames
+    count = lacking = wanted - len(offloading.frames)
     frame, written = offloading.page_format.name, group.allocator.page_format
     while count:
         needs = Counter({frame: count}) + Counter({written: len(rows)})
         try:
             pool.reclaimer.make_room(partial(dict, {group: needs}))
         except PoolExhausted:
-            if count == 1 and not offloading.num_frames:
+            if count == 1 and not offloading.frames:
                 raise
             count //= 2
         else:

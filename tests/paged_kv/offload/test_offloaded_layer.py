@@ -19,15 +19,8 @@ from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetada
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
 from paged_kv.offload import streamed_attention
-from paged_kv.offload.offloaded_layer import (
-    OFFLOADED,
-    RANKED_STEPS,
-    FetchCounts,
-    OffloadedLayer,
-    Outside,
-)
-from paged_kv.offload.offloading import RECENT_PAGES, OldestOffloaded
-from paged_kv.offload.page_file import PageFile
+from paged_kv.offload.offloaded_layer import RANKED_STEPS, OffloadedLayer
+from paged_kv.offload.offloading import OFFLOADED, RECENT_PAGES, Offloading, OldestOffloaded
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named
@@ -65,10 +58,11 @@ class OneLayer:
     def __init__(self, backend: Backend, folder: Path, rows: int = 1, frames: int = FRAMES) -> None:
         # Kernels of GPUs are for 16 bits.
         self.dtype = mx.float16 if isinstance(backend, GpuBackend) else mx.float32
-        self.counts = FetchCounts()
-        entries = cast(list[BlockTable], [Frame(2 * STRIDE + at) for at in range(frames)])
-        outside = Outside(PageFile(folder), FP16, True, self.counts, entries)
-        self.pages = OffloadedLayer(geometry_of(self.dtype), backend, STRIDE, READ, outside)
+        self.offloading = Offloading(folder, FP16, READ, waits=True)
+        entries = [Frame(2 * STRIDE + at) for at in range(frames)]
+        self.offloading.frames = cast(list[BlockTable], entries)
+        geometry = geometry_of(self.dtype)
+        self.pages = OffloadedLayer(geometry, backend, STRIDE, READ, self.offloading)
         for slab, page_format in enumerate((FP16, OFFLOADED, FP16)):
             self.pages.map_slab(slab, STRIDE, page_format)
         self.length = PAGES * PAGE_SIZE + LATEST
@@ -131,8 +125,8 @@ def test_the_pages_that_weigh_most_are_fetched(backend: Backend, tmp_path: Path)
         page = OUT[step // RANKED_STEPS]
         queries = layer.like(page)
         layer.assert_attends(layer.attend(queries), queries)
-    assert 2 * 2 <= layer.counts.pages_fetched <= 2 * FRAMES * 2
-    assert layer.counts.pages_late == 0
+    assert 2 * 2 <= layer.offloading.pages_fetched <= 2 * FRAMES * 2
+    assert layer.offloading.pages_late == 0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +181,7 @@ def _with(table: Sequence[int], moves: dict[int, int]) -> tuple[int, ...]:
 
 def test_the_file_has_no_more_than_what_is_out_of_memory(tmp_path: Path) -> None:
     layer = OneLayer(backend_named("plain", GEOMETRY), tmp_path)
-    file = layer.pages._outside.file
+    file = layer.offloading.file
     of_page = file.nbytes // len(OUT)
     assert file.nbytes == of_page * len(OUT)
     moves = {layer.tables[0][page]: STRIDE + 20 + page for page in OUT}
