@@ -21,7 +21,6 @@ from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
 def _native() -> Backend:
@@ -46,7 +45,7 @@ def _on_gpu(name: str) -> Backend:
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "plain": PlainBackend,
+    "plain": Backend,
     "native": _native,
     "metal": partial(_on_gpu, "metal"),
     "cuda": partial(_on_gpu, "cuda"),
@@ -69,7 +68,7 @@ def choose_backend() -> Backend:
         "some were found wrong on this device. `paged-kv doctor` says which, and looks again; "
         "`paged-kv doctor --reset` uses them"
     )
-    return PlainBackend()
+    return Backend()
 
 
 def device_backend() -> Backend:
@@ -104,7 +103,7 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
         f"no {backend.name} kernel takes layers of {geometry}: plain MLX operations serve them, "
         "which is correct but slower (stats() counts such layers)"
     )
-    return PlainBackend()
+    return Backend()
 
 
 def _best() -> Backend:
@@ -113,7 +112,7 @@ def _best() -> Backend:
     library, reason = load_native_library()
     if library is None:
         warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")
-        return PlainBackend()
+        return Backend()
     return NativeBackend(library)
 
 

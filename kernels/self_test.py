@@ -27,7 +27,6 @@ from paged_kv.kernels.pages.page_format import (
     page_format_named,
     summaries_of,
 )
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 KV_HEADS, HEADS, DIM, WINDOW = 2, 8, 128, 200
 SCALE = DIM**-0.5
@@ -126,7 +125,7 @@ class _Test:
         """The share of bytes that differ from those of plain operations."""
         ours, theirs = (
             np.concatenate([np.array(pages.page(page)).reshape(-1) for page in chain(*self.tables)])
-            for pages in (self._written(self.backend), self._written(PlainBackend()))
+            for pages in (self._written(self.backend), self._written(Backend()))
         )
         return float(np.mean(ours.view(np.uint8) != theirs.view(np.uint8)))
 
@@ -154,7 +153,7 @@ class _Test:
     def write_and_decode(self) -> float:
         """The largest difference from float64 after a kernel that writes one more token and attends
         in one launch. Plain operations write the same token to the expected pages."""
-        pages, expected = self._written(self.backend), self._written(PlainBackend())
+        pages, expected = self._written(self.backend), self._written(Backend())
         batch = len(LENGTHS)
         longer = tuple(length + 1 for length in LENGTHS)
         metadata = AttentionMetadata(self.tables, longer, (0,) * batch)
@@ -267,7 +266,7 @@ def _numbers(array: mx.array) -> Numbers:
 def _plain(pages: LayerPages) -> LayerPages:
     """The same memory for the plain backend."""
     pages.compute()
-    plain = pages.like(PlainBackend())
+    plain = pages.like(Backend())
     plain.slabs = pages.slabs
     return plain
 

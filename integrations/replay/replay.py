@@ -31,8 +31,8 @@ from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import Request, attach
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.kernels.pages.backend import LayerMemory
-from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.trace.requests import Trace, TracedLayers, TracedRequest
 
 # As in `paged-kv server`: requests that run at once, prompts that are computed at once, and tokens
@@ -194,7 +194,7 @@ class _IdleModel(Module):
         return _zeros((batch, count, 2), mx.float32)
 
 
-class _IdleBackend(PlainBackend):
+class _IdleBackend(Backend):
     """Computes nothing."""
 
     name = "idle"

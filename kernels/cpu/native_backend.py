@@ -22,11 +22,11 @@ from paged_kv.kernels.cpu.native_library import (
     Tensor,
 )
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory, untouched
 from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
@@ -40,7 +40,7 @@ STRUCT = "native"
 COPIED_BYTES = 1 << 16
 
 
-class NativeBackend(PlainBackend):
+class NativeBackend(Backend):
     """See `Backend` for the operations. Gathers are plain operations."""
 
     name = "native"

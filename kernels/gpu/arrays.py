@@ -13,7 +13,7 @@ import numpy as np
 
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
 from paged_kv.kernels.pages.attention_metadata import Attention
-from paged_kv.kernels.pages.backend import MAX_SLABS, LayerMemory
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
 from paged_kv.kernels.pages.number_format import Encoding
 from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
 

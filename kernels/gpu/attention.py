@@ -24,7 +24,7 @@ from paged_kv.kernels.gpu.arrays import (
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
-from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import SEQUENCES, Tables
 
 Groups = tuple[int, int]

@@ -16,14 +16,14 @@ from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Maker, Output
 from paged_kv.kernels.gpu.order import Chain, Order
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, LayerMemory, StepRecorder
+from paged_kv.kernels.pages.backend import Backend, StepRecorder
 from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs
+from paged_kv.kernels.pages.dense_attention import Read, attend_by_row
 from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, LayerGeometry
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, TABLES, Tables, tables_of
-from paged_kv.kernels.plain.attention import Read, attend_by_row
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 assert tuning.SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
@@ -36,7 +36,7 @@ LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
 
 
-class GpuBackend(PlainBackend):
+class GpuBackend(Backend):
     """See `Backend` for the operations. Plain ones stand in where there is no kernel.
 
     Args:
@@ -370,7 +370,7 @@ class GpuBackend(PlainBackend):
         pages.memo.clear()
 
 
-class GpuRecorder:
+class GpuRecorder(StepRecorder):
     """See `StepRecorder` for the operations.
 
     The launches of a step and their order are the same whether they are recorded or not: a
@@ -381,7 +381,11 @@ class GpuRecorder:
     pays = True
 
     def __init__(self, backend: GpuBackend) -> None:
-        self.backend = backend
+        self._backend = backend
+
+    @property
+    def backend(self) -> GpuBackend:
+        return self._backend
 
     def key(self, pages: LayerMemory, tables: Tables) -> Hashable:
         bound = bound_slabs(pages, tables.slabs)

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.text import WITHOUT_PAGES, kernel_text, own_words, shortened
-from paged_kv.kernels.pages.backend import MAX_SLABS
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 
 OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "params", "before")
 

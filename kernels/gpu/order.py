@@ -17,7 +17,7 @@ from threading import get_ident
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.kernels import DONE, Launch
-from paged_kv.kernels.pages.backend import LayerMemory
+from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.lazy_reads import require_computed
 
 

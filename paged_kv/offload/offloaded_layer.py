@@ -28,10 +28,10 @@ import numpy.typing as npt
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import chooses, run_scores
+from paged_kv.kernels.pages.dense_attention import by_row
+from paged_kv.kernels.pages.gather import stacked
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, PageFormat, PageLayout
-from paged_kv.kernels.plain.attention import by_row
-from paged_kv.kernels.plain.gather import stacked
 from paged_kv.offload.offloading import OFFLOADED, Offloading
 from paged_kv.offload.page_file import Place, Words
 from paged_kv.offload.streamed_attention import attend_streamed, tokens_at_once

@@ -19,8 +19,9 @@ from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention_metadata import BlockTables
-from paged_kv.kernels.pages.backend import MAX_SLABS, Backend
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, PageFormat
 from paged_kv.offload.offloaded_layer import OffloadedLayer

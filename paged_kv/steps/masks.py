@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.plain.attention import batch_mask, causal_window_mask
+from paged_kv.kernels.pages.dense_attention import batch_mask, causal_window_mask
 from paged_kv.pool.window import Window
 from paged_kv.steps.step_row import StepRow
 

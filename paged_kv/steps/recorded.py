@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, filled_key
-from paged_kv.kernels.pages.backend import MAX_SLABS, WRITABLE, StepRecorder
+from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.choice import exceeds, exceeds_key
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.placeholder import placeholder

@@ -20,17 +20,14 @@ ROOMS = {
     "allocator.prefixes": "allocator",
     "store": "allocator allocator.prefixes",
     "kernels.pages": "",
-    "kernels.plain": "kernels.pages",
-    "kernels.cpu": "kernels.pages kernels.plain",
-    "kernels.gpu": "kernels.pages kernels.plain",
-    "kernels": "kernels.cpu kernels.gpu kernels.pages kernels.plain",
-    "offload": "allocator kernels.pages kernels.plain",
+    "kernels.cpu": "kernels.pages",
+    "kernels.gpu": "kernels.pages",
+    "kernels": "kernels.cpu kernels.gpu kernels.pages",
+    "offload": "allocator kernels.pages",
     "admission": "",
     "pool": "allocator allocator.prefixes kernels kernels.pages offload",
     "recognition": "",
-    "steps": (
-        "allocator allocator.prefixes kernels kernels.pages kernels.plain offload pool recognition"
-    ),
+    "steps": ("allocator allocator.prefixes kernels kernels.pages offload pool recognition"),
     "cache": "kernels.pages pool recognition steps",
     "prefix": "allocator allocator.prefixes kernels.pages pool steps store",
     "monitor": "allocator pool",
@@ -80,11 +77,11 @@ ROOMS = {
         "integrations.heads integrations.speculation kernels.pages pool"
     ),
     "integrations.doctor": (
-        "commands integrations integrations.bench kernels kernels.cpu kernels.pages kernels.plain"
+        "commands integrations integrations.bench kernels kernels.cpu kernels.pages"
     ),
     "integrations.replay": (
         "admission allocator.prefixes commands integrations integrations.batching kernels.pages "
-        "kernels.plain pool trace"
+        "pool trace"
     ),
     "server.http": "",
     "server.options": "commands integrations pool server.http store",

@@ -5,7 +5,6 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import NativeLibrary, load_native_library
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
 def native_library() -> NativeLibrary:
@@ -31,7 +30,7 @@ def backend_named(name: str, geometry: LayerGeometry) -> Backend:
     Its instruction set serves until another is named.
     """
     if name == "plain":
-        return PlainBackend()
+        return Backend()
     library = native_library()
     library.use_instruction_set(name.removeprefix("native-"))
     return backend_for(NativeBackend(library), geometry)

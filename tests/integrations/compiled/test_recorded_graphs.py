@@ -13,7 +13,7 @@ from paged_kv.integrations.compiled.recording import Repeated, StepFunction
 from paged_kv.integrations.compiled.recordings import Comparisons
 from paged_kv.kernels import backends
 from paged_kv.kernels.pages import tables as tables_module
-from paged_kv.kernels.pages.backend import MAX_SLABS
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.steps.recorded import NotRecordable, RecordableStep
 from tests.support.gpu_on_cpu.launch_order import unordered
 from tests.support.gpu_pages import backend_on, device_of, needs_compiler

@@ -14,8 +14,8 @@ from paged_kv.integrations.compiled.recordings import (
 )
 from paged_kv.kernels.backends import Verdict, record_verdict, variant
 from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.zoo import small_model
 
 
@@ -35,7 +35,7 @@ def test_where_steps_are_compiled(
 ) -> None:
     monkeypatch.delenv("PAGED_KV_COMPILE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gpu, plain = GpuBackend("metal", GraphMaker()), PlainBackend()
+    gpu, plain = GpuBackend("metal", GraphMaker()), Backend()
     with caplog.at_level(logging.WARNING, logger="paged_kv"):
         warn_once.cache_clear()
         assert [compiles(None, gpu) for _ in range(3)] == [False] * 3

@@ -22,8 +22,8 @@ from paged_kv.kernels.backends import (
     verdict_file,
     verdict_on,
 )
+from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.kernels.plain.plain_backend import PlainRecorder
 from paged_kv.kernels.self_test import Check
 from paged_kv.steps.recorded import NotRecordable, RecordedStep
 
@@ -116,7 +116,7 @@ def test_a_verdict_holds_for_its_device_and_versions(monkeypatch: pytest.MonkeyP
 def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain operations whose recorded steps pay, and few steps."""
     monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
-    monkeypatch.setattr(PlainRecorder, "pays", True)
+    monkeypatch.setattr(StepRecorder, "pays", True)
     monkeypatch.setattr(compiled_steps, "STEPS", 10)
     monkeypatch.setattr(compiled_steps, "PROMPT_TOKENS", 252)
     monkeypatch.setattr(compiled_steps, "LAYERS", 1)
@@ -156,8 +156,8 @@ def _wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedStep, "changed", lambda step: [])
-    monkeypatch.setattr(PlainRecorder, "changes", lambda self, tables: 0)
-    monkeypatch.setattr(PlainRecorder, "keep", lambda self, *_: None)
+    monkeypatch.setattr(StepRecorder, "changes", lambda self, tables: 0)
+    monkeypatch.setattr(StepRecorder, "keep", lambda self, *_: None)
 
 
 def _refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from paged_kv.kernels.gpu.arrays import PARAMETERS
 from paged_kv.kernels.gpu.backend import HEAD_SIZES, GpuBackend
 from paged_kv.kernels.gpu.text import header_path
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
-from paged_kv.kernels.pages.backend import MAX_SLABS
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import QuantisedPage
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, FormatName, LayerGeometry
 from paged_kv.kernels.pages.tables import ROW_FIELDS, SEQUENCES
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.support.arrays import normal
 from tests.support.generation import assert_same_run, greedy
@@ -187,7 +187,7 @@ class TestOnThisCpu:
         prompt = [(7 * i * i + 3 * i + 1) % 97 for i in range(252)]
         device = device_of(dialect, checked=False)
         runs = []
-        for make in (lambda: backend_on(device, dialect), PlainBackend):
+        for make in (lambda: backend_on(device, dialect), Backend):
             monkeypatch.setitem(backend_module.BACKENDS, "plain", make)
             monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
             factory = PagedCacheFactory(model, max_bytes=64 << 20, page_format=name)
@@ -219,7 +219,7 @@ def test_checks_of_the_doctor_have_groups_of_sequences() -> None:
 def test_every_check_of_the_doctor_can_fail() -> None:
     """The tolerances are narrow enough: writes of zeros fail all of these tests."""
 
-    class Nothing(PlainBackend):
+    class Nothing(Backend):
         def write(
             self, pages: Any, keys: mx.array, values: mx.array, metadata: AttentionMetadata
         ) -> None:
@@ -239,7 +239,7 @@ def test_every_check_of_the_doctor_can_fail() -> None:
 
 
 def test_the_doctor_finds_outputs_that_are_not_numbers() -> None:
-    class NoNumbers(PlainBackend):
+    class NoNumbers(Backend):
         def attend(self, pages: Any, queries: mx.array, *arguments: Any, **options: Any) -> Any:
             output = super().attend(pages, queries, *arguments, **options)
             return output if queries.shape[0] < 3 else output * mx.nan  # of the second batch

@@ -14,10 +14,10 @@ import pytest
 from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.pages import tables as tables_module
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, page_format_named
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.gpu_on_cpu.emulated import Device
@@ -80,8 +80,7 @@ class Sides:
         of_sequences = sum(-(-length // PAGE_SIZE) for length in lengths)
         self.slabs = max(2, -(-of_sequences // STRIDE))
         self.ours, self.theirs = (
-            new_pages(each, self.geometry, page_format, self.slabs)
-            for each in (backend, PlainBackend())
+            new_pages(each, self.geometry, page_format, self.slabs) for each in (backend, Backend())
         )
         self.metadata = unpadded(tables or self._tables(lengths), tuple(lengths))
         self.keys = [

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from paged_kv.kernels.pages import number_format
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, rotate
 from paged_kv.kernels.pages.page_format import FormatName, PageLayout
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.support.arrays import normal, numbers
 from tests.support.examples import examples
 from tests.support.gpu_pages import (
@@ -176,7 +176,7 @@ def test_numbers_that_are_rotated_exactly_have_the_plain_backends_bytes(
 def _other_bytes(dialect: str, name: FormatName, keys: mx.array, values: mx.array) -> float:
     """The share of bytes of recoded pages that differ from the plain backend's, after a step with
     these keys and values. Those of written pages are equal."""
-    backends: list[Any] = [backend_on(device_of(dialect, "shuffled"), dialect), PlainBackend()]
+    backends: list[Any] = [backend_on(device_of(dialect, "shuffled"), dialect), Backend()]
     geometry = same(keys.shape[3], keys.dtype, heads=keys.shape[1], v_dim=values.shape[3])
     keys[..., 7] *= 20
     keys += 5
@@ -208,7 +208,7 @@ def test_gather(dialect: str, name: FormatName) -> None:
     without_new = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
     # Two of the 6 tokens of the last sequence's step are padding.
     with_new = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
-    plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
+    plain = LayerPages(batch.pages.geometry, Backend(), STRIDE)
     plain.slabs = batch.pages.slabs
     for metadata, unwritten in ((without_new, None), (with_new, new_tokens)):
         ours, theirs = batch.pages.gather(metadata, unwritten), plain.gather(metadata, unwritten)
@@ -247,7 +247,7 @@ def test_tokens_that_are_not_finite_spoil_no_other(dialect: str) -> None:
     rotated = mx.where(mx.arange(64) == 9, 2.0**17, 4.0)
     keys[0, 2] = rotate(rotated)
     found = []
-    for each in (backend, PlainBackend()):
+    for each in (backend, Backend()):
         pages = new_pages(each, geometry, ["fp16", "q4"])
         pages.write(keys, keys, AttentionMetadata(((0,),), (256,), (0,)))
         pages.copy({0: STRIDE})

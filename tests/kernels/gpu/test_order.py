@@ -10,7 +10,7 @@ import pytest
 from paged_kv.kernels.gpu import backend as gpu_backend
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
-from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.pages.backend import Backend
 from tests.support.arrays import normal
 from tests.support.gpu_on_cpu.launch_order import unordered
 from tests.support.gpu_pages import (
@@ -86,7 +86,7 @@ def test_a_launch_that_does_not_take_anothers_token_is_noticed(
 
 
 def test_a_second_thread_comes_when_the_first_has_computed() -> None:
-    order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
+    order, pages = Order(), new_pages(Backend(), same(64), ["fp16"])
     token = mx.arange(8) + 1
 
     def first(inputs: Any) -> list[mx.array]:

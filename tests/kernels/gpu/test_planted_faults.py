@@ -13,7 +13,7 @@ from paged_kv.kernels.gpu import kernels as gpu_kernels
 from paged_kv.kernels.gpu import text as gpu_text
 from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.pages import tables as tables_module
-from paged_kv.kernels.pages.backend import MAX_SLABS
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from tests.support.gpu_on_cpu.toolchain import KernelError

@@ -16,7 +16,6 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, LayerGeometry
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.steps.recorded import RecordableLayer, RecordableStep
 from tests.support.arrays import normal
 from tests.support.attention_metadata import unpadded
@@ -93,7 +92,7 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
 def assert_alike(use: Callable[[LayerPages], Sequence[mx.array]]) -> None:
     """A use has the same results as with the plain backend, which writes at once."""
     ours, expected = (
-        use(new_pages(backend)) for backend in (NativeBackend(native_library()), PlainBackend())
+        use(new_pages(backend)) for backend in (NativeBackend(native_library()), Backend())
     )
     for one, other in zip(ours, expected, strict=True):
         assert mx.allclose(one, other, atol=1e-5)
@@ -163,7 +162,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(lengths: tuple
 
 def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> None:
     """Also if it comes while the first one's step is still being computed."""
-    pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
+    pages, expected = new_pages(NativeBackend(native_library())), new_pages(Backend())
     metadata = one_token(expected, 2)
 
     def write_what_takes_long() -> None:
@@ -194,7 +193,7 @@ def test_a_step_that_cannot_be_computed_stays_owed(
         patch.setattr(NativeLibrary, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             _ = attended(pages, metadata) if is_attended else pages.page(0)
-    expected = new_pages(PlainBackend())
+    expected = new_pages(Backend())
     one_token(expected, 2)
     for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
         assert mx.array_equal(ours, theirs)

@@ -10,10 +10,10 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.format_slabs import IDLE_STEPS
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.cpu import native_backend
+from paged_kv.kernels.pages import backend
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.plain import plain_backend
 from tests.support.arrays import normal
 
 LAYERS, DIM = 2, 32
@@ -25,7 +25,7 @@ Caches = list[PagedKVCache]
 def filled_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """New slabs are filled. Otherwise one may get memory that was just freed, and the pages that
     it held."""
-    for module in (native_backend, plain_backend):
+    for module in (native_backend, backend):
         monkeypatch.setattr(module, "untouched", lambda shape: mx.full(shape, 7, WORD))
 
 

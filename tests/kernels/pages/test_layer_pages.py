@@ -3,14 +3,14 @@
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_pages import KEPT_ATTENTIONS, LayerPages
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
 @pytest.fixture
 def pages() -> LayerPages:
-    return LayerPages(LayerGeometry(2, 32, mx.float16, 2, 32, mx.float16), PlainBackend(), 64)
+    return LayerPages(LayerGeometry(2, 32, mx.float16, 2, 32, mx.float16), Backend(), 64)
 
 
 def test_equal_arguments_give_the_kept_attention(pages: LayerPages) -> None:

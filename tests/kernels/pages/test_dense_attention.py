@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.plain.attention import batch_mask, causal_window_mask
+from paged_kv.kernels.pages.dense_attention import batch_mask, causal_window_mask
 from tests.support.examples import examples
 
 Grid = npt.NDArray[np.bool_]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import LayerMemory, Slab
+from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Integers = npt.NDArray[np.integer]

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
+from paged_kv.kernels.pages.backend import Backend, StepRecorder
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry
 from paged_kv.kernels.pages.tables import Tables, tables_of
-from paged_kv.kernels.plain.plain_backend import PlainBackend, PlainRecorder
 from tests.support.arrays import normal
 from tests.support.gpu_pages import STRIDE, new_pages
 
@@ -20,7 +20,7 @@ FORMATS: tuple[list[FormatName], ...] = (["fp16"], ["fp16", "q8"], ["fp16", "q4"
 
 
 def _filled(formats: list[FormatName], geometry: LayerGeometry) -> LayerPages:
-    pages = new_pages(PlainBackend(), geometry, ["fp16", *formats])
+    pages = new_pages(Backend(), geometry, ["fp16", *formats])
     for number in range(1, len(formats) + 1):
         for page in range(3):
             at = 10 * number + page
@@ -50,8 +50,8 @@ def _with_own_pages(formats: list[FormatName], geometry: LayerGeometry, count: i
     return pages
 
 
-def _recorded(pages: LayerPages, metadata: AttentionMetadata) -> tuple[PlainRecorder, Tables, Any]:
-    recorder, tables = PlainRecorder(), tables_of(metadata, STRIDE)
+def _recorded(pages: LayerPages, metadata: AttentionMetadata) -> tuple[StepRecorder, Tables, Any]:
+    recorder, tables = StepRecorder(), tables_of(metadata, STRIDE)
     placeholder = pages.like(recorder.backend)
     recorder.set_arrays(placeholder, pages, tables, recorder.arrays(pages, tables))
     return recorder, tables, placeholder
