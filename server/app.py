@@ -22,11 +22,12 @@ from paged_kv.server.completions.service import SESSIONS, Service
 from paged_kv.server.completions.tokenizing import (
     DETOKENIZE,
     TOKENIZE,
-    Text,
-    TokenCounts,
-    Tokens,
+    PromptHandler,
+    listed_tokens,
     read_detokenized,
     read_tokenized,
+    text_of_tokens,
+    token_count,
 )
 from paged_kv.server.engine.prefill_request import PATH as PREFILL
 from paged_kv.server.http.access import salt_of
@@ -70,9 +71,9 @@ def _api_routes(service: Service) -> list[Route]:
     counted = partial(messages.read_messages, PromptBody, options)
     answered = {
         **{path: CompletionHandler(service, read) for path, read in generated.items()},
-        messages.COUNT_PATH: TokenCounts(service, counted),
-        TOKENIZE: Tokens(service, read_tokenized),
-        DETOKENIZE: Text(service, read_detokenized),
+        messages.COUNT_PATH: PromptHandler(service, counted, token_count),
+        TOKENIZE: PromptHandler(service, read_tokenized, partial(listed_tokens, options)),
+        DETOKENIZE: PromptHandler(service, read_detokenized, text_of_tokens),
     }
 
     async def models(request: Request) -> Response:

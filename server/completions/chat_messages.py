@@ -1,14 +1,54 @@
-"""The chat messages and tools that requests of other interfaces become, as chat templates read
-them."""
+"""The chats that requests of other interfaces become, with messages and tools as chat templates
+read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paged_kv.server.http.schema import NamedFunction, NamedSchema, NamedTool, ResponseFormat
+from paged_kv.server.http.api_errors import wrong_value
+from paged_kv.server.http.schema import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    ChatBody,
+    NamedFunction,
+    NamedSchema,
+    NamedTool,
+    ResponseFormat,
+    SharedFields,
+)
 
 Object = dict[str, Any]
+
+
+def chat_request(body: SharedFields, **own: Any) -> ChatBody:
+    """What a checked body of another interface asks for, in the fields of chat completions.
+
+    Args:
+        body: its fields of the same names mean the same, unless they are in `own`.
+        own: the fields that this interface has in another form.
+
+    Raises:
+        APIError: 400, no message is left, or what one item has become is too much.
+    """
+    names = ChatBody.model_fields.keys() & type(body).model_fields.keys()
+    chat = ChatBody.model_construct(**{name: getattr(body, name) for name in names} | own)
+    if not chat.messages:
+        raise wrong_value("messages: at least one with a content is needed", "messages")
+    _require_at_most(MOST_MESSAGES, chat.messages, "messages")
+    _require_at_most(MOST_TOOLS, chat.tools, "tools")
+    for message in chat.messages:
+        _require_at_most(MOST_PARTS, message.get("content"), "messages")
+        _require_at_most(MOST_TOOLS, message.get("tool_calls"), "messages")
+    return chat
+
+
+def _require_at_most(most: int, value: Any, field: str) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise wrong_value(
+            f"{field}: {len(value):,} items come together, and at most {most:,} are possible", field
+        )
 
 
 def text_part(text: str) -> Object:

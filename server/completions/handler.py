@@ -164,17 +164,6 @@ class CompletionHandler:
             await state.begin()
             yield _answers(state)
 
-    async def _read_prompt(self, state: RequestState) -> Job:
-        """Have the prompt of one job read that generates nothing."""
-        await self._make_ready(state)
-        (job,) = state.jobs
-        if job.prompt is None:
-            # Another model reads it when it is loaded.
-            job.arguments.max_tokens = 0
-            with self._submitted(state.jobs):
-                await state.begin()
-        return job
-
     async def _make_ready(self, state: RequestState) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""
         service, jobs = self._service, state.jobs

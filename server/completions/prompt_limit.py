@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from mlx_lm.server import GenerationArguments
@@ -19,8 +20,9 @@ PIECE_CHARACTERS = 100_000
 CUT_TOKENS = 64
 
 
-class PromptLimit:
-    """The longest prompt of a request.
+class LimitedTokenizer:
+    """A tokenizer of mlx-lm that refuses the texts of prompts that are too long, before it makes
+    tokens of them.
 
     Args:
         loaded: the model.
@@ -29,7 +31,7 @@ class PromptLimit:
         is_counted: whether the prompt is only counted, so that it may have any length.
 
     Attributes:
-        param, is_counted: as given.
+        param: as given.
     """
 
     def __init__(
@@ -41,9 +43,39 @@ class PromptLimit:
         is_counted: bool = False,
     ) -> None:
         self.param = param
-        self.is_counted = is_counted
+        self._tokenizer = loaded.tokenizer
+        self._is_counted = is_counted
         self._option: int | None = options.max_prompt_tokens
         self._most = None if is_counted else self._option or loaded.context_length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **named: Any) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            APIError: 400, it has too many.
+        """
+        self._require_text(text)
+        tokens: list[int] = self._tokenizer.encode(text, **named)
+        return tokens
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, **named: Any) -> Any:
+        """The tokens of a conversation.
+
+        Raises:
+            APIError: 400, it has too many.
+        """
+        render = self._tokenizer.apply_chat_template
+        length = sum(len(message.get("content") or "") for message in messages)
+        if tokenize and length > PIECE_CHARACTERS:
+            text = render(messages, tokenize=False, **named)
+            self._require_text(text)
+            if self._is_counted:
+                # As many as the text has, give or take one for each piece.
+                return [token for piece in self._pieces(text) for token in piece]
+        return render(messages, tokenize=tokenize, **named)
 
     def require(self, tokens: int, about: str = "") -> None:
         """Raise APIError 400 if so many tokens are too many; `about` tells how they were
@@ -58,15 +90,18 @@ class PromptLimit:
             self.param,
         )
 
-    def require_text(self, tokenizer: Any, text: str) -> None:
+    def _require_text(self, text: str) -> None:
         """Raise APIError 400 if a text certainly has too many tokens."""
         if self._most is None or len(text) <= PIECE_CHARACTERS:
             return
         least = 0
-        for start in range(0, len(text), PIECE_CHARACTERS):
-            piece = tokenizer.encode(text[start : start + PIECE_CHARACTERS])
+        for piece in self._pieces(text):
             least += max(0, len(piece) - CUT_TOKENS)
             self.require(least, " (no more was counted)")
+
+    def _pieces(self, text: str) -> Iterator[list[int]]:
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            yield self._tokenizer.encode(text[start : start + PIECE_CHARACTERS])
 
 
 def fit_context(
@@ -100,48 +135,3 @@ def _too_long(tokens: int, most: int, more: str, param: str) -> APIError:
         param=param,
         code="context_length_exceeded",
     )
-
-
-class LimitedTokenizer:
-    """A tokenizer of mlx-lm that refuses long texts before it makes tokens of them."""
-
-    def __init__(self, tokenizer: Any, limit: PromptLimit) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, **named: Any) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            APIError: 400, it has too many.
-        """
-        self._limit.require_text(self._tokenizer, text)
-        tokens: list[int] = self._tokenizer.encode(text, **named)
-        return tokens
-
-    def _in_pieces(self, text: str) -> list[int]:
-        """As many tokens as a text has, give or take one for each piece."""
-        starts = range(0, len(text), PIECE_CHARACTERS)
-        pieces = [text[start : start + PIECE_CHARACTERS] for start in starts]
-        return [token for piece in pieces for token in self._tokenizer.encode(piece)]
-
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, **named: Any) -> Any:
-        """The tokens of a conversation.
-
-        Raises:
-            APIError: 400, it has too many.
-        """
-        render = self._tokenizer.apply_chat_template
-        if tokenize and _characters(messages) > PIECE_CHARACTERS:
-            text = render(messages, tokenize=False, **named)
-            self._limit.require_text(self._tokenizer, text)
-            if self._limit.is_counted:
-                return self._in_pieces(text)
-        return render(messages, tokenize=tokenize, **named)
-
-
-def _characters(messages: list[dict[str, Any]]) -> int:
-    return sum(len(message.get("content") or "") for message in messages)

@@ -24,7 +24,7 @@ from paged_kv.server.completions.message_parts import (
     require_parts,
     typed_mark,
 )
-from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.server.completions.prompt_limit import LimitedTokenizer
 from paged_kv.server.engine.image_support import EmbeddedImages
 from paged_kv.server.engine.jobs import HeldPrompt, Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel
@@ -34,7 +34,7 @@ from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.options import ServerOptions
 
 
-def continues(body: ChatBody) -> bool:
+def _continues(body: ChatBody) -> bool:
     """Whether the answer to a chat continues its last message: unless the request says something
     else, one of the assistant's with a text and without calls.
 
@@ -42,7 +42,7 @@ def continues(body: ChatBody) -> bool:
         APIError: 400, the last message is to be continued and is no such message.
     """
     last = body.messages[-1]
-    is_open = last["role"] == "assistant" and not last.get("tool_calls") and _has_text(last)
+    is_open = last["role"] == "assistant" and not last.get("tool_calls") and bool(_last_text(body))
     if body.continue_final_message is None:
         return is_open and body.add_generation_prompt is not True
     if body.continue_final_message and not is_open:
@@ -58,12 +58,6 @@ def continues(body: ChatBody) -> bool:
             "continue_final_message",
         )
     return body.continue_final_message
-
-
-def _has_text(message: Any) -> bool:
-    content = message.get("content") or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return any(part.get("text") for part in parts if part["type"] == "text")
 
 
 class ContinuingTokenizer:
@@ -97,26 +91,18 @@ class ContinuingTokenizer:
         return self._tokenizer.apply_chat_template(messages, **named)
 
 
-def last_text(body: ChatBody) -> str:
+def _last_text(body: ChatBody) -> str:
     """The text of the last message, as mlx-lm writes its parts together."""
-    content: Any = body.messages[-1]["content"]
+    content: Any = body.messages[-1].get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+    return "".join(part.get("text") or "" for part in content if part["type"] == "text")
 
 
-def require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions) -> None:
-    """Check that a model's prompt names the tools of a request.
-
-    Args:
-        tokenizer: mlx-lm's, of the model.
-        body: of the request.
-        options: of the server; with `drop_tools` the answer is made without the tools.
-
-    Raises:
-        APIError: 400, the model's chat template has no tools.
-    """
-    if not body.tools or body.tool_choice == "none" or shows_tools(tokenizer):
+def _require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions) -> None:
+    """Raise APIError unless a model's prompt names the tools of a request, or the answer may be
+    made without them."""
+    if not body.tools or body.tool_choice == "none" or _shows_tools(tokenizer):
         return
     if options.drop_tools:
         warn_once("tools of requests are dropped: the chat template of the model has none")
@@ -129,8 +115,7 @@ def require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions) 
     )
 
 
-def shows_tools(tokenizer: Any) -> bool:
-    """Whether prompts that a tokenizer of mlx-lm makes of messages can name tools."""
+def _shows_tools(tokenizer: Any) -> bool:
     if tokenizer.has_tool_calling or tokenizer._chat_template is not None:
         return True
     return "tools" in template_text(tokenizer)
@@ -146,10 +131,9 @@ def read_text(loaded: LoadedModel, prompt: str | Sequence[int], options: ServerO
     Raises:
         APIError: 400, it has no tokens, too many, or some that the model does not know.
     """
-    limit = PromptLimit(loaded, options, "prompt")
-    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+    tokenizer = LimitedTokenizer(loaded, options, "prompt")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    return _checked(loaded, Prompt(tokens, [tokens]), limit)
+    return _checked(loaded, Prompt(tokens, [tokens]), tokenizer)
 
 
 def read_prefill(
@@ -183,13 +167,13 @@ def read_chat(
         APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
             too long.
     """
-    limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
-    require_tools_shown(loaded.tokenizer, body, options)
+    tokenizer = LimitedTokenizer(loaded, options, "messages", is_counted=is_counted)
+    _require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.template_variables)
     require_parts(
         body.messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
     )
-    chat = _Chat(loaded, body, options, LimitedTokenizer(loaded.tokenizer, limit))
+    chat = _Chat(loaded, body, options, tokenizer)
     try:
         prompt = chat.prompt()
     except APIError:
@@ -199,7 +183,7 @@ def read_chat(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
     held = tuple(HeldPrompt(chat.end_of(mark, prompt), mark.seconds) for mark in marks)
-    return _checked(loaded, replace(prompt, held=held), limit)
+    return _checked(loaded, replace(prompt, held=held), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -251,7 +235,7 @@ class _Chat:
             APIError: 400, its answer is to continue the last message.
         """
         loaded, body = self.loaded, self.body
-        if continues(body) or body.add_generation_prompt is False:
+        if _continues(body) or body.add_generation_prompt is False:
             raise wrong_value(
                 "messages: with images the model continues no answers: end with a message of the "
                 "user",
@@ -267,8 +251,8 @@ class _Chat:
 
     def _continuing_tokenizer(self) -> Any:
         """What makes its tokens, up to where the answer begins."""
-        if continues(self.body):
-            return ContinuingTokenizer(self.tokenizer, last_text(self.body))
+        if _continues(self.body):
+            return ContinuingTokenizer(self.tokenizer, _last_text(self.body))
         if self.body.add_generation_prompt is False:
             return ContinuingTokenizer(self.tokenizer, None)
         return self.tokenizer
@@ -303,11 +287,11 @@ def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None
             )
 
 
-def _checked(loaded: LoadedModel, prompt: Prompt, limit: PromptLimit) -> Prompt:
-    tokens, param = prompt.tokens, limit.param
+def _checked(loaded: LoadedModel, prompt: Prompt, tokenizer: LimitedTokenizer) -> Prompt:
+    tokens, param = prompt.tokens, tokenizer.param
     if not isinstance(tokens, list) or not tokens:
         raise wrong_value("the prompt has no tokens: give at least one", param)
-    limit.require(len(tokens))
+    tokenizer.require(len(tokens))
     if prompt.media is None and (typed := loaded.media_marks.keys() & set(tokens)):
         raise typed_mark(loaded.media_marks[min(typed)], param)
     if not 0 <= min(tokens) <= max(tokens) < loaded.vocab_size:

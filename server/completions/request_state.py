@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -54,12 +55,10 @@ class RequestState:
         assert channel is not None, "a client waits for the events"
         self._events = channel.events
         self._began = monotonic()
-        # For each choice that has begun: its text, its tool calls, and the time of its first token.
-        self._texts: dict[int, ChoiceText] = {}
-        self._calls: dict[int, ChoiceCalls] = {}
-        self._first_token: dict[int, float] = {}
+        # Those that have begun.
+        self._begun: dict[int, _BegunChoice] = {}
         self._open = {choice.index for choice in self.choices}
-        self._shown: set[int] = set()
+        self._has_token = False
 
     @property
     def usage(self) -> Usage:
@@ -93,7 +92,7 @@ class RequestState:
         Raises:
             APIError: a job was refused.
         """
-        while not self._texts:
+        while not self._begun:
             self._take(await self._events.get())
 
     async def finish(self) -> None:
@@ -112,7 +111,6 @@ class RequestState:
         Raises:
             APIError: something went wrong.
         """
-        held: dict[int, list[Token]] = {}
         while self._open:
             if not self._events.empty():
                 # Else the event loop would not get on before all waiting events are done.
@@ -123,32 +121,32 @@ class RequestState:
                 yield f"keepalive {event.done}/{event.total}"
             elif isinstance(event, Token | Empty) and delta is not None:
                 new = await self._part(event.choice, delta)
-                held.setdefault(event.choice, []).extend(delta.tokens)
                 if not new.is_empty:
-                    new.tokens = held.pop(event.choice)
-                    yield self._with_prompt(new)
+                    yield new
         self._service.metrics.whole_request.note(monotonic() - self._began)
 
-    def _with_prompt(self, new: Choice) -> Choice:
-        """A new part of a choice; the first one has what the request asks for of its prompt."""
-        if new.index in self._shown:
-            return new
-        self._shown.add(new.index)
-        job = self._job_of(new.index)
-        first = first_part(self._body, job, new.index, self.tokenizer)
-        first.add(new)
-        return first
-
     async def _part(self, number: int, delta: Delta) -> Choice:
-        choice_calls = self._calls[number]
-        calls, text = await choice_calls.take(delta)
+        """What a part of a choice adds. It has the tokens of those before that added nothing, and
+        the first one has what the request asks for of its prompt."""
+        begun = self._begun[number]
+        calls, text = await begun.calls.take(delta)
         reason = delta.finish_reason
-        if reason == "stop" and choice_calls.num_calls:
+        if reason == "stop" and begun.calls.num_calls:
             reason = "tool_calls"
         if reason is not None:
             self._open.remove(number)
             self._service.metrics.finished[reason] += 1
-        return Choice(number, text, delta.reasoning, calls, reason, stop_text=delta.stop_text)
+        new = Choice(number, text, delta.reasoning, calls, reason, stop_text=delta.stop_text)
+        begun.tokens += delta.tokens
+        if new.is_empty:
+            return new
+        new.tokens, begun.tokens = begun.tokens, []
+        if begun.is_shown:
+            return new
+        begun.is_shown = True
+        first = first_part(self._body, begun.job, number, self.tokenizer)
+        first.add(new)
+        return first
 
     def _take(self, event: Event) -> Delta | None:
         match event:
@@ -171,7 +169,7 @@ class RequestState:
         if isinstance(self._body, ChatBody):
             self._service.system_texts.note(self._body.messages, job)
         for number in job.numbers:
-            self._texts[number] = ChoiceText(
+            text = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
                 self._stops,
@@ -179,31 +177,41 @@ class RequestState:
                 has_tools=bool(tools),
                 lists_end=lists_end,
             )
-            self._calls[number] = ChoiceCalls(
+            calls = ChoiceCalls(
                 self._service.call_parser, loaded.tokenizer, tools, bool(self._body.stream)
             )
+            self._begun[number] = _BegunChoice(job, text, calls)
 
     def _record_token(self, token: Token) -> Delta:
         now, metrics = monotonic(), self._service.metrics
-        if not self._first_token:
+        if not self._has_token:
             metrics.first_token.note(now - self._began)
-        self._first_token.setdefault(token.choice, now)
-        choice = self.choices[token.choice]
+            self._has_token = True
+        choice, begun = self.choices[token.choice], self._begun[token.choice]
+        if not choice.count:
+            begun.first_token = now
         choice.count += 1
-        delta = self._texts[token.choice].take(token)
+        delta = begun.text.take(token)
         choice.reasoning_count += delta.is_reasoning
         if delta.finish_reason is None:
             return delta
         if choice.count > 1:
-            took = now - self._first_token[token.choice]
-            metrics.output_token.note(took / (choice.count - 1))
+            metrics.output_token.note((now - begun.first_token) / (choice.count - 1))
         if token.finish_reason is None:
-            self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
+            self._service.thread.cancel_choice(begun.job, token.choice)
         return delta
 
-    def _job_of(self, choice: int) -> Job:
-        (job,) = [job for job in self.jobs if choice in job.numbers]
-        return job
+
+@dataclass
+class _BegunChoice:
+    job: Job
+    text: ChoiceText
+    calls: ChoiceCalls
+    # The time of its first token.
+    first_token: float = 0.0
+    # Those with log probabilities that no part has told yet.
+    tokens: list[Token] = field(default_factory=list)
+    is_shown: bool = False
 
 
 def _callable_tools(body: Body) -> list[dict[str, Any]]:

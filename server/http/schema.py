@@ -24,8 +24,6 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from paged_kv.server.http.api_errors import wrong_value
-
 DEFAULT_MODEL = "default_model"
 
 # How much a model thinks, as OpenAI's clients say it.
@@ -380,7 +378,7 @@ class Message(TypedDict):
 
 
 class ChatBody(Body, ChatFields):
-    """A request body of /v1/chat/completions, and what bodies of Messages and of Responses ask for:
+    """A request body of /v1/chat/completions, and what bodies of Messages and of Responses become:
     see `chat_request`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
@@ -406,35 +404,6 @@ class ChatBody(Body, ChatFields):
             return given
         named = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
         return named | given
-
-
-def chat_request(body: SharedFields, **own: Any) -> ChatBody:
-    """What a checked body of another interface asks for, in the fields of chat completions.
-
-    Args:
-        body: its fields of the same names mean the same, unless they are in `own`.
-        own: the fields that this interface has in another form.
-
-    Raises:
-        APIError: 400, no message is left, or what one item has become is too much.
-    """
-    names = ChatBody.model_fields.keys() & type(body).model_fields.keys()
-    chat = ChatBody.model_construct(**{name: getattr(body, name) for name in names} | own)
-    if not chat.messages:
-        raise wrong_value("messages: at least one with a content is needed", "messages")
-    _require_at_most(MOST_MESSAGES, chat.messages, "messages")
-    _require_at_most(MOST_TOOLS, chat.tools, "tools")
-    for message in chat.messages:
-        _require_at_most(MOST_PARTS, message.get("content"), "messages")
-        _require_at_most(MOST_TOOLS, message.get("tool_calls"), "messages")
-    return chat
-
-
-def _require_at_most(most: int, value: Any, field: str) -> None:
-    if isinstance(value, list) and len(value) > most:
-        raise wrong_value(
-            f"{field}: {len(value):,} items come together, and at most {most:,} are possible", field
-        )
 
 
 def _are(kind: type, values: Any) -> bool:

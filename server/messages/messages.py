@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from paged_kv.server.completions.chat_messages import (
+    chat_request,
     fitting,
     image_part,
     offered_tool,
@@ -18,7 +19,7 @@ from paged_kv.server.completions.chat_messages import (
 )
 from paged_kv.server.completions.interface import Answers, APIRequest, Mark, Object
 from paged_kv.server.http.request_body import parse_body
-from paged_kv.server.http.schema import DEFAULT_MODEL, ChatBody, chat_request
+from paged_kv.server.http.schema import DEFAULT_MODEL, ChatBody
 from paged_kv.server.messages.answers import HOUR_S, MessageAnswers
 from paged_kv.server.messages.requests import (
     CacheControl,
@@ -31,8 +32,7 @@ from paged_kv.server.options import ServerOptions
 PATH = "/v1/messages"
 COUNT_PATH = f"{PATH}/count_tokens"
 
-# How long a marked prefix stays cached after its last use, as at Anthropic; for an hour if it says
-# so.
+# How long a marked prefix stays cached after its last use, unless its mark says `HOUR_S`.
 MINUTES_S = 300.0
 
 # Fields of chat completions that Anthropic has by other names.
@@ -52,8 +52,6 @@ def read_messages(
         kind: the schema of bodies.
         options: of the server: lines that begin with one of `skip_system_lines` are left out at
             the start of system blocks.
-        content: the bytes.
-        key: unused.
 
     Raises:
         APIError: 400, something is wrong with it.

@@ -44,38 +44,28 @@ class TextBlock(_Block):
 
 
 class Base64Source(StrictDict):
-    """The bytes of an image."""
-
     type: Literal["base64"]
     media_type: Annotated[str, StringConstraints(pattern=r"^image/[a-z+.-]{1,32}$")]
     data: str
 
 
 class URLSource(StrictDict):
-    """The address of an image."""
-
     type: Literal["url"]
     url: str
 
 
 class ImageBlock(_Block):
-    """An image."""
-
     type: Literal["image"]
     source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
 
 
 class TextSource(StrictDict):
-    """The text of a document."""
-
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: str
 
 
 class ContentSource(StrictDict):
-    """The text of a document in parts."""
-
     type: Literal["content"]
     content: Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_most(MOST_PARTS)]
 
@@ -91,8 +81,6 @@ class DocumentBlock(_Block):
 
 
 class SearchResultBlock(_Block):
-    """What a search has found."""
-
     type: Literal["search_result"]
     source: str
     title: str
@@ -116,8 +104,6 @@ class RedactedThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call in an earlier answer."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -176,8 +162,6 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 class MessagesTool(StrictDict):
-    """A function that the client runs."""
-
     type: NotRequired[Literal["custom"] | None]
     name: Name
     description: NotRequired[str | None]
@@ -190,8 +174,6 @@ class MessagesTool(StrictDict):
 
 
 class ToolChoice(StrictModel):
-    """Which tools the model may or must call."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool = False
@@ -212,8 +194,6 @@ class Thinking(StrictModel):
 
 
 class OutputFormat(StrictModel):
-    """The schema of a text."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 

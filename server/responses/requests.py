@@ -38,8 +38,6 @@ MOST_METADATA = 16
 
 
 class InputText(StrictDict):
-    """A text."""
-
     type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: NotRequired[Any]
@@ -63,8 +61,6 @@ class Refusal(StrictDict):
 
 
 class InputImage(StrictDict):
-    """An image, by its URL."""
-
     type: Literal["input_image"]
     image_url: str
     detail: NotRequired[Any]
@@ -76,44 +72,39 @@ _Part = Annotated[InputText | OutputText | Refusal | InputImage, Field(discrimin
 _Shown = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
-class Message(StrictDict):
-    """A message of anyone."""
+class _Item(StrictDict):
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
 
+
+class Message(_Item):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[str | Annotated[list[_Part], Field(fail_fast=True)], at_most(MOST_PARTS)]
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
     phase: NotRequired[str | None]
 
 
-class _Call(StrictDict):
+class _Call(_Item):
     """A call in an earlier answer."""
 
     call_id: str
     name: str
     namespace: NotRequired[str | None]
     caller: NotRequired[Any]
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
 
 
 class FunctionCall(_Call):
-    """A call of a function."""
-
     type: Literal["function_call"]
     arguments: str
     parsed_arguments: NotRequired[Any]
 
 
 class CustomCall(_Call):
-    """A call of a custom tool."""
-
     type: Literal["custom_tool_call"]
     input: str
 
 
-class CallOutput(StrictDict):
+class CallOutput(_Item):
     """What a call gave."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -121,8 +112,6 @@ class CallOutput(StrictDict):
     output: Annotated[str | Annotated[list[_Shown], Field(fail_fast=True)], at_most(MOST_PARTS)]
     name: NotRequired[str | None]
     caller: NotRequired[Any]
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
 
 
 class ReasoningText(StrictDict):
@@ -132,15 +121,13 @@ class ReasoningText(StrictDict):
     text: str
 
 
-class ReasoningItem(StrictDict):
+class ReasoningItem(_Item):
     """What the model thought in an earlier answer."""
 
     type: Literal["reasoning"]
     summary: NotRequired[Annotated[list[ReasoningText], at_most(MOST_PARTS)] | None]
     content: NotRequired[Annotated[list[ReasoningText], at_most(MOST_PARTS)] | None]
     encrypted_content: NotRequired[str | None]
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
 
 
 class ItemReference(StrictDict):
@@ -187,8 +174,6 @@ class FunctionTool(_Tool):
 
 
 class AnyInput(StrictDict):
-    """Any text may be the input of a custom tool."""
-
     type: Literal["text"]
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from paged_kv.server.completions.chat_messages import (
+    chat_request,
     fitting,
     image_part,
     only_tool,
@@ -22,7 +23,7 @@ from paged_kv.server.completions.prompt_logprobs import Logprobs
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.request_body import parse_body
-from paged_kv.server.http.schema import ChatBody, ResponseFormat, chat_request
+from paged_kv.server.http.schema import ChatBody, ResponseFormat
 from paged_kv.server.responses.answers import PLAIN, ResponseAnswers
 from paged_kv.server.responses.kept_responses import KeptResponses, Turn, named
 from paged_kv.server.responses.requests import ENCRYPTED, ResponsesBody, TextConfig

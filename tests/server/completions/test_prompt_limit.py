@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.server.completions.prompt_limit import LimitedTokenizer
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 
@@ -27,15 +27,15 @@ class Tokenizer:
         return self.encode(text) if tokenize else text
 
 
-def limit(option: int | None = None, length: int | None = 1000) -> PromptLimit:
-    loaded: Any = Namespace(context_length=length)
-    return PromptLimit(loaded, ServerOptions(max_prompt_tokens=option), "prompt")
+def limited(tokenizer: Any = None) -> LimitedTokenizer:
+    loaded: Any = Namespace(context_length=1000, tokenizer=tokenizer)
+    return LimitedTokenizer(loaded, ServerOptions(), "prompt")
 
 
 def test_the_context_length_is_the_longest_prompt() -> None:
-    limit().require(1000)
+    limited().require(1000)
     with pytest.raises(APIError, match="prompt is too long: 1001 tokens > 1000 maximum ") as told:
-        limit().require(1001)
+        limited().require(1001)
     refused = told.value
     assert (refused.status, refused.param) == (400, "prompt")
     assert refused.code == "context_length_exceeded"
@@ -44,7 +44,7 @@ def test_the_context_length_is_the_longest_prompt() -> None:
 
 def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
     inner, text = Tokenizer(), "a" * 3_000_000
-    tokenizer = LimitedTokenizer(inner, limit())
+    tokenizer = limited(inner)
     with pytest.raises(APIError, match="99937 tokens > 1000 maximum"):
         tokenizer.encode(text)
     assert inner.made == 100_000
