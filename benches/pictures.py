@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.monitor.process_view import History, ProcessView
+from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.publisher import view_process
 from paged_kv.monitor.stats_plot import draw
 from paged_kv.monitor.stats_table import screen
@@ -42,7 +42,7 @@ def main() -> None:
     (PICTURES / "watch.svg").write_text(watch_picture(views[-1]))
     held.rows.clear()
     gc.collect()
-    draw(History.of_views([*views, _view(pool, 401)]), PICTURES / "plot.svg")
+    draw([*views, _view(pool, 401)], PICTURES / "plot.svg")
 
 
 def _view(pool: PagePool, second: int) -> ProcessView:

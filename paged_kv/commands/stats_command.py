@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -21,8 +21,6 @@ from paged_kv.monitor.processes import running_process, running_processes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from paged_kv.monitor.process_view import History
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -93,7 +91,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
         require_writable(arguments.plot)
-        plot.draw(_history(arguments), arguments.plot)
+        plot.draw(_samples(arguments), arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)
     elif arguments.watch:
         _watch(arguments)
@@ -171,17 +169,14 @@ def _saved_view(path: Path) -> ProcessView:
     return ProcessView.from_dict(content)
 
 
-def _history(arguments: argparse.Namespace) -> History:
-    from paged_kv.monitor.process_view import History
-
-    if arguments.file is None:
-        interval_s = arguments.interval or _INTERVAL_S
-        samples = int((arguments.seconds or _PLOT_S) / interval_s) + 1
-        looks = islice(_looks(_view(arguments).pid, interval_s), samples)
-        return History.of_views(
-            tqdm(looks, "plot", samples, leave=False, unit=" samples", disable=None)
-        )
-    return History.of_views(iter([_saved_view(arguments.file)]))
+def _samples(arguments: argparse.Namespace) -> Iterable[ProcessView]:
+    """The views to plot."""
+    if arguments.file is not None:
+        return [_saved_view(arguments.file)]
+    interval_s = arguments.interval or _INTERVAL_S
+    samples = int((arguments.seconds or _PLOT_S) / interval_s) + 1
+    looks = islice(_looks(_view(arguments).pid, interval_s), samples)
+    return tqdm(looks, "plot", samples, leave=False, unit=" samples", disable=None)
 
 
 def _looks(pid: int, interval_s: float) -> Iterator[ProcessView]:

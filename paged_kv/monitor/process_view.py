@@ -15,12 +15,11 @@ There is nothing of what tokens say, and nothing made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paged_kv.allocator.block_map import SlabMap, packed, unpacked
-from paged_kv.pool.stats import PoolStats, no_stats
+from paged_kv.pool.stats import PoolStats
 from paged_kv.ranks import RankMemory
 
 VERSION = 1
@@ -132,48 +131,3 @@ def _pool_from_dict(content: Any) -> PoolView:
         tuple([(g, SlabMap(slab, name, unpacked(m))) for g, slab, name, m in content["slabs"]]),
         tuple([SequenceView(*each) for each in content["sequences"]]),
     )
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The sum of all pools of a process, so many seconds after the beginning."""
-
-    seconds: float
-    stats: PoolStats
-
-
-@dataclass(frozen=True)
-class History:
-    """Snapshots in the order of time.
-
-    Attributes:
-        title: the process.
-        peak: the pools with their maps, when most bytes were active.
-    """
-
-    title: str
-    samples: tuple[Sample, ...]
-    peak: tuple[PoolView, ...]
-
-    @classmethod
-    def of_views(cls, views: Iterable[ProcessView]) -> History:
-        """The history of one process."""
-        samples: list[Sample] = []
-        peak: tuple[PoolView, ...] = ()
-        most, began, title = -1, None, ""
-        for view in views:
-            began = view.time if began is None else began
-            title = f"process {view.pid}: {view.command}"
-            stats = total([pool.stats for pool in view.pools])
-            samples.append(Sample(view.time - began, stats))
-            if stats.bytes_active > most:
-                most, peak = stats.bytes_active, view.pools
-        return cls(title, tuple(samples), peak)
-
-
-def total(pools: list[PoolStats]) -> PoolStats:
-    """The sum of several pools, each with a budget of its own."""
-    if not pools:
-        return no_stats()
-    budget = sum(pool.bytes_budget for pool in pools)
-    return replace(sum(pools[1:], pools[0]), bytes_budget=budget)

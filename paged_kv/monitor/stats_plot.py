@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED
-from paged_kv.monitor.process_view import History, PoolView
+from paged_kv.monitor.process_view import PoolView, ProcessView
 from paged_kv.monitor.stats_table import WORDS, coarse
-from paged_kv.pool.stats import COLUMNS
+from paged_kv.pool.stats import COLUMNS, PoolStats, no_stats
 
 # A palette that colour-blind readers can tell apart (Okabe and Ito).
 COLOURS = {FREE: "#dddddd", CACHED: "#f0c05a", USED: "#0072b2", SHARED: "#d55e00"}
@@ -32,16 +34,51 @@ _MOST_LINES = 48
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small"}
 
 
-def draw(history: History, path: Path) -> None:
-    """Draw blocks by state, what memory is lost to, and the map at the peak.
+class _History:
+    """What views of one process say over time.
+
+    Attributes:
+        title: the process.
+        seconds: since the first view.
+        stats: the sum of all pools at these seconds.
+        peak: the pools with their maps, when most bytes were active.
+    """
+
+    def __init__(self, views: Iterable[ProcessView]) -> None:
+        self.title = ""
+        self.seconds: list[float] = []
+        self.stats: list[PoolStats] = []
+        self.peak: tuple[PoolView, ...] = ()
+        began, most = None, -1
+        for view in views:
+            began = view.time if began is None else began
+            self.title = f"process {view.pid}: {view.command}"
+            self.seconds.append(view.time - began)
+            self.stats.append(_total([pool.stats for pool in view.pools]))
+            if self.stats[-1].bytes_active > most:
+                most, self.peak = self.stats[-1].bytes_active, view.pools
+
+
+def _total(pools: list[PoolStats]) -> PoolStats:
+    """The sum of several pools, each with a budget of its own."""
+    if not pools:
+        return no_stats()
+    budget = sum(pool.bytes_budget for pool in pools)
+    return replace(sum(pools[1:], pools[0]), bytes_budget=budget)
+
+
+def draw(views: Iterable[ProcessView], path: Path) -> None:
+    """Draw what views of a process say over time: blocks by state, what memory is lost to, and the
+    map at the peak.
 
     Raises:
         ValueError: there is nothing to draw, or no such kind of file.
         OSError: the file cannot be written.
     """
     require_drawable(path)
-    if not history.samples:
-        raise ValueError(f"there is nothing to draw of {history.title}: it has no events")
+    history = _History(views)
+    if not history.stats:
+        raise ValueError("there is nothing to draw: the process has ended before its first sample")
     with rc_context({"svg.hashsalt": "paged_kv"}):
         _save(_figure(history), path, history.title)
 
@@ -56,7 +93,7 @@ def require_drawable(path: Path) -> None:
         raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
 
 
-def _figure(history: History) -> Figure:
+def _figure(history: _History) -> Figure:
     figure = Figure(figsize=(10, 8), layout="constrained")
     blocks, losses, map_axes = figure.subplots(3, 1, height_ratios=(2, 2, 2))
     figure.suptitle(history.title[:100], fontsize="medium")
@@ -75,9 +112,8 @@ def _save(figure: Figure, path: Path, title: str) -> None:
         figure.savefig(path, metadata=metadata, dpi=120)
 
 
-def _draw_blocks(history: History, axes: Any) -> None:
-    times = [sample.seconds for sample in history.samples]
-    stats = [sample.stats for sample in history.samples]
+def _draw_blocks(history: _History, axes: Any) -> None:
+    stats = history.stats
     parts = {
         "used": ([each.blocks_used - each.blocks_shared for each in stats], COLOURS[USED]),
         "shared": ([each.blocks_shared for each in stats], COLOURS[SHARED]),
@@ -85,7 +121,7 @@ def _draw_blocks(history: History, axes: Any) -> None:
         "free": ([each.blocks_free for each in stats], COLOURS[FREE]),
     }
     axes.stackplot(
-        times,
+        history.seconds,
         *[counts for counts, _ in parts.values()],
         labels=list(parts),
         colors=[colour for _, colour in parts.values()],
@@ -95,14 +131,14 @@ def _draw_blocks(history: History, axes: Any) -> None:
     axes.legend(**_BESIDE)
 
 
-def _draw_losses(history: History, axes: Any) -> None:
-    times = [sample.seconds for sample in history.samples]
-    stats = [sample.stats for sample in history.samples]
+def _draw_losses(history: _History, axes: Any) -> None:
     for column in COLUMNS:
         if column.name in LOSSES:
-            megabytes = [getattr(each, column.name) / 1e6 for each in stats]
+            megabytes = [getattr(each, column.name) / 1e6 for each in history.stats]
             label = str(column.label).removeprefix("+ ")
-            axes.step(times, megabytes, where="post", label=label, color=LOSSES[column.name])
+            axes.step(
+                history.seconds, megabytes, where="post", label=label, color=LOSSES[column.name]
+            )
     axes.set(xlabel="seconds", ylabel="MB", title="Fragmentation and waste")
     axes.legend(**_BESIDE)
 
