@@ -5,6 +5,7 @@ argparse prints the message of each ArgumentTypeError after the name of the opti
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,64 +39,46 @@ class _Wrapped(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
-def positive(text: str) -> int:
-    """A positive integer."""
-    number = _integer(text)
-    if number is None or number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer, such as 8")
-    return number
+def _whole(meaning: str, *, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """The parser of the integers in a range; errors call them by their meaning."""
+
+    def parsed(text: str) -> int:
+        # int() raises above 4,300 digits; no option takes a number near 100 digits.
+        if text.isdecimal() and len(text) < 100 and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return parsed
 
 
-def count(text: str) -> int:
-    """An integer from 0 on."""
-    number = _integer(text)
-    if number is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 on, such as 8")
-    return number
+def _real(meaning: str, is_one: Callable[[float], bool]) -> Callable[[str], float]:
+    """The parser of the numbers for which `is_one` is true; errors call them by their meaning."""
+
+    def parsed(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan  # which is in no range
+        if is_one(number):
+            return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return parsed
 
 
-def seed(text: str) -> int:
-    """A seed of the random number generator, 0 to 2^64 - 1."""
-    number = _integer(text)
-    if number is None or number >= 1 << 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^64 - 1")
-    return number
-
-
-def seconds(text: str) -> float:
-    """A number of seconds above 0, up to MOST_SECONDS."""
-    number = _number(text)
-    if not 0 < number <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds above 0, up to {MOST_SECONDS:,.0f}, such as 0.5"
-        )
-    return number
-
-
-def duration(text: str) -> float:
-    """A number of seconds from 0 on, up to MOST_SECONDS."""
-    number = _number(text)
-    if not 0 <= number <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds, up to {MOST_SECONDS:,.0f}, such as 60"
-        )
-    return number
-
-
-def temperature(text: str) -> float:
-    """A sampling temperature: 0 is greedy decoding."""
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, such as 0 or 0.7")
-    return number
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    number = _number(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.5")
-    return number
+positive = _whole("a positive integer, such as 8", least=1)
+count = _whole("an integer from 0 on, such as 8", least=0)
+seed = _whole("an integer from 0 to 2^64 - 1", least=0, most=(1 << 64) - 1)
+seconds = _real(
+    f"a number of seconds above 0, up to {MOST_SECONDS:,.0f}, such as 0.5",
+    lambda number: 0 < number <= MOST_SECONDS,
+)
+duration = _real(
+    f"a number of seconds, up to {MOST_SECONDS:,.0f}, such as 60",
+    lambda number: 0 <= number <= MOST_SECONDS,
+)
+temperature = _real("a temperature, such as 0 or 0.7", lambda number: 0 <= number < math.inf)
+share = _real("a share between 0 and 1, such as 0.5", lambda number: 0 <= number <= 1)
 
 
 def budget(text: str) -> int | str:
@@ -137,17 +120,3 @@ def require_writable(file: Path) -> None:
         ) from None
     if is_new:
         file.unlink()
-
-
-def _integer(text: str) -> int | None:
-    """The non-negative integer that the digits of a text spell; None if it has other characters."""
-    # int() raises above 4,300 digits; no option takes a number near 100 digits.
-    return int(text) if text.isdecimal() and len(text) < 100 else None
-
-
-def _number(text: str) -> float:
-    """A number; NaN, which is in no range, if the text is not a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
