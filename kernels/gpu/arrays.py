@@ -63,11 +63,6 @@ class Scores:
         """The flag of a kernel that caps scores."""
         return ["HAS_SOFTCAP"] if self.softcap else []
 
-    @property
-    def sinks_flag(self) -> list[str]:
-        """The flag of a kernel that takes sinks: of parts of contexts, the one that merges them."""
-        return [] if self.sinks is None else ["SINKS"]
-
 
 _scores = lru_cache(maxsize=1024)(Scores)
 

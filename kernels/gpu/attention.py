@@ -170,7 +170,8 @@ class PagedAttention:
         params = _parameters(call, reader, width)
         parts = reader.splits * len(reader.bases)
         dim = geometry.k_dim if call.is_latent else geometry.v_dim
-        output, sinks = Output((batch, heads, steps, dim), dtype), call.scores.sinks_flag
+        output = Output((batch, heads, steps, dim), dtype)
+        sinks = [] if call.scores.sinks is None else ["SINKS"]
         if parts == 1 and groups is None and not call.is_latent:
             attend = self._launch(call, reader, ["WHOLE", *sinks], [output, DONE])
             return LaunchPlan(attend, None, params)

@@ -18,7 +18,7 @@ from paged_kv.kernels.gpu.order import Chain, Order
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend, StepRecorder
 from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs
-from paged_kv.kernels.pages.dense_attention import Read, attend_by_row
+from paged_kv.kernels.pages.dense_attention import Read, attend_by_sequence
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
@@ -189,8 +189,8 @@ class GpuBackend(Backend):
         if position_queries is None and step is None:
             is_gathered = self._is_gathered(geometry, tables, queries.shape[2], attention)
         if is_gathered:
-            read, v_dim = self._gathered_rows(pages, metadata, unwritten), geometry.v_dim
-            return attend_by_row(read, queries, metadata, v_dim, attention, position_queries)
+            read, v_dim = self._gathered_sequences(pages, metadata, unwritten), geometry.v_dim
+            return attend_by_sequence(read, queries, metadata, v_dim, attention, position_queries)
         asked = [queries if dtype == own else queries.astype(own)]
         if position_queries is not None:
             asked.append(position_queries.astype(own))
@@ -338,7 +338,7 @@ class GpuBackend(Backend):
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
-    def _gathered_rows(
+    def _gathered_sequences(
         self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> Read:
         """Reads sequences from keys and values that a kernel gathers for all of them."""

@@ -46,7 +46,7 @@ OUTPUTS = {
 }
 
 Maker = Callable[..., Any]
-"""`mx.fast.metal_kernel` or `mx.fast.cuda_kernel`, or a stand-in of the tests."""
+"""`mx.fast.metal_kernel` or `mx.fast.cuda_kernel`, or what tests put in their place."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class AttentionMetadata:
         return range(head), range(first, self.context_lens[row])
 
     @cached_property
-    def rows(self) -> tuple[AttentionMetadata, ...]:
+    def sequences(self) -> tuple[AttentionMetadata, ...]:
         """Each sequence as a batch of its own."""
         if len(self.context_lens) == 1:
             return (self,)

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.choice import chooses, chosen_runs, chosen_tokens, run_scores
-from paged_kv.kernels.pages.dense_attention import attend_by_row, attend_to
+from paged_kv.kernels.pages.dense_attention import attend_by_sequence, attend_to
 from paged_kv.kernels.pages.gather import (
     ReadSlab,
     find_places,
     gather,
     gather_tokens,
     read_places,
-    read_row,
+    read_sequence,
     read_slab,
     read_summaries,
 )
@@ -189,16 +189,16 @@ class Backend:
         most = None if is_exact or queries.shape[2] > 1 else attention.read_tokens
 
         def read(row: int) -> tuple[mx.array, mx.array]:
-            keys, values = read_row(pages, metadata, row, unwritten)
+            keys, values = read_sequence(pages, metadata, row, unwritten)
             if most is None or attention.window is not None or keys.shape[2] <= most:
                 return keys, values
-            entries = metadata.rows[row].block_table_array[:, : -(-keys.shape[2] // PAGE_SIZE)]
+            entries = metadata.sequences[row].block_table_array[:, : -(-keys.shape[2] // PAGE_SIZE)]
             (found,) = read_places(pages, find_places(entries, pages.slab_stride), read_summaries)
             own, summaries = queries[row : row + 1], mx.flatten(found, 2, 3)
             return chosen_tokens(own, keys, values, summaries, attention)
 
         v_dim = pages.geometry.v_dim
-        return attend_by_row(read, queries, metadata, v_dim, attention, position_queries)
+        return attend_by_sequence(read, queries, metadata, v_dim, attention, position_queries)
 
 
 def _step_places(

@@ -12,7 +12,7 @@ from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetada
 Read = Callable[[int], tuple[mx.array, mx.array]]
 
 
-def attend_by_row(
+def attend_by_sequence(
     read: Read,
     queries: mx.array,
     metadata: AttentionMetadata,

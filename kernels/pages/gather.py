@@ -78,13 +78,13 @@ def gather(
     return _valid([keys, unwritten[0]], tokens), _valid([values, unwritten[1]], tokens)
 
 
-def read_row(
+def read_sequence(
     pages: LayerMemory, metadata: AttentionMetadata, row: int, unwritten: Unwritten | None
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [1, heads, tokens, dim] of a sequence's valid tokens."""
     if unwritten is not None:
         unwritten = unwritten[0][row : row + 1], unwritten[1][row : row + 1]
-    alone = metadata.rows[row]
+    alone = metadata.sequences[row]
     keys, values = gather(pages, alone, unwritten)
     end = keys.shape[2] - alone.right_padding[0]
     return keys[:, :, :end], values[:, :, :end]

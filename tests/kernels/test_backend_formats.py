@@ -109,7 +109,7 @@ def assert_attends(
         if new_tokens:
             keys.append(numbers(new_tokens[0][row]))
             values.append(numbers(new_tokens[1][row]))
-        expected, _ = dense_attention(
+        expected = dense_attention(
             numbers(asked[row]), np.concatenate(keys, 1), np.concatenate(values, 1), **options
         )
         tolerance = TOLERANCES[geometry.k_dtype]

@@ -96,7 +96,7 @@ def assert_attends(
             np.concatenate([*parts, numbers(new[row])], 1)
             for parts, new in zip(numbers_in(pages, table, length), unwritten, strict=True)
         )
-        expected, _ = dense_attention(
+        expected = dense_attention(
             np.concatenate([scale * numbers(asked[row]), numbers(positions[row])], -1),
             np.concatenate([latents, position_keys], -1),
             latents,

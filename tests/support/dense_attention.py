@@ -16,12 +16,11 @@ def dense_attention(
     window: int | None,
     sinks: Numbers | None,
     softcap: float | None = None,
-) -> tuple[Numbers, Numbers]:
-    """Attention of one sequence, [q_heads, S, v_dim], and its log-sum-exp, [q_heads, S]."""
+) -> Numbers:
+    """Attention of one sequence, [q_heads, S, v_dim]."""
     q_heads, count, _ = queries.shape
     kv_heads, length, _ = keys.shape
     result = np.zeros((q_heads, count, values.shape[2]))
-    log_sum_exp = np.zeros((q_heads, count))
     for head in range(q_heads):
         kv_head = head * kv_heads // q_heads
         for query in range(count):
@@ -35,5 +34,4 @@ def dense_attention(
             weights = np.exp(scores - top)
             total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - top))
             result[head, query] = weights / total @ values[kv_head, first:last]
-            log_sum_exp[head, query] = top + np.log(total)
-    return result, log_sum_exp
+    return result

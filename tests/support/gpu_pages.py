@@ -172,7 +172,7 @@ class Batch:
                 continue
             valid = slice(own.start, own.stop)
             held, keys = self._numbers_of(row, None, metadata)
-            expected, _ = dense_attention(
+            expected = dense_attention(
                 np.concatenate([scale * numbers(asked[row]), numbers(positions[row])], -1)[
                     :, valid
                 ],
@@ -201,7 +201,7 @@ class Batch:
             if not own:
                 continue
             keys, values = self._numbers_of(row, step, metadata)
-            expected, _ = dense_attention(
+            expected = dense_attention(
                 numbers(asked[row, :, own.start : own.stop]), keys, values, **options
             )
             difference = numbers(found[row, :, own.start : own.stop]) - expected

@@ -43,9 +43,7 @@ def attend(pages: LayerPages, asked: mx.array) -> mx.array:
 
 def expected(asked: mx.array, keys: Numbers, values: Numbers) -> Numbers:
     options: dict[str, Any] = {"causal": True, "window": None, "sinks": None}
-    return dense_attention(numbers(asked[0]), keys, values, scale=keys.shape[2] ** -0.5, **options)[
-        0
-    ]
+    return dense_attention(numbers(asked[0]), keys, values, scale=keys.shape[2] ** -0.5, **options)
 
 
 def held_by(pages: LayerPages) -> tuple[Numbers, Numbers]:

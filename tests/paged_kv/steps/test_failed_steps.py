@@ -82,7 +82,7 @@ class Batch:
                 causal=True,
                 window=window,
                 sinks=None,
-            )[0]
+            )
             for tokens in self.rows
         ]
         return np.stack(rows)
