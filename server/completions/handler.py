@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
-from paged_kv.server.completions.interface import Answers, APIRequest, Reader, renamed
+from paged_kv.server.completions.interface import Answers, APIRequest, Object, Reader, renamed
 from paged_kv.server.completions.request_jobs import make_jobs
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
@@ -35,7 +35,6 @@ from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import request_id
 from paged_kv.server.http.schema import Body, ChatBody, PrefillBody
-from paged_kv.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,11 @@ class CompletionHandler:
         if body.store is False:
             salt = Unstored(salt)
         elif is_handed:
-            _require_servers(service.options)
+            if not service.options.cache.has_servers:
+                raise wrong_value(
+                    "this server shares no tier: start it with --store redis://... or s3://...",
+                    "prompt",
+                )
             salt = Published(salt)
         return model, salt
 
@@ -120,8 +123,7 @@ class CompletionHandler:
             return
         async with self._running(state) as answers:
             await state.finish()
-            whole = partial(answers.whole, state.choices, state.usage)
-            written = partial(json_bytes, whole)
+            written = partial(json_bytes, answers.whole, state.choices, state.usage)
             content = await self._service.workers.write(written, state.held_tokens)
             await send_json(content, send, _limit_header(state))
 
@@ -136,24 +138,23 @@ class CompletionHandler:
                     raise
                 self._service.metrics.note_error(error)
                 error = renamed(error, state.request.names)
-                failed = (answers or _answers(state)).on_error
-                await stream.send(_streamed(partial(failed, error)))
+                await stream.send(_streamed((answers or _answers(state)).on_error, error))
 
     async def _send_events(
         self, state: RequestState, answers: Answers, stream: EventStream
     ) -> None:
-        await stream.send(_streamed(partial(answers.on_start, state.usage)), _limit_header(state))
+        await stream.send(_streamed(answers.on_start, state.usage), _limit_header(state))
         stream.heartbeat = partial(_streamed, answers.heartbeat)
         async for new in state.deltas():
             if isinstance(new, str):
                 content = f": {new}\n\n".encode()
             else:
-                written = partial(_streamed, partial(answers.on_delta, new))
+                written = partial(_streamed, answers.on_delta, new)
                 # Log probabilities take their time.
                 workers, count = self._service.workers, len(new.tokens)
                 content = await workers.write(written, count) if count else written()
             await stream.send(content)
-        await stream.send(_streamed(partial(answers.on_end, state.usage)) + answers.last)
+        await stream.send(_streamed(answers.on_end, state.usage) + answers.last)
 
     @asynccontextmanager
     async def _running(self, state: RequestState) -> AsyncIterator[Answers]:
@@ -203,13 +204,6 @@ def _renaming(request: APIRequest) -> Iterator[None]:
 def _answers(state: RequestState) -> Answers:
     assert state.request.answers is not None, "something is generated"
     return state.request.answers(request_id(), state.tokenizer)
-
-
-def _require_servers(options: ServerOptions) -> None:
-    if not options.cache.has_servers:
-        raise wrong_value(
-            "this server shares no tier: start it with --store redis://... or s3://...", "prompt"
-        )
 
 
 def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
@@ -282,20 +276,25 @@ def _head(headers: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "http.response.start", "status": 200, "headers": encoded}
 
 
-def json_bytes(described: Callable[[], Mapping[str, Any]]) -> bytes:
+def json_bytes(describe: Callable[..., Object], *arguments: Any) -> bytes:
+    """What a function makes of arguments, in JSON."""
+    return _encoded(describe(*arguments))
+
+
+def _streamed(describe: Callable[..., Sequence[Object]], *arguments: Any) -> bytes:
+    """What a function makes of arguments, as events."""
+    return b"".join(map(_event, describe(*arguments)))
+
+
+def _event(event: Object) -> bytes:
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return b"%bdata: %b\n\n" % (name.encode(), _encoded(event))
+
+
+def _encoded(described: Object) -> bytes:
     """JSON. The encoder of `json.dumps` would hold Python's lock until the end, and with it the
     event loop: log probabilities can have a million numbers."""
-    return "".join(_JSON.iterencode(described())).encode()
-
-
-def _streamed(described: Callable[[], Sequence[Mapping[str, Any]]]) -> bytes:
-    """The events of a stream."""
-    return b"".join(map(_event, described()))
-
-
-def _event(described: Mapping[str, Any]) -> bytes:
-    name = f"event: {described['type']}\n" if "type" in described else ""
-    return b"%bdata: %b\n\n" % (name.encode(), json_bytes(lambda: described))
+    return "".join(_JSON.iterencode(described)).encode()
 
 
 def _limit_header(state: RequestState) -> dict[str, str]:

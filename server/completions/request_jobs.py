@@ -112,6 +112,7 @@ def generation_arguments(body: Body, options: ServerOptions) -> GenerationArgume
     """mlx-lm's generation arguments, from a body and the server's defaults."""
     logprobs, top_logprobs = _logprobs(body)
     temperature = _either(body.temperature, options.temp)
+    most = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
     return GenerationArguments(
         # Unused: the model's name is resolved before.
         model=ModelDescription("", "", ""),
@@ -133,7 +134,7 @@ def generation_arguments(body: Body, options: ServerOptions) -> GenerationArgume
             frequency_context_size=_either(body.frequency_context_size, 20),
         ),
         stop_words=body.stop_words,
-        max_tokens=_most_tokens(body, options),
+        max_tokens=LARGEST_COUNT if most == NO_LIMIT else most,
         num_draft_tokens=_either(body.num_draft_tokens, options.num_draft_tokens),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -219,11 +220,6 @@ def _read(
     if not request.is_counted:
         fit_context(arguments, made, loaded, options, param)
     return made
-
-
-def _most_tokens(body: Body, options: ServerOptions) -> int:
-    tokens = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
-    return LARGEST_COUNT if tokens == NO_LIMIT else tokens
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:

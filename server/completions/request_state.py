@@ -25,7 +25,7 @@ from paged_kv.server.engine.jobs import (
     Token,
 )
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.http.schema import Body, ChatBody, TextBody
+from paged_kv.server.http.schema import ChatBody, TextBody
 
 
 class RequestState:
@@ -165,9 +165,12 @@ class RequestState:
         self.tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
         lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
-        tools = _callable_tools(self._body)
+        # Those that the answer may call.
+        tools: list[dict[str, Any]] = []
         if isinstance(self._body, ChatBody):
             self._service.system_texts.note(self._body.messages, job)
+            if self._body.tool_choice != "none":
+                tools = self._body.tools or []
         for number in job.numbers:
             text = ChoiceText(
                 loaded,
@@ -212,10 +215,3 @@ class _BegunChoice:
     # Those with log probabilities that no part has told yet.
     tokens: list[Token] = field(default_factory=list)
     is_shown: bool = False
-
-
-def _callable_tools(body: Body) -> list[dict[str, Any]]:
-    """The tools that the answer may call."""
-    if not isinstance(body, ChatBody) or body.tool_choice == "none":
-        return []
-    return body.tools or []

@@ -98,8 +98,7 @@ class PromptHandler(CompletionHandler):
         if job.prompt is None or loaded is None or loaded.key != job.model:
             raise busy("another model was loaded meanwhile: ask again")
         request = state.request
-        described = partial(self._describe, request.body, job.prompt.tokens, loaded)
-        written = partial(json_bytes, described)
+        written = partial(json_bytes, self._describe, request.body, job.prompt.tokens, loaded)
         content = await self._service.workers.read(written, request.nbytes)
         await send_json(content, send)
 

@@ -102,7 +102,13 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
     caplog: pytest.LogCaptureFixture, processes: list[Process]
 ) -> None:
     good = CALLS["json_tools"]
-    bad = ['{"name"', '{"name": "f"}', '["f"]', "{" * (LONG_CALL_CHARACTERS + 1)]
+    bad = [
+        '{"name"',
+        '{"name": "f"}',
+        '{"arguments": {}}',
+        '["f"]',
+        "{" * (LONG_CALL_CHARACTERS + 1),
+    ]
     texts = (good, *bad, good.replace("TEXT", LONG), good)
     cut: Any = {"open_call": good[:9], "finish_reason": "length"}
     found, text = formatted(json_tools.parse_tool_call, *texts, text="\n", **cut)
@@ -111,7 +117,7 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
     lengths = [len(json.loads(call.arguments)["text"]) for call in found]
     assert lengths == [4, len(LONG), 4]
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "JSONDecodeError", "KeyError", "TypeError", "ValueError", "JSONDecodeError",
+        "JSONDecodeError", "KeyError", "KeyError", "TypeError", "ValueError", "JSONDecodeError",
     ]  # fmt: skip
     assert "JSONDecodeError: Expecting property name" in caplog.text
     assert formatted(cast("Parser", None), text="a") == ([], "a"), "of a model without a parser"
