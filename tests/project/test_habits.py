@@ -21,7 +21,7 @@ MAY_SLEEP = {
     "tests/support/soak_questions.py",  # sends a request in parts
     "tests/support/store_torture.py",  # stops a writer at a random moment
     "tests/kernels/cpu/test_native_kernels.py",  # looks whether idle threads stay asleep
-    "tests/server/completions/test_conversation.py",  # in a loop in which nobody waits
+    "tests/server/completions/test_request_state.py",  # in a loop in which nobody waits
     "tests/server/completions/test_tool_calls.py",  # lets the event loop run during a slow parse
 }
 
