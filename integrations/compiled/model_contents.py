@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import starmap
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-
-from paged_kv.steps.recorded import NotRecordable
 
 # Have attributes, but none that a model's step is made of.
 _NOT_OF_A_MODEL = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial)
@@ -63,19 +60,13 @@ class ModelContents:
                 _restore(container, contents)
 
 
-def require_equal(replaced: Replaced) -> None:
-    """Check what a trace replaced; some models replace a small array by an equal one whenever they
-    run.
-
-    Raises:
-        NotRecordable: something was replaced by what is not equal.
-    """
-    try:
-        are_equal = all(starmap(_is_equal, replaced))
-    except RuntimeError:  # an array of the trace
-        are_equal = False
-    if not are_equal:
-        raise NotRecordable("it replaces its own arrays or settings in each step")
+def are_equal(replaced: Replaced) -> mx.array:
+    """Whether a model replaced things by equal ones only, boolean []: some models replace an array
+    by an equal one whenever they run. In a trace it is a part of the graph."""
+    found = mx.array(True)
+    for one, other in replaced:
+        found = found & _is_equal(one, other)
+    return found
 
 
 def containers(model: Module) -> list[Any]:
@@ -128,9 +119,8 @@ def _differences(was: list[Any], now: list[Any]) -> Replaced:
     return [(one, other) for one, other in zip(was, now, strict=True) if one is not other]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    """Whether these are equal arrays, or equal settings."""
+def _is_equal(one: Any, other: Any) -> mx.array | bool:
     if isinstance(one, mx.array) and isinstance(other, mx.array):
-        return one.dtype == other.dtype and bool(mx.array_equal(one, other))
+        return mx.array_equal(one, other) & (one.dtype == other.dtype)
     is_setting = isinstance(one, bool | int | float | str)
     return is_setting and type(one) is type(other) and one == other

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
-from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
+from paged_kv.integrations.compiled.model_contents import ModelContents, are_equal
 from paged_kv.integrations.heads.noted_outputs import outputs_of
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
@@ -120,20 +120,19 @@ class Recording:
         self._contents = contents
         self._is_void = False
         waiting = [trace]  # not kept afterwards: it holds the step
-        replaced: Replaced = []
 
         def traced(weights: list[mx.array], *given: mx.array) -> list[mx.array]:
             if not waiting:
                 self._is_void = True
                 return list(given)
-            with contents.with_arrays(weights) as found:
+            with contents.with_arrays(weights) as replaced:
                 results = waiting.pop()(*given)
-            replaced.extend(found)
-            return results
+            return [*results, are_equal(replaced)]
 
         self._repeat = mx.compile(traced)
-        self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
-        require_equal(replaced)
+        *_, is_unchanged = self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
+        if not is_unchanged.item():
+            raise NotRecordable("it replaces its own arrays or settings in each step")
         self._written = trace.written
         self._num_outputs, self._num_changed = len(modules), trace.num_changed
 
@@ -147,7 +146,7 @@ class Recording:
             ThreadConflict: another thread has yet to compute what the step reads.
         """
         arrays = _arrays(tokens, caches, step)
-        logits, *others = self._repeat(self._contents.arrays(), *arrays)
+        logits, *others, _ = self._repeat(self._contents.arrays(), *arrays)
         if self._is_void:
             return None
         given = iter(others)
