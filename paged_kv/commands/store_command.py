@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import examples, path
 from paged_kv.sizes import counted, format_size
-from paged_kv.store.folder import TAG
 from paged_kv.store.options import StoreOptions, default_folder, store_size, tier
 
 if TYPE_CHECKING:
@@ -130,23 +128,12 @@ def _add(
 
 
 def _opened(arguments: argparse.Namespace) -> closing[BlobStore]:
-    """The folder or server that the arguments name.
-
-    Raises:
-        ValueError: a server lacks a secret, or a package is missing.
-        OSError: there is no store in the folder, or the server fails.
-    """
+    """The folder or server that the arguments name: see `opened_place`."""
     from paged_kv.store.maintenance import opened_place
 
-    store = arguments.store
-    if isinstance(store, Path) and not (store / TAG).exists():
-        raise FileNotFoundError(
-            f"there is no page store in {store}: name with --store the folder that the store was "
-            "made in"
-        )
     secret, unauthenticated = arguments.store_secret, arguments.store_unauthenticated
     options = StoreOptions(secret=secret, unauthenticated=unauthenticated)
-    return closing(opened_place(store, arguments.store_bytes, options))
+    return closing(opened_place(arguments.store, arguments.store_bytes, options))
 
 
 def _amount(sizes: Sequence[int], verb: str = "") -> str:

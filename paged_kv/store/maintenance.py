@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from paged_kv.store.blob_store import Blob, BlobStore, Finding, RemoteFault
 from paged_kv.store.entry_file import InvalidEntry, NewerVersion, OtherEntry, WrongSize, decode
+from paged_kv.store.folder import TAG
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.options import StoreOptions, parse_address
 from paged_kv.store.tier import MOST_ENTRY_BYTES
@@ -18,10 +19,15 @@ def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> Bl
     """A folder, or the server at an address with the secret of the options. The caller closes it.
 
     Raises:
-        ValueError: there is no secret, or a package is missing.
-        OSError: the folder or server fails.
+        ValueError: a server lacks a secret, or a package is missing.
+        OSError: there is no store in the folder, or the server fails.
     """
     if isinstance(place, Path):
+        if not (place / TAG).exists():
+            raise FileNotFoundError(
+                f"there is no page store in {place}: name with --store the folder that the store "
+                "was made in"
+            )
         # Listing and cleaning up need no free disk space.
         return FolderStore(place, max_bytes, min_free_bytes=0)
     address = parse_address(place)

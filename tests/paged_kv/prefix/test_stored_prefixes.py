@@ -152,7 +152,9 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
 def test_the_core_of_the_store_loads_no_mlx() -> None:
     code = """
 import sys
-import paged_kv.store.tiered_store, paged_kv.store.maintenance, paged_kv.commands.store_command
+import paged_kv.command_line
+assert "numpy" not in sys.modules, "each command would begin later"
+import paged_kv.store.tiered_store, paged_kv.store.maintenance
 print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
