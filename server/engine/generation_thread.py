@@ -368,11 +368,14 @@ class GenerationThread:
     def _refuse_late(self) -> None:
         """Refuse the jobs that have waited too long."""
         patience_s = self._options.admission_timeout
-        waiting = [*self._line]
-        if self._rows is not None:
-            waiting += filter(self._rows.holds, self.jobs.values())
-        for job in waiting:
-            if job.stage is Stage.WAITING and job.since + patience_s <= self._now:
+        late = [
+            job
+            for job in self.jobs.values()
+            if job.stage is Stage.WAITING and job.since + patience_s <= self._now
+        ]
+        for job in late:
+            # Not one whose prompt is still fetched.
+            if job in self._line or (self._rows is not None and self._rows.holds(job)):
                 self._fail(job, busy(self._why_late(), max(1, round(patience_s))))
 
     def _why_late(self) -> str:
