@@ -142,7 +142,7 @@ class _Received:
 
 
 def _of_stream(content: bytes) -> Answer:
-    lines = content.split(b"\n")
+    lines = content.split(b"\n")[:-1]  # the last one was cut, if its server was killed
     events = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
     is_whole = events[-1:] == [b"[DONE]"]
     texts: dict[int, tuple[str, str | None]] = {}
