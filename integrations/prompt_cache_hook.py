@@ -22,11 +22,9 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.cache_rows import copied_to_pages
-from paged_kv.integrations.batching.kept_prompts import KeptPrompts
-from paged_kv.integrations.batching.preemption import PagedFactory, attach
+from paged_kv.integrations.batching.preemption import PagedFactory, Request, attach
 from paged_kv.integrations.batching.shared_prefill import (
     joined,
-    without_first,
 )
 from paged_kv.integrations.rebinding import Hooks
 
@@ -135,21 +133,15 @@ def insert_segments(
     segments = list(segments)
     all_tokens = list(all_tokens or [[] for _ in segments])
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
-    prompts = [joined(segments[at]) for at in new]
-    with mx.stream(generator.stream):
-        starts = preemption.starts(prompts)
-    for at, prompt, start in zip(new, prompts, starts, strict=True):
-        caches[at], all_tokens[at] = start.cache, prompt[: start.cached]
-        segments[at] = without_first(segments[at], start.cached)
+    for at in new:
+        caches[at] = factory.make_cache()
     uids = _stock_insert_segments(
         generator, segments, max_tokens, caches, all_tokens, *others, **named
     )
-    inserted = [uids[at] for at in new]
-    keeps = keeps_prompts(generator.model)
-    if keeps:
-        KeptPrompts.of(generator, factory).add(inserted)
-    if keeps or not all(start.is_complete for start in starts):
-        preemption.share_later(inserted)
+    for at in new:
+        if keeps_prompts(generator.model):
+            preemption.requests[uids[at]] = Request(keep=factory.insert_cache)
+        preemption.begin_later(uids[at])
     return uids
 
 

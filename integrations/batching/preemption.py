@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -51,8 +52,6 @@ from paged_kv.integrations.batching.rows import (
 from paged_kv.integrations.batching.shared_prefill import (
     WORTH_SHARING,
     Reuses,
-    SharedPrefill,
-    Start,
     Tokens,
     cut_at,
     joined,
@@ -105,6 +104,8 @@ class Request:
         session: that its prompt is part of.
         since: when it arrived, by `time.monotonic`.
         when_begun: called with the number of its cached tokens when it begins for the first time.
+        keep: called with tokens and a cache that holds them, where a segment of its prompt ends and
+            where its answer ends; None to keep no more than what others wait for.
     """
 
     priority: int = 0
@@ -113,6 +114,7 @@ class Request:
     session: Hashable = None
     since: float = field(default_factory=monotonic)
     when_begun: Callable[[int], object] = lambda cached: None
+    keep: Callable[[Tokens, list[Any]], object] | None = None
 
 
 _NO_REQUEST = Request()
@@ -158,8 +160,8 @@ class Preemption:
         # New ones of these, whose prompts were not looked up yet.
         self._new: set[int] = set()
         self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
-        # Sequences that wait and may share more than they hold.
-        self._unshared: set[int] = set()
+        # Where prompts that are being computed will be cached for others, in tokens.
+        self._ends: dict[int, set[int]] = {}
         self._error: PoolExhausted | OutOfMemory | None = None
         recorder = factory.recorder
         self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
@@ -189,20 +191,14 @@ class Preemption:
         begun = {each.uid for each in self._line}.intersection(running)
         self._divide_chunk(len(self._parts.reading) + len(begun))
         prompts, generated = self._timed_step(begun)
+        for response in prompts:
+            self._keep_prompt(response)
+        for response in generated:
+            self._keep_answer(response)
         self._last_responses.note(generated)
         for response in generated:
             self._note_token(response)
         return [self._of_whole_prompt(each) for each in prompts], generated
-
-    def starts(self, prompts: Sequence[Tokens]) -> list[Start]:
-        """What prompts start with that are about to be inserted. Sequences that run or wait keep
-        their memory, so starts may be incomplete: see `share_later`."""
-        return self._prefill(self._succeeds).starts(prompts)
-
-    def share_later(self, uids: Iterable[int]) -> None:
-        """Note sequences that were inserted together, some with an incomplete `Start`. When one of
-        them begins, what it shares with the others is computed."""
-        self._unshared.update(uids)
 
     def begin_later(self, uid: int) -> None:
         """Look up what is cached of a sequence's prompt when it begins. It was inserted with an
@@ -222,12 +218,38 @@ class Preemption:
         # They may share pages, so that they take less than is counted here.
         in_use = sum(size.bytes_for(growth.held) for _, growth in others)
         fits = self._fits(number, others, in_use, shared_tokens=0)
-        return self._ranks.agree("way", fits and self._shared_tokens(number, running) is not None)
+        return self._ranks.agree("way", fits)
+
+    def awaits(self, number: int, running: list[int]) -> bool:
+        return not self._ranks.agree("ready", not self._awaits(number, running))
+
+    def _awaits(self, number: int, running: list[int]) -> bool:
+        """Whether a prompt that runs is about to have computed and cached what a waiting sequence
+        begins with, beyond what is cached now.
+
+        A prompt that waits for that is not computed twice, and begins at most one step later than
+        it would have been computed.
+        """
+        if number not in self._held:
+            return False
+        tokens, salt = self._line[number].all_tokens, self._salt(number)
+        cached, _ = self._factory.peek(tokens, salt=salt)
+        step = self._generator.prefill_step_size
+        for uid, other, computed in self._prompts(running):
+            ends = [end for end in self._ends.get(uid, ()) if end > computed]
+            if ends and self._is_of(uid, salt):
+                missing = shared_beyond(cached, tokens, other[: min(ends)])
+                if missing and min(ends) - computed <= missing + step:
+                    return True
+        return False
 
     def _has_room(self, number: int, running: list[int]) -> bool:
-        shared = self._shared_tokens(number, running)
-        others = list(self._running(running))
-        return shared is not None and self._fits(number, others, self._pool.bytes_active, shared)
+        shared = 0
+        if number in self._held:
+            tokens = self._line[number].all_tokens
+            _, in_use = self._factory.peek(tokens, salt=self._salt(number))
+            shared = min(in_use, len(tokens) - 1)
+        return self._fits(number, [*self._running(running)], self._pool.bytes_active, shared)
 
     def _fits(
         self, number: int, others: list[tuple[int, Growth]], in_use: int, shared_tokens: int
@@ -238,25 +260,6 @@ class Preemption:
         growth = self._promised(number, self._line[number].growth)
         nbytes = growth.bytes_to_begin(size) - size.shared_bytes(shared_tokens)
         return has_room(nbytes, [self._promised(*each) for each in others], size, in_use)
-
-    def _shared_tokens(self, number: int, running: list[int]) -> int | None:
-        """How many first tokens of a waiting sequence are in full pages of running ones that it
-        will find. None if one of these is about to have computed more of them.
-
-        A prompt that waits for that is not computed twice, and begins at most one step later than
-        it would have been computed.
-        """
-        if number not in self._held:
-            return 0
-        tokens, salt = self._line[number].all_tokens, self._salt(number)
-        cached, shared = self._factory.peek(tokens, salt=salt)
-        for uid, other, computed in self._prompts(running):
-            if inner_salt(self._salt(uid)) == inner_salt(salt):
-                missing = shared_beyond(cached, tokens, other)
-                left = len(other) - computed
-                if missing and left <= missing + self._generator.prefill_step_size:
-                    return None
-        return min(shared, len(tokens) - 1)
 
     def _running(self, running: list[int]) -> Iterator[tuple[int, Growth]]:
         """The tokens of the sequences that run, and of those that begin in this step."""
@@ -283,6 +286,10 @@ class Preemption:
     def _salt(self, uid: int) -> Hashable:
         return self.requests.get(uid, _NO_REQUEST).salt
 
+    def _is_of(self, uid: int, salt: Hashable) -> bool:
+        """Whether a sequence shares prompts with those of a salt."""
+        return inner_salt(self._salt(uid)) == inner_salt(salt)
+
     def _divide_chunk(self, prompts: int) -> None:
         """Divide the tokens of prompts that a step computes among so many. So the time to the next
         token of an answer does not grow with the number of prompts."""
@@ -296,8 +303,6 @@ class Preemption:
         return self._try(self._reserve_step, behind=None)
 
     def begin(self, number: int) -> bool:
-        if number in self._unshared:
-            self._share(number)
         each = self._line[number]
         if number in self._held:
             each = self._fetched(each)
@@ -306,7 +311,7 @@ class Preemption:
         if not self._try(lambda: self._reserve(each.cache, [count]), behind=number):
             self._give_back(each)
             return False
-        self._note_begun(each)
+        self._record_begun(each)
         if number in self._generating and each.is_at_last_token:
             self._line.remove(number)
             cache = merged_cache(self._generator.model, number, each.cache)
@@ -363,35 +368,29 @@ class Preemption:
         cache, cached = self._factory.fetch_cache(tokens, salt=salt if is_new else LookedUp(salt))
         counts.tokens_reread += counts.tokens_read - read_before
         found = waiting.starting_with(cache, cached)
-        parting = self._factory.parting(tokens, salt=salt) if is_new else 0
-        if parting > cached:
-            found = found._replace(segments=cut_at(found.segments, [parting - cached]))
-        return found
+        return self._cut(found) if is_new else found
 
-    def _share(self, number: int) -> None:
-        """Compute what a waiting sequence shares with others that wait, and let all hold it."""
-        tokens = self._line[number].all_tokens
-        # Not the sequences: what is held here could not be taken from them.
-        sharers = {
-            each.uid: each.all_tokens
+    def _cut(self, waiting: Waiting) -> Waiting:
+        """A sequence that begins, whose prompt is also cut where other prompts are known to part
+        from it: what it shares with them is cached there."""
+        uid, tokens, cached = waiting.uid, waiting.all_tokens, len(waiting.tokens)
+        salt = self._salt(uid)
+        others = (
+            each.all_tokens
             for each in self._line
-            if each.uid in self._unshared - {number}
-            and common_prefix(each.all_tokens, tokens) >= WORTH_SHARING
-        }
-        prefill = self._prefill(lambda work: self._try(work, behind=number))
-        start = prefill.start(tokens, sharers.values(), salt=LookedUp())
-        self._line.put(self._line[number].starting_with(start.cache, start.cached))
-        for uid in sharers:
-            self._line.put(self._fetched(self._line[uid]))
-
-    def _prefill(self, succeeds: Callable[[Work], bool]) -> SharedPrefill:
-        generator = self._generator
-        return SharedPrefill(
-            self._factory,
-            generator.model,
-            generator.prefill_step_size,
-            lambda cache, count: succeeds(lambda: self._reserve(cache, [count])),
+            if each.uid in self._new - {uid}
+            and inner_salt(self._salt(each.uid)) == inner_salt(salt)
         )
+        shared = max([common_prefix(tokens, other) for other in others], default=0)
+        goals = {shared, self._factory.parting(tokens, salt=salt)}
+        ends = {
+            end for each in goals if (end := min(each, len(tokens) - 1)) >= cached + WORTH_SHARING
+        }
+        segments = cut_at(waiting.segments, [end - cached for end in ends])
+        if self.requests.get(uid, _NO_REQUEST).keep is not None:
+            ends.update(cached + end for end in accumulate(map(len, segments[:-1])))
+        self._ends[uid] = ends
+        return waiting._replace(segments=segments)
 
     def _give_back(self, waiting: Waiting) -> None:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
@@ -403,9 +402,8 @@ class Preemption:
             for sequence in cache.sequences:
                 sequence.shrink()
 
-    def _note_begun(self, waiting: Waiting) -> None:
+    def _record_begun(self, waiting: Waiting) -> None:
         uid, cached = waiting.uid, len(waiting.tokens)
-        self._unshared.discard(uid)
         self._pool.counts.tokens_recomputed += max(0, self._held.pop(uid, 0) - cached)
         if uid in self._new:
             self._new.discard(uid)
@@ -501,11 +499,32 @@ class Preemption:
             uids = {each.uid for each in line}.union(running)
             for uid in self._known - uids:
                 self._end_record(uid)
-            for kept in (self._known, self._unshared, self._new):
+            for kept in (self._known, self._new):
                 kept &= uids
-            for gone in (self.requests, self._generating, self._held, self._prompt_tokens):
+            held = self._held, self._ends, self._prompt_tokens
+            for gone in (self.requests, self._generating, *held):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
+
+    def _keep_prompt(self, response: Any) -> None:
+        """Keep what is computed of a prompt where one of its segments ends."""
+        ends = self._ends.get(response.uid)
+        if not ends or response.end_of_prompt or not response.end_of_segment:
+            return
+        cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
+        # Of a prompt of two tokens there are no states yet.
+        if len(tokens) in ends and len(tokens) > 1:
+            request = self.requests.get(response.uid, _NO_REQUEST)
+            (request.keep or self._insert)(tokens[:], cache)
+
+    def _keep_answer(self, response: Any) -> None:
+        """Keep an answer with its prompt."""
+        request = self.requests.get(response.uid, _NO_REQUEST)
+        if response.finish_reason is not None and request.keep is not None:
+            request.keep(response.all_tokens[:], response.prompt_cache)
+
+    def _insert(self, tokens: Tokens, cache: list[Any]) -> None:
+        self._factory.insert_cache(tokens, cache)
 
     def _note_token(self, response: Any) -> None:
         self._scheduler.note_token(response.uid)

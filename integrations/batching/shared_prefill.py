@@ -1,24 +1,12 @@
-"""Computes the common prefix of prompts that are inserted together once.
-
-mlx-lm's batch generator computes each prompt of a batch separately. Before it gets the prompts,
-this computes their shared prefix for one of them; the others fork it and compute only the rest.
-If memory is too short for that, it is done when the first of them begins.
-"""
+"""Compares prompts, and cuts them where other prompts may resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise, zip_longest
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain, pairwise
+from typing import Any, Protocol
 
-import mlx.core as mx
-
-from paged_kv.allocator.errors import OutOfMemory
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
-from paged_kv.integrations.batching.cache_rows import compute
-from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tokens = list[int]
@@ -49,83 +37,6 @@ class Reuses(Protocol):
         salt: Hashable = None,
         session: Hashable = None,
     ) -> int: ...
-
-
-class Start(NamedTuple):
-    """What a prompt starts with.
-
-    Attributes:
-        cache: a prompt cache that holds its first tokens.
-        cached: how many.
-        is_complete: whether these are all that it shares with another prompt, as far as that is
-            worth sharing. Otherwise memory was too short to compute more.
-    """
-
-    cache: list[Any]
-    cached: int
-    is_complete: bool
-
-
-@dataclass(frozen=True)
-class SharedPrefill:
-    """Computes prefixes that several prompts share.
-
-    Attributes:
-        factory: makes, finds and keeps the prompt caches.
-        model: computes them.
-        step_size: the most tokens to compute at once.
-        reserve: reserves memory for so many next tokens of a prompt cache; false if there is none.
-    """
-
-    factory: Reuses
-    model: Any
-    step_size: int
-    reserve: Callable[[list[Any], int], bool]
-
-    def starts(self, prompts: Sequence[Tokens]) -> list[Start]:
-        """For each prompt its longest prefix that is cached or shared with another of them."""
-        order = sorted(range(len(prompts)), key=lambda index: prompts[index])
-        found: dict[int, Start] = {}
-        for index, following in zip_longest(order, order[1:]):
-            # In sorted order each prompt shares its longest prefix with a neighbour.
-            others = [] if following is None else [prompts[following]]
-            found[index] = self.start(prompts[index], others)
-        return [found[index] for index in range(len(prompts))]
-
-    def start(self, prompt: Tokens, others: Iterable[Tokens], *, salt: Hashable = None) -> Start:
-        """The longest prefix of a prompt that is cached or shared with one of the others, or with
-        prompts of which the states there are not cached."""
-        cache, cached = self.factory.fetch_cache(prompt, salt=salt)
-        shared = max([common_prefix(prompt, other) for other in others], default=0)
-        shared = max(shared, self.factory.parting(prompt))
-        goal = min(shared, len(prompt) - 1)
-        if goal - cached >= WORTH_SHARING:
-            cached = self._compute(prompt[:goal], cache, cached)
-        return Start(cache, cached, goal - cached < WORTH_SHARING)
-
-    def _compute(self, tokens: Tokens, cache: list[Any], cached: int) -> int:
-        """Compute and cache tokens of which a prompt cache holds the first ones, as far as memory
-        goes; returns how many it holds then."""
-        begin, steps = cached, FittingSteps(self.step_size)
-        for end in step_ends(cached, len(tokens), self.step_size):
-            if not self.reserve(cache, end - cached):
-                break
-            try:
-                while cached < end:
-                    step = partial(self._step, tokens[cached:end], cache)
-                    cached += steps.take(step, end - cached)
-            except OutOfMemory:
-                break
-            if is_on_the_way(end):
-                self.factory.insert_cache(tokens[:end], cache)
-        if cached > begin and not is_on_the_way(cached):
-            self.factory.insert_cache(tokens[:cached], cache)
-        return cached
-
-    def _step(self, tokens: Tokens, cache: list[Any], count: int) -> None:
-        """Compute the first `count` of these next tokens of a prompt cache."""
-        self.model(mx.array([tokens[:count]]), cache=cache)
-        compute(cache)
 
 
 def shared_beyond(cached: int, prompt: Tokens, other: Tokens) -> int:

@@ -136,7 +136,8 @@ class _Replay:
         )
         self._requests[uid] = request
         begun = partial(self._record_begun, request)
-        self._preemption.requests[uid] = Request(when_begun=begun)
+        keep = self._factory.insert_cache
+        self._preemption.requests[uid] = Request(when_begun=begun, keep=keep)
         self._preemption.begin_later(uid)
 
     def _record_begun(self, request: TracedRequest, cached: int) -> None:
@@ -149,14 +150,9 @@ class _Replay:
     def _step(self) -> None:
         """Compute a token of every answer, and at most `STEP_TOKENS` of prompts."""
         with self._generator.stats() as work:
-            read, sampled = self._generator.next()
-        for response in read:
-            if response.end_of_segment and not response.end_of_prompt:
-                cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
-                self._factory.insert_cache(tokens, cache)
+            _, sampled = self._generator.next()
         for response in sampled:
             if response.finish_reason is not None:
-                self._factory.insert_cache(response.all_tokens, response.prompt_cache)
                 del self._requests[response.uid]
                 self._outcome.served += 1
         prompt_ms = work.prompt_tokens * self._trace.prompt_ms

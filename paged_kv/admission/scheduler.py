@@ -37,6 +37,11 @@ class Runner(Protocol):
         """Take a sequence out of the batch, and cache its pages for its return."""
         ...
 
+    def awaits(self, number: int, running: list[int]) -> bool:
+        """Whether a waiting sequence is better off if a running one computes what both begin with;
+        others may begin before it until then."""
+        ...
+
     def has_room(self, number: int, running: list[int]) -> bool:
         """Whether a waiting sequence may begin beside the running ones."""
         ...
@@ -49,6 +54,10 @@ class Runner(Protocol):
         """Let a waiting sequence run, and reserve memory for its first step; false, and no effect,
         if the pool does not hold it."""
         ...
+
+
+# Sequences that may begin before others in the line, which await what a running one computes.
+_HEAD = 8
 
 
 class Scheduler:
@@ -91,10 +100,11 @@ class Scheduler:
             self._preempt(victim, running, waiting)
         while waiting and places > 0:
             preempted = self.preemptions
-            if not self._begin(running, waiting, fixed):
+            number = self._next(running, waiting)
+            if number is None or not self._begin(number, running, waiting, fixed):
                 break
-            running.append(waiting.pop(0))
-            running.sort(key=self._order)
+            waiting.remove(number)
+            insort(running, number, key=self._order)
             places += self.preemptions - preempted - 1
         return bool(running) or not waiting or places <= 0
 
@@ -120,10 +130,14 @@ class Scheduler:
             others[-1] if others else None,
         )
 
-    def _begin(self, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
-        """Let the head of the line run, if there is or can be made room for it."""
-        number = waiting[0]
-        if running and not self._make_room(running, waiting, fixed):
+    def _next(self, running: list[int], waiting: list[int]) -> int | None:
+        """The first that awaits nothing, of those at the head of the line."""
+        head = waiting[:_HEAD]
+        return next((each for each in head if not self._runner.awaits(each, running)), None)
+
+    def _begin(self, number: int, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
+        """Let a waiting sequence run, if there is or can be made room for it."""
+        if running and not self._make_room(number, running, waiting, fixed):
             return False
         if not self._runner.begin(number):
             return False
@@ -132,10 +146,11 @@ class Scheduler:
             self._returned.add(number)
         return True
 
-    def _make_room(self, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
-        """Whether there is room for the head of the line, if need be in the place of sequences of
+    def _make_room(
+        self, number: int, running: list[int], waiting: list[int], fixed: Set[int]
+    ) -> bool:
+        """Whether there is room for a waiting sequence, if need be in the place of sequences of
         worse priorities: of none if that would not be enough."""
-        number = waiting[0]
         if self._runner.has_room(number, running):
             return True
         (priority, _), spared = self._order(number), fixed | self._returned

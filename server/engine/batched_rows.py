@@ -169,7 +169,8 @@ class BatchedRows:
         )
         job = row.job
         begun = partial(self._record_begun, uid)
-        request = Request(job.priority, first, job.salt, job.session, job.since, begun)
+        keep = partial(self._keep, row)
+        request = Request(job.priority, first, job.salt, job.session, job.since, begun, keep)
         self._preemption.requests[uid] = request
         self._rows[uid] = row
         self._reading.add(uid)
@@ -194,9 +195,6 @@ class BatchedRows:
         done, total = response.progress
         if response.end_of_prompt:
             self._reading.discard(uid)
-        elif response.end_of_segment:
-            cache, tokens = self._generator.extract_cache([uid])[uid]
-            self._keep(row, tokens[:], cache)
         if done == total - 1:
             self._fork(uid)
         if row.number == row.job.first_choice:
@@ -214,7 +212,6 @@ class BatchedRows:
         yield row.job, as_token(row.job, row.number, response)
         if response.finish_reason is not None:
             del self._rows[response.uid]
-            self._keep(row, response.all_tokens[:], response.prompt_cache)
 
     def _note_failed(self, uid: int) -> Happened:
         """End the job of a choice that there is no memory for, and that the generator has removed;

@@ -86,6 +86,9 @@ class Machine:
         self._reserved = list(running)
         return self._bytes_after(running) <= self.pool.budget
 
+    def awaits(self, number: int, running: list[int]) -> bool:
+        return False
+
     def has_room(self, number: int, running: list[int]) -> bool:
         sequences = [self.sequences[each] for each in running]
         in_use = sum(self.pool.bytes_for(each.held) for each in sequences)
@@ -228,12 +231,16 @@ class Limited:
 
     room = 2
     can_make_room = True
+    awaiting: tuple[int, ...] = ()
 
     def reserve(self, running: list[int]) -> bool:
         return len(running) <= self.room
 
     def preempt(self, number: int) -> None:
         pass
+
+    def awaits(self, number: int, running: list[int]) -> bool:
+        return number in self.awaiting
 
     def has_room(self, number: int, running: list[int]) -> bool:
         return len(running) < self.room
@@ -279,6 +286,14 @@ def test_one_of_a_better_priority_takes_the_place_of_as_few_as_it_needs() -> Non
     scheduler._returned = {0, 1}
     assert scheduler.schedule(running, waiting, 3)
     assert running == [0, 1]
+
+
+def test_others_begin_before_one_that_awaits_what_a_running_one_computes() -> None:
+    runner, running, waiting = Limited(), [0], [1, 2]
+    runner.awaiting = (1,)
+    scheduler = Scheduler(runner, lambda number: (0, number))
+    assert scheduler.schedule(running, waiting, 3)
+    assert (running, waiting) == ([0, 2], [1])
 
 
 def test_growth_counts_the_rest_of_a_prompt_and_one_more_block() -> None:

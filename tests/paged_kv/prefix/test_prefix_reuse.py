@@ -10,7 +10,6 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.shared_prefill import SharedPrefill
 from paged_kv.integrations.model_version import ModelVersion
 from tests.support.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.support.stored_prompts import TEXT, read, shallow_model
@@ -165,7 +164,6 @@ def test_agents_get_cold_tokens_whatever_is_evicted(name: str) -> None:
     factory = PagedCacheFactory(model, max_bytes=8 * max(probe.stats().bytes_mapped, one))
     states = factory.prefixes.snapshots
     states.max_bytes = 4 * one
-    prefill = SharedPrefill(factory, model, 700, lambda *_: True)
     rng = random.Random(name)
     texts, found = [TEXT[:300]], 0
     for _ in range(25):
@@ -176,7 +174,11 @@ def test_agents_get_cold_tokens_whatever_is_evicted(name: str) -> None:
             number = len(texts) - 1
         text = [*texts[number], *(rng.randrange(97) for _ in range(rng.randrange(1, 90)))][:900]
         found += factory.peek(text).num_tokens
-        cache, cached, _ = prefill.start(text, [])
+        cache, cached = factory.fetch_cache(text)
+        if (parting := factory.parting(text)) > cached:
+            model(mx.array([text[cached:parting]]), cache=cache)
+            factory.insert_cache(text[:parting], cache)
+            cached = parting
         run = greedy(model, text[cached:], cache, 3)
         factory.insert_cache(text + run.tokens, cache)
         del cache
