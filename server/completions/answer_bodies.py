@@ -88,7 +88,6 @@ class OpenAIAnswers(Answers):
         raise NotImplementedError
 
     def _of_prompt(self, choice: Choice) -> Object:
-        """The log probabilities of a choice's prompt, if they were asked for."""
         if choice.prompt is None:
             return {}
         listed = described(choice.prompt, self._prompt_count, self._of_tokens.text_of)

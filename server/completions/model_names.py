@@ -134,7 +134,6 @@ def _not_found(message: str, param: str) -> APIError:
 
 
 def _downloaded() -> list[str]:
-    """The downloaded repositories of models."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:

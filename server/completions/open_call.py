@@ -83,7 +83,6 @@ class JSONCalls(OpenCall):
         self._is_text = self._is_escaped = False
 
     def take(self, text: str) -> Iterator[Piece]:
-        """See `OpenCall`."""
         while self._at < len(text):
             head = None
             if not self._depth:
@@ -143,7 +142,6 @@ class TaggedCall(OpenCall):
         self._name = ""
 
     def take(self, text: str) -> Iterator[Piece]:
-        """See `OpenCall`."""
         if not self.has_begun:
             found = _FUNCTION.match(text)
             if found is None:
@@ -155,7 +153,6 @@ class TaggedCall(OpenCall):
             yield Piece(None, written)
 
     def rest(self, arguments: dict[str, Any]) -> str:
-        """See `OpenCall`."""
         if self._is_open:
             return ""
         left = {name: value for name, value in arguments.items() if name not in self._sent}
@@ -197,7 +194,6 @@ class TaggedCall(OpenCall):
 
 
 def _texts_of(tools: Sequence[Mapping[str, Any]], name: str) -> set[str]:
-    """The parameters of a tool that are texts."""
     functions = [tool.get("function") for tool in tools]
     schemas = [each.get("parameters") for each in functions if each and each.get("name") == name]
     properties = [schema.get("properties") for schema in schemas[:1] if isinstance(schema, dict)]

@@ -225,7 +225,6 @@ class _Chat:
         return common_prefix(tokens, prompt.tokens)
 
     def _fitted(self, messages: Sequence[Any]) -> list[Any]:
-        """Messages to change, in roles that the template takes."""
         return self.loaded.roles.fitted(copied(messages), self.body.role_mapping or {})
 
     def _with_images(self, messages: list[Any]) -> Prompt:
@@ -250,7 +249,6 @@ class _Chat:
         return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
 
     def _continuing_tokenizer(self) -> Any:
-        """What makes its tokens, up to where the answer begins."""
         if _continues(self.body):
             return ContinuingTokenizer(self.tokenizer, _last_text(self.body))
         if self.body.add_generation_prompt is False:
@@ -258,7 +256,6 @@ class _Chat:
         return self.tokenizer
 
     def _tokenized(self, messages: list[Any], tokenizer: Any) -> Any:
-        """What mlx-lm's server makes of messages."""
         body, processor = self.body, self.loaded.processor
         tools = body.tools or None
         chat = server.CompletionRequest("chat", "", messages, tools, body.role_mapping)

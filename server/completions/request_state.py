@@ -168,7 +168,7 @@ class RequestState:
         # Those that the answer may call.
         tools: list[dict[str, Any]] = []
         if isinstance(self._body, ChatBody):
-            self._service.system_texts.note(self._body.messages, job)
+            self._service.system_texts.record(self._body.messages, job)
             if self._body.tool_choice != "none":
                 tools = self._body.tools or []
         for number in job.numbers:

@@ -29,7 +29,7 @@ class SystemTexts:
         # By their salts and beginnings; None once a change was told.
         self._texts: OrderedDict[tuple[Hashable, str], str | None] = OrderedDict()
 
-    def note(self, messages: Iterable[Any], job: Job) -> None:
+    def record(self, messages: Iterable[Any], job: Job) -> None:
         """Log where the system text of a chat parts from an earlier one, once for a beginning.
 
         Args:

@@ -155,7 +155,6 @@ def _question(text: str, tools: Any) -> bytes:
 
 
 async def _answer(parser: Parser, question: bytes) -> bytes:
-    """What `parse_tool_call` answers."""
     arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
     ended = await run_python(parse_tool_call.__file__, *arguments, question=question)
     if ended.is_too_slow:

@@ -144,7 +144,6 @@ class MessageAnswers(Answers):
                 yield self._event("content_block_delta", delta=_delta(change))
 
     def _stopped(self, last: Choice) -> Object:
-        """Why a choice has ended."""
         if last.stop_text is not None and last.finish_reason == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_text}
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -156,7 +155,6 @@ class MessageAnswers(Answers):
 
 
 def _empty_block(first: Part) -> Object:
-    """A block that has no part yet."""
     match first:
         case Reasoning():
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -178,7 +176,6 @@ def _longer(block: Object, part: Part) -> Object:
 
 
 def _signed(kind: type[Part]) -> Object:
-    """What a block of a kind ends with."""
     return {"signature": SIGNATURE} if kind is Reasoning else {}
 
 

@@ -172,7 +172,6 @@ def _add_user(chat: list[Object], content: Any) -> None:
 
 
 def _part(block: Any) -> Object:
-    """A text or an image, as a part of a chat message."""
     if block["type"] != "image":
         return text_part(_shown_text(block))
     source = block["source"]

@@ -243,7 +243,6 @@ def _is_json(text: str) -> bool:
 
 
 def _usage(usage: Usage) -> Object:
-    """The token counts, by OpenAI's names for this interface."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

@@ -230,7 +230,6 @@ def _open_answer(messages: list[Object]) -> Object:
 
 
 def _part(part: Any) -> Object:
-    """A text or an image, as a part of a chat message."""
     if part["type"] == "input_image":
         return image_part(part["image_url"])
     return text_part(_text(part))

@@ -102,7 +102,7 @@ def _offered(tools: Iterable[Any]) -> Iterator[OfferedTool]:
                     inner = {**each, "namespace": tool["name"], "description": described}
                     yield _offered_tool(inner)
             case kind:
-                _note_left_out(kind)
+                _warn_unsupported(kind)
 
 
 def _offered_tool(tool: Object) -> OfferedTool:
@@ -124,7 +124,7 @@ def _text_parameters(form: Object) -> Object:
 
 
 @cache
-def _note_left_out(kind: str) -> None:
+def _warn_unsupported(kind: str) -> None:
     log.warning(
         "requests have tools of type %s, which are left out: models are offered functions, custom "
         "tools and those of namespaces",

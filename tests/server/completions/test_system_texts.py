@@ -17,7 +17,7 @@ def test_what_changes_within_a_system_text_is_told_once(caplog: pytest.LogCaptur
         job: Any = SimpleNamespace(prompt=prompt, cached_tokens=5, request_id="r", salt=salt)
         parts = [{"type": "text", "text": text} for text in texts]
         caplog.clear()
-        known.note([{"role": role, "content": parts}, {"role": "user", "content": LONG}], job)
+        known.record([{"role": role, "content": parts}, {"role": "user", "content": LONG}], job)
         return caplog.text
 
     assert not told(LONG, "It is May.") + told(LONG, "It is May.") + told(LONG, "Is", salt="b")
