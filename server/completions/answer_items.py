@@ -26,14 +26,14 @@ Part = Reasoning | Text | Call
 
 
 @dataclass(frozen=True)
-class Begun:
+class ItemStart:
     """An item begins; its first part follows."""
 
     first: Part
 
 
 @dataclass(frozen=True)
-class Ended:
+class ItemEnd:
     """The item that began last has ended; `finish_reason` says why if the answer ends with it."""
 
     kind: type[Part]
@@ -55,20 +55,20 @@ class AnswerItems:
         self._held = ""
         self._held_kind: type[Reasoning] | type[Text] = Text
 
-    def take(self, new: Choice) -> Iterator[Begun | Part | Ended]:
+    def take(self, new: Choice) -> Iterator[ItemStart | Part | ItemEnd]:
         """What a choice's new part adds."""
         for part in self._parts(new):
             if self._open is not type(part) or (isinstance(part, Call) and part.call_id):
                 yield from self._close()
                 self._open = type(part)
-                yield Begun(part)
+                yield ItemStart(part)
             yield part
         if new.finish_reason is not None:
             yield from self._close(new.finish_reason)
 
-    def _close(self, finish_reason: str | None = None) -> Iterator[Ended]:
+    def _close(self, finish_reason: str | None = None) -> Iterator[ItemEnd]:
         if self._open is not None:
-            yield Ended(self._open, finish_reason)
+            yield ItemEnd(self._open, finish_reason)
             self._open = None
 
     def _parts(self, new: Choice) -> Iterator[Part]:

@@ -212,6 +212,6 @@ class _BegunChoice:
     calls: ChoiceCalls
     # The time of its first token.
     first_token: float = 0.0
-    # Those with log probabilities that no part has told yet.
+    # Those with log probabilities that no part has had yet.
     tokens: list[Token] = field(default_factory=list)
     is_shown: bool = False

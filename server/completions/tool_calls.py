@@ -65,8 +65,8 @@ class CallParser:
             return json.loads(await _answer(parser, question))
 
 
-class Told(NamedTuple):
-    """What a part of a choice tells."""
+class CallsAndText(NamedTuple):
+    """The tool calls in a part of a choice, and the text beside them."""
 
     calls: list[Call]
     text: str
@@ -79,7 +79,7 @@ class ChoiceCalls:
         calls: parses them.
         tokenizer: mlx-lm's, of the model.
         tools: of the request.
-        is_streamed: whether to tell of a call before its end.
+        is_streamed: whether to send a call before its end.
 
     Attributes:
         num_calls: the number of calls so far.
@@ -96,28 +96,28 @@ class ChoiceCalls:
         self._new_call = partial(open_call, form, tools)
         self._open = self._new_call()
 
-    async def take(self, delta: Delta) -> Told:
-        """What a part of the choice tells. Calls that the parser does not understand, or that are
-        cut, are text, unless a stream has told a piece of them: in streams arguments come in
+    async def take(self, delta: Delta) -> CallsAndText:
+        """The calls in a part of the choice. Calls that the parser does not understand, or that are
+        cut, are text, unless a stream has sent a piece of them: in streams arguments come in
         pieces, in the forms that `open_call` reads."""
-        told = [await self._ended(text, is_cut=False) for text in delta.calls]
-        told.append(Told([], delta.text))
+        parts = [await self._ended(text, is_cut=False) for text in delta.calls]
+        parts.append(CallsAndText([], delta.text))
         if delta.open_call is not None and delta.finish_reason is None:
-            told.append(Told(list(self._pieces(self._open, delta.open_call)), ""))
+            parts.append(CallsAndText(list(self._pieces(self._open, delta.open_call)), ""))
         elif delta.open_call is not None:
-            told.append(await self._ended(delta.open_call, is_cut=True))
-        calls = [call for each in told for call in each.calls]
-        return Told(calls, "".join(each.text for each in told))
+            parts.append(await self._ended(delta.open_call, is_cut=True))
+        calls = [call for each in parts for call in each.calls]
+        return CallsAndText(calls, "".join(each.text for each in parts))
 
-    async def _ended(self, text: str, *, is_cut: bool) -> Told:
+    async def _ended(self, text: str, *, is_cut: bool) -> CallsAndText:
         opened, self._open = self._open, self._new_call()
         pieces = list(self._pieces(opened, text)) if opened.has_begun else []
         if opened.is_whole:
-            return Told(pieces, "")
+            return CallsAndText(pieces, "")
         try:
             parsed = await self._parse(text)
             if opened.has_begun:
-                return Told([*pieces, self._piece(opened.rest(parsed["arguments"]))], "")
+                return CallsAndText([*pieces, self._piece(opened.rest(parsed["arguments"]))], "")
             whole = parsed if isinstance(parsed, list) else [parsed]
             calls = [
                 _call(each, json.dumps(each["arguments"], ensure_ascii=False), number)
@@ -125,13 +125,15 @@ class ChoiceCalls:
             ]
             self.num_calls += len(calls)
             if calls:
-                return Told(calls, "")
+                return CallsAndText(calls, "")
             why = "there is none"
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
+        if opened.has_begun:
+            return CallsAndText(pieces, "")
         start, end = self._marks
-        return Told(pieces, "" if opened.has_begun else f"{start}{text}{'' if is_cut else end}")
+        return CallsAndText([], f"{start}{text}{'' if is_cut else end}")
 
     def _pieces(self, opened: OpenCall, text: str) -> Iterator[Call]:
         for head, arguments in opened.take(text):

@@ -8,8 +8,8 @@ from typing import Any
 
 from paged_kv.server.completions.answer_items import (
     AnswerItems,
-    Begun,
-    Ended,
+    ItemEnd,
+    ItemStart,
     Part,
     Reasoning,
     Text,
@@ -67,9 +67,9 @@ class MessageAnswers(Answers):
         (choice,) = choices
         content: list[Object] = []
         for change in self._changes(choice):
-            if isinstance(change, Begun):
+            if isinstance(change, ItemStart):
                 content.append(_empty_block(change.first))
-            elif isinstance(change, Ended):
+            elif isinstance(change, ItemEnd):
                 content[-1] |= _signed(change.kind)
             else:
                 content[-1] |= _longer(content[-1], change)
@@ -125,17 +125,17 @@ class MessageAnswers(Answers):
             **usage.limit,
         }
 
-    def _changes(self, new: Choice) -> Iterator[Begun | Part | Ended]:
+    def _changes(self, new: Choice) -> Iterator[ItemStart | Part | ItemEnd]:
         for change in self._answer.take(new):
             if self._shows_thinking or not isinstance(change, Reasoning):
                 yield change
 
-    def _events(self, change: Begun | Part | Ended) -> Iterator[Object]:
+    def _events(self, change: ItemStart | Part | ItemEnd) -> Iterator[Object]:
         match change:
-            case Begun(first):
+            case ItemStart(first):
                 self._index += 1
                 yield self._event("content_block_start", content_block=_empty_block(first))
-            case Ended(kind):
+            case ItemEnd(kind):
                 if signed := _signed(kind):
                     delta = {"type": "signature_delta", **signed}
                     yield self._event("content_block_delta", delta=delta)

@@ -9,8 +9,8 @@ from typing import Any
 
 from paged_kv.server.completions.answer_items import (
     AnswerItems,
-    Begun,
-    Ended,
+    ItemEnd,
+    ItemStart,
     Part,
     Reasoning,
     Text,
@@ -94,9 +94,9 @@ class ResponseAnswers(Answers):
         events: list[Object] = []
         for change in self._answer.take(new):
             match change:
-                case Begun(first):
+                case ItemStart(first):
                     events += self._begun(first)
-                case Ended(kind, reason):
+                case ItemEnd(kind, reason):
                     events += self._ended(kind, is_cut=reason == "length")
                 case _:
                     events += self._added(change)

@@ -6,8 +6,8 @@ import pytest
 
 from paged_kv.server.completions.answer_items import (
     AnswerItems,
-    Begun,
-    Ended,
+    ItemEnd,
+    ItemStart,
     Part,
     Reasoning,
     Text,
@@ -41,11 +41,11 @@ def items(*news: Choice) -> list[Part]:
     taken, whole = AnswerItems(), list[Part]()
     for change in (change for new in news for change in taken.take(new)):
         match change:
-            case Begun(Call(call_id, name)):
+            case ItemStart(Call(call_id, name)):
                 whole.append(Call(call_id, name, ""))
-            case Begun(Reasoning() | Text() as first):
+            case ItemStart(Reasoning() | Text() as first):
                 whole.append(type(first)(""))
-            case Ended(kind):
+            case ItemEnd(kind):
                 assert kind is type(whole[-1])
             case Reasoning() | Text():
                 assert type(change) is type(whole[-1])
@@ -90,6 +90,6 @@ def test_only_the_item_that_a_limit_ends_is_incomplete() -> None:
     ended = [
         change
         for change in AnswerItems().take(Choice(0, "a", "b", finish_reason="length"))
-        if isinstance(change, Ended)
+        if isinstance(change, ItemEnd)
     ]
-    assert ended == [Ended(Reasoning), Ended(Text, "length")]
+    assert ended == [ItemEnd(Reasoning), ItemEnd(Text, "length")]

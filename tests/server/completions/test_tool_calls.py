@@ -17,9 +17,9 @@ from paged_kv.server.completions.interface import Call, Choice, Usage
 from paged_kv.server.completions.tool_calls import (
     LONG_CALL_CHARACTERS,
     CallParser,
+    CallsAndText,
     ChoiceCalls,
     Parser,
-    Told,
 )
 from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.choice_text import Delta
@@ -63,10 +63,11 @@ def choice_calls(calls: CallParser, parser: Parser, is_streamed: bool = True) ->
     return ChoiceCalls(calls, SimpleNamespace(tool_parser=parser, **marks), TOOLS, is_streamed)
 
 
-def formatted(parser: Parser, *texts: str, is_streamed: bool = True, **more: Any) -> Told:
-    """What a choice tells of these calls."""
+def formatted(parser: Parser, *texts: str, is_streamed: bool = True, **more: Any) -> CallsAndText:
+    """What a choice has of these calls."""
     delta = Delta(calls=[*texts], **more)
-    return cast("Told", run(lambda calls: choice_calls(calls, parser, is_streamed).take(delta)))
+    taken = run(lambda calls: choice_calls(calls, parser, is_streamed).take(delta))
+    return cast("CallsAndText", taken)
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
         reasons = (None, "length")
         return [await choice.take(Delta(open_call=half, finish_reason=why)) for why in reasons]
 
-    assert run(cut)[1] == ([], ""), "what is told of a call is not text too"
+    assert run(cut)[1] == ([], ""), "what is sent of a call is not text too"
     told, texts = zip(*run(streamed), strict=True)
     assert not any(texts)
     whole = parser(text, TOOLS)
