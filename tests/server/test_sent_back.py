@@ -18,7 +18,6 @@ from openai.types.chat import ChatCompletion, ParsedChatCompletion
 from openai.types.responses import ParsedResponse, Response
 
 from paged_kv.server.completions.answer_bodies import read_completion
-from paged_kv.server.completions.interface import Reader
 from paged_kv.server.completions.message_parts import copied, require_parts
 from paged_kv.server.completions.output_constraint import constraint_of
 from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
@@ -162,7 +161,7 @@ def turn(path: str, draw: Random) -> list[Any]:
 
 def test_no_request_that_official_packages_can_send_is_refused() -> None:
     draw, options = Random(69), ServerOptions()
-    readers: dict[str, Reader] = {
+    readers: dict[str, Callable[..., Any]] = {
         CHAT: partial(read_completion, ChatBody),
         MESSAGES: partial(read_messages, MessagesBody, options),
         RESPONSES: Responses(KeptResponses(options)).read,
@@ -172,7 +171,7 @@ def test_no_request_that_official_packages_can_send_is_refused() -> None:
         items = [item for _ in range(draw.randrange(1, 4)) for item in turn(path, draw)]
         content = json.dumps(asked(path, items, draw)).encode()
         decoded = BodyDecoder(encoding).decode(ENCODINGS[encoding](content), 1 << 20)
-        body: Any = readers[path](decoded, None).body
+        body = readers[path](decoded, None).body
         constraint_of(body)
         require_parts(copied(body.messages), why_no_images="", urls_allowed=False)
 

@@ -1,8 +1,12 @@
-"""Images in results of tools become the user's, in their order."""
+"""The chats that other interfaces ask for: their limits, and images in results of tools."""
 
 from typing import Any
 
-from paged_kv.server.completions.chat_messages import shown_by_user
+import pytest
+
+from paged_kv.server.completions.chat_messages import chat_request, shown_by_user
+from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.http.schema import SharedFields
 
 
 def image(name: str) -> dict[str, Any]:
@@ -32,3 +36,19 @@ def test_they_come_before_what_is_said_then() -> None:
     assert shown_by_user([tool(image("1")), answer, tool(image("1"))]) == [
         *(tool(), user(image("1")), answer, tool(), user(image("1"))),
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("messages", []),
+        ("messages", [user()] * 2049),
+        ("messages", [user(*[text("a")] * 2049)]),
+        ("messages", [{**user(), "tool_calls": [{}] * 1025}]),
+        ("tools", [{}] * 1025),
+    ],
+)
+def test_what_items_become_has_limits(field: str, given: Any) -> None:
+    with pytest.raises(APIError) as refused:
+        chat_request(SharedFields(), **{"messages": [user()], field: given})
+    assert refused.value.param == field

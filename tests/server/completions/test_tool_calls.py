@@ -223,12 +223,10 @@ def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_re
 
 def test_only_calls_of_streams_have_a_number() -> None:
     answers = ChatAnswers(ChatBody.model_construct(messages=[]), "a", None)
-    choice = Choice(0, calls=[Call("1", "f", "{", 1), Call("", "", "}", 1)])
-    (chunk,) = answers.on_delta(choice)
-    function = {"function": {"name": "f", "arguments": "{"}}
-    assert chunk["choices"][0]["delta"]["tool_calls"] == [
-        {"id": "1", "type": "function", **function, "index": 1},
-        {"function": {"arguments": "}"}, "index": 1},
-    ]
-    whole = answers.whole([Choice(0, calls=choice.calls[:1])], Usage())["choices"][0]["message"]
-    assert whole["tool_calls"] == [{"id": "1", "type": "function", **function}]
+    begun = Choice(0, calls=[Call("1", "f", "{}", 1)])
+    (chunk,) = answers.on_delta(Choice(0, calls=[*begun.calls, Call("", "", "}", 1)]))
+    called, piece = chunk["choices"][0]["delta"]["tool_calls"]
+    assert piece == {"function": {"arguments": "}"}, "index": 1}
+    whole = answers.whole([begun], Usage())["choices"][0]["message"]["tool_calls"]
+    assert [each | {"index": 1} for each in whole] == [called]
+    assert whole[0] == {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

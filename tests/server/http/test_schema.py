@@ -14,7 +14,7 @@ from paged_kv.server.responses.requests import ResponsesBody
 from tests.support.bad_requests import CHAT, GOOD, TEXT
 
 KINDS: dict[str, type[Body]] = {TEXT: TextBody, CHAT: ChatBody}
-USER = {"role": "user", "content": "a"}
+USER: dict[str, Any] = {"role": "user", "content": "a"}
 PART = {"type": "text", "text": "a"}
 
 
@@ -22,46 +22,29 @@ def parsed(path: str, **fields: Any) -> Any:
     return parse_body(json.dumps(GOOD[path] | fields).encode(), KINDS[path])
 
 
+def keys(size: int, value: Any = "") -> dict[str, Any]:
+    return dict.fromkeys(map(str, range(size)), value)
+
+
 @pytest.mark.parametrize(
-    ("path", "most", "more", "param"),
+    ("path", "param", "sized", "most"),
     [
-        (TEXT, {"stop": ["x"] * 16}, {"stop": ["x"] * 17}, "stop"),
-        (TEXT, {"stop": ["x" * 2048] * 2}, {"stop": ["x" * 2048, "x" * 2049]}, "stop"),
-        (TEXT, {"prompt": ["a"] * 128}, {"prompt": ["a"] * 129}, "prompt"),
-        (
-            TEXT,
-            {"logit_bias": dict.fromkeys(map(str, range(65_536)), 0)},
-            {"logit_bias": dict.fromkeys(map(str, range(65_537)), 0)},
-            "logit_bias",
-        ),
-        (CHAT, {"messages": [USER] * 2048}, {"messages": [USER] * 2049}, "messages"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [PART] * 2048}]},
-            {"messages": [{"role": "user", "content": [PART] * 2049}]},
-            "messages.0.content",
-        ),
-        (CHAT, {"tools": [{}] * 1024}, {"tools": [{}] * 1025}, "tools"),
-        (
-            CHAT,
-            {"chat_template_kwargs": dict.fromkeys(map(str, range(128)))},
-            {"chat_template_kwargs": dict.fromkeys(map(str, range(129)))},
-            "chat_template_kwargs",
-        ),
-        (
-            CHAT,
-            {"role_mapping": dict.fromkeys(map(str, range(128)), "")},
-            {"role_mapping": dict.fromkeys(map(str, range(129)), "")},
-            "role_mapping",
-        ),
+        (TEXT, "stop", lambda size: ["x"] * size, 16),
+        (TEXT, "stop", lambda size: ["x" * (size - 1), "x"], 4096),
+        (TEXT, "prompt", lambda size: ["a"] * size, 128),
+        (TEXT, "logit_bias", lambda size: keys(size, 0), 65_536),
+        (CHAT, "messages", lambda size: [USER] * size, 2048),
+        (CHAT, "messages.0.content", lambda size: [USER | {"content": [PART] * size}], 2048),
+        (CHAT, "tools", lambda size: [{}] * size, 1024),
+        (CHAT, "chat_template_kwargs", keys, 128),
+        (CHAT, "role_mapping", keys, 128),
     ],
 )
-def test_every_list_has_a_limit(
-    path: str, most: dict[str, Any], more: dict[str, Any], param: str
-) -> None:
-    assert parsed(path, **most)
+def test_every_list_has_a_limit(path: str, param: str, sized: Any, most: int) -> None:
+    field = param.partition(".")[0]
+    assert parsed(path, **{field: sized(most)})
     with pytest.raises(APIError, match="at most") as refused:
-        parsed(path, **more)
+        parsed(path, **{field: sized(most + 1)})
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
