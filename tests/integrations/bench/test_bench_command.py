@@ -3,15 +3,13 @@
 from typing import Any
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.bench.comparisons import Bench, BenchSizes
+from paged_kv.integrations.bench.comparisons import QUICK, Bench
 from paged_kv.integrations.bench.turns import (
     Measurement,
     Skipped,
     compared,
 )
 from tests.support.zoo import small_model
-
-TINY = BenchSizes(contexts=(256,), prefix=512, part_s=0.5)
 
 
 def measured(**changes: Any) -> Measurement:
@@ -38,5 +36,5 @@ def test_to_fill_pages_counts_as_no_gather() -> None:
     """The first gather is warned of, as if the model did not read pages."""
     model = small_model("llama")
     factory = PagedCacheFactory(model)
-    Bench(model, factory, TINY).filled(300, 2)
+    Bench(model, factory, QUICK).filled(300, 2)
     assert factory.stats().gather_fallbacks == 0

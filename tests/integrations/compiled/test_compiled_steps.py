@@ -186,19 +186,10 @@ def _of_the_keys(cache: Any, logits: mx.array) -> Any:
     return mx.zeros_like(logits) + keys.shape[2] / 100
 
 
-_calls: list[int] = []
-
-
-def _of_its_own(cache: Any, logits: mx.array) -> mx.array:
-    _calls.append(1)
-    return mx.full(logits.shape, len(_calls), logits.dtype)
-
-
 @pytest.mark.parametrize(
     ("asks", "reason"),
     [
         (_of_the_keys, "had other logits"),
-        (_of_its_own, "had other logits"),
         (lambda cache, logits: logits * cache.size(), "asks its cache for `size`"),
         (lambda cache, logits: logits * mx.array(cache.offset).max().item(), "eval"),
         (lambda cache, logits: logits * cache.keys_and_values()[0].sum(), "eval"),
