@@ -153,9 +153,9 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
     from importlib import import_module
 
-    from paged_kv.extras import backend_named
+    from paged_kv.extras import missing_named
 
-    with backend_named():
+    with missing_named():
         return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)
 
 

@@ -18,7 +18,7 @@ from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.arguments import Parser, examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
-from paged_kv.extras import MissingBackend, backend_named, extra_module, extras_named
+from paged_kv.extras import MissingBackend, extra_module, missing_named
 
 _SHELLS = ("bash", "zsh", "tcsh")
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     command = "paged-kv"
     try:
-        with backend_named(), extras_named():
+        with missing_named():
             arguments = _arguments(argv)
             command = f"paged-kv {arguments.command}"
             logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")

@@ -52,38 +52,26 @@ def command_from(origin: dict[str, Any], extra: str) -> str:
 _EXTRAS = {"pydantic": "server", "rich": "tables", "starlette": "server", "uvicorn": "server"}
 
 
-@contextmanager
-def extras_named() -> Iterator[None]:
-    """Replace the error of a command that lacks a package by one that says what to install.
-
-    Raises:
-        ValueError: a package is not installed that an extra brings.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
-            raise
-        command = install_command(_EXTRAS[package])
-        raise ValueError(f"this needs the package {package}: {command}") from None
-
-
 class MissingBackend(ImportError):
     """mlx has no backend on this machine; the message says which extra installs one."""
 
 
 @contextmanager
-def backend_named() -> Iterator[None]:
-    """Replace the ImportError of mlx without a backend by one that says what to install. On Linux
-    the package mlx has no backend: its library `libmlx` comes with a separate package.
+def missing_named() -> Iterator[None]:
+    """Replace the error of an import that lacks a package by one that says what to install. On
+    Linux the package mlx has no backend: its library `libmlx` comes with a separate package.
 
     Raises:
+        ValueError: a package is not installed that an extra brings.
         MissingBackend: mlx found no `libmlx`.
     """
     try:
         yield
     except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in _EXTRAS:
+            command = install_command(_EXTRAS[package])
+            raise ValueError(f"this needs the package {package}: {command}") from None
         if "libmlx" not in str(error):
             raise
         raise MissingBackend(
