@@ -30,9 +30,7 @@ def opened_place(place: str | Path, max_bytes: int, options: StoreOptions) -> Bl
             )
         # Listing and cleaning up need no free disk space.
         return FolderStore(place, max_bytes, min_free_bytes=0)
-    address = parse_address(place)
-    assert not isinstance(address, Path), "the caller knows that this is a server"
-    return open_blobs(address, read_seal(options))
+    return open_blobs(parse_address(place), read_seal(options))
 
 
 def verify(blobs: BlobStore) -> tuple[int, list[Finding]]:

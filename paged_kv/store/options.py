@@ -148,21 +148,19 @@ TierPlace = str | os.PathLike[str]
 """A folder, or the address of a server."""
 
 RemoteAddress = RedisAddress | S3Address
-Address = Path | RedisAddress | S3Address
+Address = Path | RemoteAddress
 
 
-def parse_address(text: str | os.PathLike[str]) -> Address:
-    """The folder or server that a text names. Passwords are read here.
+def parse_address(text: str) -> RemoteAddress:
+    """The server that a text names. Passwords are read here.
 
     Raises:
-        ValueError: the text is no address; the message does not repeat passwords.
+        ValueError: the text is no address of one; the message does not repeat passwords.
         OSError: a file of a password cannot be read, or one of a certificate is not there.
     """
-    scheme, mark, _ = os.fspath(text).partition("://")
-    if not mark:
-        return Path(text)
+    scheme = text.partition("://")[0]
     try:
-        url = urlsplit(os.fspath(text))
+        url = urlsplit(text)
         port = url.port
     except ValueError:
         raise ValueError(f"the address of a store, {scheme}://..., cannot be read") from None
@@ -191,15 +189,13 @@ def store_addresses(store: TierPlace | Sequence[TierPlace]) -> list[Address]:
     places = list(store) if isinstance(store, list | tuple) else [store]
     if not places:
         raise ValueError("store must name a folder or a server, got an empty list")
-    found = [parse_address(_place(each)) for each in places]
-    addresses = [each.expanduser() if isinstance(each, Path) else each for each in found]
+    addresses = [
+        parse_address(each) if isinstance(each, str) and "://" in each else file_path("store", each)
+        for each in places
+    ]
     if sum(isinstance(each, Path) for each in addresses) > 1:
         raise ValueError("store names several folders: one is enough, and servers may follow it")
     return addresses
-
-
-def _place(place: object) -> TierPlace:
-    return place if isinstance(place, str) and "://" in place else file_path("store", place)
 
 
 def _redis(url: SplitResult, port: int | None) -> RedisAddress:

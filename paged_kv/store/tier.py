@@ -10,7 +10,6 @@ however many blocks are read.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -143,9 +142,7 @@ class Tier:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         self._calls: set[Future[Any]] = set()
         self._late: set[Future[Any]] = set()
-        # At interpreter exit too, so that queued entries are written.
-        parts = self.queue, self._readers, blobs
-        self._close = weakref.finalize(self, _close, *parts)
+        self._is_closed = False
 
     @property
     def is_paused(self) -> bool:
@@ -154,7 +151,14 @@ class Tier:
 
     def close(self) -> None:
         """Write the queued entries and close the place. Later calls do nothing."""
-        self._close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        has_ended = self.queue.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        # A hanging writer may resume later: its folder's descriptor must not be reused by then.
+        if has_ended:
+            self.blobs.close()
 
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         places = wanted.places[:_MOST_ASKED]
@@ -237,7 +241,7 @@ class Tier:
         return entry
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
-        if self.is_paused or not self._close.alive:
+        if self.is_paused or self._is_closed:
             return None
         try:
             call = self._readers.submit(work, *arguments)
@@ -285,11 +289,3 @@ def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
-
-
-def _close(writer: Writer, readers: ThreadPoolExecutor, blobs: BlobStore) -> None:
-    has_ended = writer.close()
-    readers.shutdown(wait=False, cancel_futures=True)
-    # A hanging writer may resume later: its folder's descriptor must not be reused by then.
-    if has_ended:
-        blobs.close()

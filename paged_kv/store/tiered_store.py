@@ -121,6 +121,7 @@ class TieredStore:
         for at, tier in enumerate(self.tiers):
             if before := kinds[:at].count(tier.label):
                 tier.label = f"{tier.label} {before + 1}"
+        # At interpreter exit too, so that queued entries are written.
         self._close = weakref.finalize(self, _close, self.tiers, self.lookups)
 
     def close(self) -> None:
@@ -180,7 +181,8 @@ class TieredStore:
         held: dict[Source, Mapping[str, int]] = {}
         longest, full = 0, len(wanted.tokens) // wanted.page_size * wanted.page_size
         asks = self.prefetched is None if ask is None else ask
-        for source in self._sources(asks=asks):
+        buffer: list[Source] = [] if self.prefetched is None else [self.prefetched]
+        for source in buffer + [tier for tier in self.tiers if asks or not tier.is_shared]:
             if longest >= full:
                 break
             held[source] = source.ask(wanted, waits)
@@ -237,11 +239,6 @@ class TieredStore:
             "store_bytes_today": {name: each.bytes_today for name, each in stats.items()},
             "store_bytes_in_all": {name: each.bytes_in_all for name, each in stats.items()},
         }
-
-    def _sources(self, *, asks: bool) -> list[Source]:
-        """Where to look, quickest first; `asks` says whether on servers too."""
-        buffer: list[Source] = [] if self.prefetched is None else [self.prefetched]
-        return buffer + [tier for tier in self.tiers if asks or not tier.is_shared]
 
     def _read(self, places: Sequence[EntryPlace], offer: Offer) -> Iterator[Entry | None]:
         holders = {place: _holders(place, offer) for place in places}

@@ -237,11 +237,11 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
 def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from paged_kv.store.tiered_store import folder_tier
+from paged_kv.store.tiered_store import TieredStore, folder_tier
 from tests.support.store_entries import *
-store = folder_tier(open_store(Path({str(tmp_path / "store")!r})))
+store = TieredStore([folder_tier(open_store(Path({str(tmp_path / "store")!r})))])
 for seed in range(50):
-    store.queue.save(entry(links(prompt(seed))[0], words=50_000))
+    store.tiers[0].queue.save(entry(links(prompt(seed))[0], words=50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

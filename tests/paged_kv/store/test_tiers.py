@@ -293,7 +293,6 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = parse_address(f"s3://bucket/a/b?endpoint=http://h:9&credentials={tmp_path}/keys")
     assert found == S3Address("bucket", "a/b", "http://h:9", None, "id", "key")
     assert "'key'" not in f"{found} {found!r}"
-    assert parse_address("pages") == Path("pages")
 
 
 def test_wrong_addresses_are_refused_without_their_passwords() -> None:
