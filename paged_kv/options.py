@@ -162,7 +162,6 @@ def _meanings(kind: type[Options]) -> dict[str, str]:
 
 
 def _help(flag: _Flag) -> str:
-    """The meaning of a flag, with its default."""
     text, usual = flag.meaning, flag.field.metadata["usual"]
     if usual is None or flag.value != flag.field.default:
         if isinstance(flag.value, bool) or flag.value in (None, ()):

@@ -170,7 +170,6 @@ def _saved_view(path: Path) -> ProcessView:
 
 
 def _samples(arguments: argparse.Namespace) -> Iterable[ProcessView]:
-    """The views to plot."""
     if arguments.file is not None:
         return [_saved_view(arguments.file)]
     interval_s = arguments.interval or _INTERVAL_S

@@ -137,7 +137,6 @@ def _opened(arguments: argparse.Namespace) -> closing[BlobStore]:
 
 
 def _amount(sizes: Sequence[int], verb: str = "") -> str:
-    """How many entries there are, and their bytes."""
     return f"{counted(len(sizes), 'entry')} {verb}".rstrip() + f", {format_size(sum(sizes))}"
 
 

@@ -140,7 +140,6 @@ def _files(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether this user has a process with this number."""
     try:
         _require_own(pid)
     except OSError:

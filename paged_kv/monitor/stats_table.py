@@ -176,7 +176,6 @@ def map_text(pool: PoolView, columns: int, lines: int) -> Text:
 
 
 def _cells(pool: PoolView, group: int, run: int) -> Iterator[tuple[str, str]]:
-    """The format and state of each mark."""
     for owner, slab in pool.slabs:
         if owner == group:
             yield from ((slab.page_format, state) for state in coarse(slab, run))

@@ -270,7 +270,6 @@ class OffloadedLayer(LayerPages):
     def _attend_in_memory(
         self, queries: mx.array, metadata: AttentionMetadata, attention: Attention
     ) -> mx.array:
-        """Attention to what is in memory."""
         is_first = not self._steps
         if self._steps % RANKED_STEPS == 0:
             self._fetch(self._ranked(queries, metadata, attention.scale))

@@ -121,7 +121,6 @@ class AttentionScores(ReadArray):
         return output if self.ndim == 4 else mx.unflatten(output, 1, self.shape[1:3])
 
     def _over_gathered(self) -> mx.array:
-        """The output of attention to gathered keys and values."""
         keys, values = self.read.gather()
         if self.ndim == 5:
             keys, values = mx.expand_dims(keys, 2), mx.expand_dims(values, 2)

@@ -204,7 +204,6 @@ def _opened(path: Path) -> int:
 
 
 def _scanned(fd: int) -> Iterator[Blob]:
-    """Everything in a folder."""
     with os.scandir(fd) as entries:
         for entry in entries:
             try:

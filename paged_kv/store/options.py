@@ -211,7 +211,7 @@ def _redis(url: SplitResult, port: int | None) -> RedisAddress:
         tls=tls,
         user=unquote(url.username) if url.username else None,
         **{name: _file(options[name]) for name in _CERTIFICATES if name in options},
-        password=_said(options["password"]) if "password" in options else None,
+        password=_password(options["password"]) if "password" in options else None,
     )
 
 
@@ -253,8 +253,7 @@ def _file(path: str) -> Path:
     return file
 
 
-def _said(source: str) -> str:
-    """A password from a variable or a file."""
+def _password(source: str) -> str:
     if not source.startswith(_ENVIRONMENT):
         try:
             return Path(source).expanduser().read_text("utf-8").strip()
