@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -236,12 +237,26 @@ class Preemption:
         cached, _ = self._factory.peek(tokens, salt=salt)
         step = self._generator.prefill_step_size
         for uid, other, computed in self._prompts(running):
-            ends = [end for end in self._ends.get(uid, ()) if end > computed]
-            if ends and self._is_of(uid, salt):
-                missing = shared_beyond(cached, tokens, other[: min(ends)])
-                if missing and min(ends) - computed <= missing + step:
-                    return True
+            missing = shared_beyond(cached, tokens, other[:-1]) if self._is_of(uid, salt) else 0
+            if missing and self._end_near(uid, computed, cached + missing) <= missing + step:
+                return True
         return False
+
+    def _end_near(self, uid: int, computed: int, goal: int) -> float:
+        """How many tokens of a prompt that runs must be computed until its first `goal` tokens are
+        cached, but for a few. A prompt that is being computed is cut there; infinite if they are
+        computed already, or if it begins in this step."""
+        ends = self._ends.setdefault(uid, set())
+        near = [end for end in ends if computed < end <= goal and goal - end < WORTH_SHARING]
+        if near:
+            return max(near) - computed
+        reading = self._parts.reading.uids
+        if computed >= goal or uid not in reading:
+            return inf
+        segments = self._parts.processing[reading.index(uid)][0]
+        segments[:] = cut_at(segments, [goal - computed])
+        ends.add(goal)
+        return goal - computed
 
     def _has_room(self, number: int, running: list[int]) -> bool:
         shared = 0
@@ -515,16 +530,15 @@ class Preemption:
         # Of a prompt of two tokens there are no states yet.
         if len(tokens) in ends and len(tokens) > 1:
             request = self.requests.get(response.uid, _NO_REQUEST)
-            (request.keep or self._insert)(tokens[:], cache)
+            salt, session = request.salt, request.session
+            insert = partial(self._factory.insert_cache, salt=salt, session=session)
+            (request.keep or insert)(tokens[:], cache)
 
     def _keep_answer(self, response: Any) -> None:
         """Keep an answer with its prompt."""
         request = self.requests.get(response.uid, _NO_REQUEST)
         if response.finish_reason is not None and request.keep is not None:
             request.keep(response.all_tokens[:], response.prompt_cache)
-
-    def _insert(self, tokens: Tokens, cache: list[Any]) -> None:
-        self._factory.insert_cache(tokens, cache)
 
     def _note_token(self, response: Any) -> None:
         self._scheduler.note_token(response.uid)

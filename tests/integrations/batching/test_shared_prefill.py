@@ -120,3 +120,19 @@ def test_what_is_known_is_taken_off_the_first_segments() -> None:
         rest = without_first(segments, count)
         assert joined(rest) == joined(segments)[count:]
         assert all(rest)
+
+
+def test_a_prompt_that_comes_later_waits_for_what_is_being_computed() -> None:
+    model: Any = small_model("qwen3")
+    prompts = prompts_of([(700, 400), (600, 5)])
+    expected = [greedy(model, p, PagedCacheFactory(model).make_cache(), 4).tokens for p in prompts]
+    with PagedCacheFactory(model):
+        generator = BatchGenerator(model, max_tokens=4, prefill_step_size=128)
+        with generator.stats() as stats:
+            uids = generator.insert(prompts[:1])
+            assert generator.next()[0]
+            uids += generator.insert(prompts[1:])
+            found = finish(generator, uids)
+        generator.close()
+    assert [found[uid] for uid in uids] == expected
+    assert stats.prompt_tokens <= 1100 + 5
