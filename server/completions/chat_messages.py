@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paged_kv.server.completions.interface import Object
 from paged_kv.server.http.api_errors import wrong_value
 from paged_kv.server.http.schema import (
     MOST_MESSAGES,
@@ -18,8 +19,6 @@ from paged_kv.server.http.schema import (
     ResponseFormat,
     SharedFields,
 )
-
-Object = dict[str, Any]
 
 
 def chat_request(body: SharedFields, **own: Any) -> ChatBody:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from paged_kv.server.completions.chat_messages import offered_tool
+from paged_kv.server.completions.interface import Object
 from paged_kv.server.http.api_errors import shortened, wrong_value
 
 log = logging.getLogger(__name__)
-
-Object = dict[str, Any]
 
 # Every form of calls can write names with it.
 _SEPARATOR = "__"
@@ -110,8 +110,7 @@ def _offered_tool(tool: Object) -> OfferedTool:
     named = {**tool, "name": function_name(tool)}
     if is_custom:
         named["parameters"] = _text_parameters(tool.get("format") or {})
-    names = ("name", "description", "parameters", "strict")
-    function = {name: named[name] for name in names if named.get(name) is not None}
+    function = offered_tool(named)["function"]
     return OfferedTool(tool["name"], tool.get("namespace"), is_custom, function)
 
 
