@@ -24,7 +24,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.shared_prefill import is_on_the_way, step_ends
+from paged_kv.integrations.batching.prompt_segments import is_on_the_way, step_ends
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from tests.support.zoo import small_model
 

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.cache_rows import copied_to_pages
 from paged_kv.integrations.batching.preemption import PagedFactory, Request, attach
-from paged_kv.integrations.batching.shared_prefill import (
+from paged_kv.integrations.batching.prompt_segments import (
     joined,
 )
 from paged_kv.integrations.rebinding import Hooks

@@ -35,9 +35,17 @@ from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.prompt_segments import (
+    WORTH_SHARING,
+    Reuses,
+    Tokens,
+    cut_at,
+    joined,
+    shared_beyond,
+)
 from paged_kv.integrations.batching.rows import (
-    Line,
     Waiting,
+    WaitingQueue,
     chunk_length,
     first_paged,
     free_places,
@@ -49,14 +57,6 @@ from paged_kv.integrations.batching.rows import (
     row_as_waiting,
     running_uids,
     step_with,
-)
-from paged_kv.integrations.batching.shared_prefill import (
-    WORTH_SHARING,
-    Reuses,
-    Tokens,
-    cut_at,
-    joined,
-    shared_beyond,
 )
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
@@ -151,7 +151,7 @@ class Preemption:
         self.requests: dict[int, Request] = {}
         self.reserve_share = 0.0
         self.chunk_tokens: int | None = None
-        self._line = Line(self._generator, self._order)
+        self._queue = WaitingQueue(self._generator, self._order)
         self._last_responses = LastResponses(self._pool)
         self._scheduler = Scheduler(self, self._order)
         self._known: set[int] = set()
@@ -179,8 +179,8 @@ class Preemption:
         self._learn()
         self._rejoin()
         running = sorted(running_uids(self._generator), key=self._order)
-        self._line.sort()
-        waiting = [each.uid for each in self._line]
+        self._queue.sort()
+        waiting = [each.uid for each in self._queue]
         places, fixed = free_places(self._generator), set(running) - self._known
         self._divide_chunk(len(self._parts.reading))
         if not self._scheduler.schedule(running, waiting, places, fixed):
@@ -189,7 +189,7 @@ class Preemption:
             if isinstance(error, OutOfMemory):
                 error = OutOfMemory(error.why, running[0] if running else waiting[0])
             raise error
-        begun = {each.uid for each in self._line}.intersection(running)
+        begun = {each.uid for each in self._queue}.intersection(running)
         self._divide_chunk(len(self._parts.reading) + len(begun))
         prompts, generated = self._timed_step(begun)
         for response in prompts:
@@ -233,7 +233,7 @@ class Preemption:
         """
         if number not in self._held:
             return False
-        tokens, salt = self._line[number].all_tokens, self._salt(number)
+        tokens, salt = self._queue[number].all_tokens, self._salt(number)
         cached, _ = self._factory.peek(tokens, salt=salt)
         step = self._generator.prefill_step_size
         for uid, other, computed in self._prompts(running):
@@ -261,7 +261,7 @@ class Preemption:
     def _has_room(self, number: int, running: list[int]) -> bool:
         shared = 0
         if number in self._held:
-            tokens = self._line[number].all_tokens
+            tokens = self._queue[number].all_tokens
             _, in_use = self._factory.peek(tokens, salt=self._salt(number))
             shared = min(in_use, len(tokens) - 1)
         return self._fits(number, [*self._running(running)], self._pool.bytes_active, shared)
@@ -272,14 +272,14 @@ class Preemption:
         """Whether a waiting sequence fits beside others, which hold `in_use` bytes, if it shares
         its first tokens with them."""
         size = pool_size(self._pool)
-        growth = self._promised(number, self._line[number].growth)
+        growth = self._promised(number, self._queue[number].growth)
         nbytes = growth.bytes_to_begin(size) - size.shared_bytes(shared_tokens)
         return has_room(nbytes, [self._promised(*each) for each in others], size, in_use)
 
     def _running(self, running: list[int]) -> Iterator[tuple[int, Growth]]:
         """The tokens of the sequences that run, and of those that begin in this step."""
         yield from growths(self._generator)
-        yield from ((each.uid, each.growth) for each in self._line if each.uid in running)
+        yield from ((each.uid, each.growth) for each in self._queue if each.uid in running)
 
     def _prompts(self, running: list[int]) -> Iterator[tuple[int, Tokens, int]]:
         """The prompts that are being computed: uid, tokens, and how many are computed."""
@@ -288,7 +288,7 @@ class Preemption:
             batch.uids, batch.tokens, self._parts.processing, strict=True
         ):
             yield uid, [*tokens, *joined(segments)], len(tokens)
-        for each in self._line:
+        for each in self._queue:
             if each.uid in running:
                 yield each.uid, each.all_tokens, len(each.tokens)
 
@@ -318,17 +318,17 @@ class Preemption:
         return self._try(self._reserve_step, behind=None)
 
     def begin(self, number: int) -> bool:
-        each = self._line[number]
+        each = self._queue[number]
         if number in self._held:
             each = self._fetched(each)
-            self._line.put(each)
+            self._queue.put(each)
         count = chunk_length(each.segments, self._generator.prefill_step_size)
         if not self._try(lambda: self._reserve(each.cache, [count]), behind=number):
             self._give_back(each)
             return False
         self._record_begun(each)
         if number in self._generating and each.is_at_last_token:
-            self._line.remove(number)
+            self._queue.remove(number)
             cache = merged_cache(self._generator.model, number, each.cache)
             self._resume(number, cache, each.tokens)
         return True
@@ -338,7 +338,7 @@ class Preemption:
         stage, at = self._parts.place_of(number)
         each = self._interrupted(at) if stage == 1 else self._paused(at)
         self._generator.remove([number])
-        self._line.put(self._without_pages(each))
+        self._queue.put(self._without_pages(each))
         self._pool.counts.preemptions += 1
         logger.info("sequence %d is preempted, after %d tokens", number, len(each.tokens))
 
@@ -392,7 +392,7 @@ class Preemption:
         salt = self._salt(uid)
         others = (
             each.all_tokens
-            for each in self._line
+            for each in self._queue
             if each.uid in self._new - {uid}
             and inner_salt(self._salt(each.uid)) == inner_salt(salt)
         )
@@ -411,7 +411,7 @@ class Preemption:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
         if waiting.uid in self._held:
             held = self._held[waiting.uid]
-            self._line.put(self._without_pages(waiting))
+            self._queue.put(self._without_pages(waiting))
             self._held[waiting.uid] = held
         elif cache := first_paged(waiting.cache):
             for sequence in cache.sequences:
@@ -492,18 +492,18 @@ class Preemption:
         """Let sequences wait without their pages; false if none has any."""
         holders = [
             each
-            for each in self._line
+            for each in self._queue
             if (behind is None or self._order(each.uid) > self._order(behind))
             and each.tokens
             and each.uid in self._known
         ]
         for each in holders:
-            self._line.put(self._without_pages(each))
+            self._queue.put(self._without_pages(each))
         return bool(holders)
 
     def _learn(self) -> None:
         """Note which new sequences can be preempted, and forget those that have ended."""
-        line = self._line
+        line = self._queue
         for each in [each for each in line if each.uid not in self._known]:
             cache = first_paged(each.cache)
             if cache is not None and cache.pool is self._pool and cache.size() == len(each.tokens):

@@ -11,7 +11,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 
 from paged_kv.admission.growth import Growth
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.shared_prefill import Tokens, without_first
+from paged_kv.integrations.batching.prompt_segments import Tokens, without_first
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of
 
@@ -60,7 +60,7 @@ class Waiting(NamedTuple):
         return self._replace(segments=segments, cache=cache, tokens=self.all_tokens[:cached])
 
 
-class Line:
+class WaitingQueue:
     """The sequences of a BatchGenerator that wait.
 
     Args:

@@ -19,7 +19,7 @@ from mlx_lm.utils import sharded_load
 from paged_kv.commands.model_names import not_loaded, require_model
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
-from paged_kv.integrations.batching.shared_prefill import is_on_the_way
+from paged_kv.integrations.batching.prompt_segments import is_on_the_way
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.generation.options import GenerateOptions
 from paged_kv.integrations.prompt_media import PromptMedia

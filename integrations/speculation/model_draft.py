@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.shared_prefill import Reuses
+from paged_kv.integrations.batching.prompt_segments import Reuses
 from paged_kv.integrations.batching.short_memory import Shortage
 from paged_kv.integrations.speculation.drafts import DraftRow, within_memory
 from paged_kv.integrations.speculation.rollback import ragged_step

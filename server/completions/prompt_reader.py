@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm import server
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
-from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
+from paged_kv.integrations.batching.prompt_segments import cut_at, cut_for_snapshots
 from paged_kv.integrations.mlx_lm_internals import tokenized
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import PAGE_SIZE

@@ -83,7 +83,7 @@ class GenerationThread:
         self.jobs: dict[int, Job] = {}
         self._options = provider.options
         self._ranks = provider.ranks
-        self._line: list[Job] = []  # that cannot join the batch yet, in their order
+        self._queue: list[Job] = []  # that cannot join the batch yet, in their order
         self._rows: Rows | None = None
         self._mailbox: Mailbox[Command] = Mailbox()
         self._now = monotonic()
@@ -190,7 +190,7 @@ class GenerationThread:
             if self._rows is not None and self._options.model_ttl is not None:
                 most.append(self._used + self._options.model_ttl - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
-            is_idle = not self._line and (self._rows is None or not len(self._rows))
+            is_idle = not self._queue and (self._rows is None or not len(self._rows))
             commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
         self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
@@ -301,7 +301,7 @@ class GenerationThread:
         try:
             if self._rows is not None and self._rows.loaded.key == job.model:
                 self._fit(job)
-            insort(self._line, job, key=_order)
+            insort(self._queue, job, key=_order)
         except Exception as error:
             self._require_common(error)
             self._fail(job, _as_api_error(error))
@@ -331,8 +331,8 @@ class GenerationThread:
 
     def _begin(self) -> None:
         """Give jobs to the batch of their model, in their order, as far as they can join it."""
-        while self._line and self._can_join(self._line[0]):
-            job = self._line.pop(0)
+        while self._queue and self._can_join(self._queue[0]):
+            job = self._queue.pop(0)
             try:
                 self._give(job)
             except Exception as error:
@@ -375,7 +375,7 @@ class GenerationThread:
         ]
         for job in late:
             # Not one whose prompt is still fetched.
-            if job in self._line or (self._rows is not None and self._rows.holds(job)):
+            if job in self._queue or (self._rows is not None and self._rows.holds(job)):
                 self._fail(job, busy(self._why_late(), max(1, round(patience_s))))
 
     def _why_late(self) -> str:
@@ -444,7 +444,7 @@ class GenerationThread:
         rows.close()
         for job in failed:
             self._fail(job, failure)
-        self._line = sorted({*there, *self._line}.difference(failed), key=_order)
+        self._queue = sorted({*there, *self._queue}.difference(failed), key=_order)
         self._use_loaded()
 
     def _require_common(self, error: Exception) -> None:
@@ -478,8 +478,8 @@ class GenerationThread:
         self.jobs.pop(job.number, None)
         for fetcher in self.provider.fetchers:
             fetcher.end(job.number)
-        if job in self._line:
-            self._line.remove(job)
+        if job in self._queue:
+            self._queue.remove(job)
         if self._rows is not None:
             self._rows.drop(job)
             self._rows.forget(job)

@@ -13,7 +13,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.preemption import Preemption, Request
-from paged_kv.integrations.batching.rows import Line, running_uids
+from paged_kv.integrations.batching.rows import WaitingQueue, running_uids
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.prefix.rates import Rates
@@ -255,7 +255,7 @@ def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
         generator = generator_of(model)
         uids = generator.insert([[1], [2], [3]], max_tokens=[40] * 3, caches=caches)
         caches.clear()
-        assert not any(each.growth.owns_last_page for each in Line(generator, int))
+        assert not any(each.growth.owns_last_page for each in WaitingQueue(generator, int))
         generator.next()
         assert running_uids(generator) == uids
         assert factory.stats().blocks_used == 3

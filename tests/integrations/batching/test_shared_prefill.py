@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.shared_prefill import (
+from paged_kv.integrations.batching.prompt_segments import (
     cut_for_snapshots,
     joined,
     without_first,
