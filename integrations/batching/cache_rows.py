@@ -70,7 +70,7 @@ def _selected_in(cache: Any, rows: list[int]) -> Any:
     if is_list(cache):
         return type(cache)(*[_selected_in(inner, rows) for inner in cache.caches])
     if isinstance(cache, PagedKVCache):  # A view: a copy is a fork.
-        view = PagedKVCache(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
+        view = type(cache)(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
         view.depend_on([cache])
         return view
     taken = copy.copy(cache)
