@@ -15,7 +15,6 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.owners import Owner
-from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
@@ -135,7 +134,6 @@ class PagedCacheFactory:
         # Pools of bounds go with their caches, but for the latest one, whose steps are recorded.
         self._pools: WeakValueDictionary[int | None, PagePool] = WeakValueDictionary()
         self._pools[None] = self._latest_pool = self.pool
-        self._pins = Pins(self.pool.index)
         layers = self._model.new_cache(self.pool)
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
@@ -302,7 +300,7 @@ class PagedCacheFactory:
             TypeError: `tokens` are not token ids, or `salt` is not hashable.
         """
         namespace = self._namespace(self.pool.page_format.name, salt)
-        return self._pins.pin(salt, namespace, self._media.keyed(tokens, media))
+        return self.pool.index.pin(salt, namespace, self._media.keyed(tokens, media))
 
     def unpin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Undo the latest `pin` of the same tokens and salt, also if more was inserted since;
@@ -313,11 +311,11 @@ class PagedCacheFactory:
             TypeError: as for `pin`.
         """
         require_hashable("salt", salt)
-        return self._pins.unpin(salt, self._media.keyed(tokens, media))
+        return self.pool.index.holds.unpin(salt, self._media.keyed(tokens, media))
 
     def hold(self, tokens: list[int], *, until: float, most: float, salt: Hashable = None) -> None:
-        """Keep the cached prefix of a prompt until a time by the clock of `pool.timed_pins.expire`.
-        Until then it is evicted only when nothing else is left to evict.
+        """Keep the cached prefix of a prompt until a time by the clock of `Holds.expire`. Until
+        then it is evicted only when nothing else is left to evict.
 
         All that is held takes at most a share `most` of the memory, and at most half of that under
         one salt."""

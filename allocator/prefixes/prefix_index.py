@@ -18,28 +18,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO, BetterOfTwo, Duel
 from paged_kv.allocator.prefixes.eviction import EvictionOrder, EvictionPolicy
+from paged_kv.allocator.prefixes.holds import Holds
 from paged_kv.allocator.prefixes.owners import Owner, Owners
-from paged_kv.allocator.prefixes.prefix_node import Blocks, Node, Windows
+from paged_kv.allocator.prefixes.prefix_node import Blocks, Match, Node, Windows
 from paged_kv.allocator.prefixes.uses import Use
-
-
-@dataclass(frozen=True)
-class Match:
-    """The longest computed prefix of a prompt.
-
-    Attributes:
-        nodes: its blocks, in order; of the last one maybe not all tokens match.
-        num_tokens: how many tokens match.
-    """
-
-    nodes: tuple[Node, ...]
-    num_tokens: int
 
 
 class PrefixIndex:
@@ -58,8 +45,7 @@ class PrefixIndex:
     ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
-        # Called with a node and the one that takes its place, which holds more tokens.
-        self.on_replace: Callable[[Node, Node], None] | None = None
+        self.holds = Holds(self.lock)
         # Whether a prompt can resume within a node; one that is left without any behind it and
         # cannot goes first.
         self.can_resume: Callable[[Node], bool] = lambda node: True
@@ -71,7 +57,6 @@ class PrefixIndex:
         self._duel = Duel(policy) if isinstance(policy, BetterOfTwo) else None
         self._owners = Owners()
         self._size = 0
-        self._pinned = 0
 
     def __len__(self) -> int:
         """Cached blocks' worth of tokens."""
@@ -81,11 +66,6 @@ class PrefixIndex:
     def num_prompts(self) -> int:
         """Cached prompts that are not a prefix of another."""
         return len(self._leaves)
-
-    @property
-    def num_pinned(self) -> int:
-        """Those of them that are pinned."""
-        return self._pinned
 
     def nodes(self) -> list[Node]:
         """All nodes, parents before their children. O(nodes)."""
@@ -182,27 +162,31 @@ class PrefixIndex:
                 self._drop(node)
             return before - len(self)
 
-    def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
-        """Keep what is known of a prefix, its last token included, until `unpin` of what this
-        returns. Pins of one node add up."""
+    def pin(self, salt: Hashable, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """Protect the cached prefix of a prompt in a namespace from eviction, its last token
+        included, until `Holds.unpin` with the same salt. Returns the number of pinned tokens,
+        possibly 0."""
         with self.lock:
-            pinned = self.known(namespace, tokens)
-            self.add_pins(pinned.nodes, 1)
-            return pinned
+            found = self.known(namespace, tokens)
+            self.holds.pin(salt, tokens, found)
+            return found.num_tokens
 
-    def unpin(self, pinned: Match) -> None:
-        """Undo one `pin`, whatever was inserted since."""
-        with self.lock:
-            self.add_pins(pinned.nodes, -1)
+    def hold(
+        self,
+        namespace: Hashable,
+        tokens: Sequence[int],
+        until: float,
+        share_of: Callable[[Node], float],
+        most: float,
+    ) -> None:
+        """Pin the cached prefix of a prompt until a time; holds that end later stay.
 
-    def add_pins(self, nodes: Sequence[Node], change: int) -> None:
-        """Add `change` pins to each of these nodes, 1 or -1."""
+        Args:
+            share_of: the share of the memory that a node takes, 0 to 1.
+            most: the largest share that all holds may take; those of a namespace get half of it.
+        """
         with self.lock:
-            for node in nodes:
-                before = _is_pinned(node)
-                node.add_pins(change)
-                assert node.pins >= 0, "a prefix was unpinned more often than pinned"
-                self._pinned += _is_pinned(node) - before
+            self.holds.hold(namespace, self.known(namespace, tokens).nodes, until, share_of, most)
 
     def clear(self) -> int:
         """Evict everything that is not pinned; returns how many blocks' worth that was."""
@@ -213,7 +197,7 @@ class PrefixIndex:
         returns how many blocks' worth that was. Other holders keep their blocks."""
         with self.lock:
             before = len(self)
-            self._evict(_is_pinned, is_enough)
+            self._evict(lambda node: node.is_pinned, is_enough)
             return before - len(self)
 
     def prune(self, is_needed: Callable[[Node], bool]) -> None:
@@ -227,11 +211,12 @@ class PrefixIndex:
                     node = node.parent
 
     def evict(self, is_enough: Callable[[], bool]) -> int:
-        """Evict blocks that nobody else holds, in the order of the policy, until it is enough;
-        returns how many blocks' worth that was."""
+        """Evict blocks that nobody else holds, in the order of the policy, until it is enough, and
+        if it never is, end one hold after the other; returns how many blocks' worth that was."""
         with self.lock:
             before = len(self)
-            self._evict(self._is_in_use, is_enough)
+            if not self._evict(self._is_in_use, is_enough):
+                any(self._evict(self._is_in_use, is_enough) for _ in self.holds.ending())
             return before - len(self)
 
     def evictable(self, allocator: BlockAllocator) -> list[int]:
@@ -242,7 +227,7 @@ class PrefixIndex:
                 for (owner, block), nodes in self._nodes.items()
                 if owner is allocator
                 and owner.ref_count(block) == 1
-                and not any(map(_is_pinned, nodes))
+                and not any(node.is_pinned for node in nodes)
             ]
 
     def _path(
@@ -293,8 +278,7 @@ class PrefixIndex:
 
     def _replace(self, shorter: Node, longer: Node) -> None:
         """Let a node with more tokens take the place of another, which stays while it is pinned."""
-        if self.on_replace is not None:
-            self.on_replace(shorter, longer)
+        self.holds.follow(shorter, longer)
         if not shorter.pins:
             self._owners.move(shorter, longer)
             self._drop(shorter)
@@ -358,16 +342,19 @@ class PrefixIndex:
     def _is_in_use(self, node: Node) -> bool:
         """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another
         node that has the block."""
-        return _is_pinned(node) or any(
-            allocator.ref_count(block) > 1 or any(map(_is_pinned, self._nodes[allocator, block]))
+        return node.is_pinned or any(
+            allocator.ref_count(block) > 1
+            or any(other.is_pinned for other in self._nodes[allocator, block])
             for allocator, block in node.blocks.items()
         )
 
-    def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> None:
+    def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> bool:
         """Evict leaves that may go, in the order of the policy. A parent becomes a leaf with its
-        last child."""
+        last child. Returns whether it is enough."""
         passed = 0
-        while passed < len(self._leaves) and not is_enough():
+        while not is_enough():
+            if passed == len(self._leaves):
+                return False
             leaf = self._leaves[passed]
             if stays(leaf):
                 passed += 1
@@ -377,6 +364,7 @@ class PrefixIndex:
             if (parent := leaf.parent) is not None and parent in self._leaves:
                 # It may rank before leaves that stay.
                 passed = min(passed, self._leaves.index(parent))
+        return True
 
 
 def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]:
@@ -396,7 +384,3 @@ def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
         if token != other:
             return at
     return min(len(tokens), len(others))
-
-
-def _is_pinned(node: Node) -> bool:
-    return node.pins > 0

@@ -1,4 +1,5 @@
-"""Defines the node of the prefix index: the tokens of one block, and where they are cached."""
+"""Defines the node of the prefix index, the tokens of one block and where they are cached, and the
+path of nodes that matches a prompt."""
 
 from __future__ import annotations
 
@@ -76,6 +77,11 @@ class Node:
     pins: int = 0
     namespace: Hashable = None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a pin or a hold keeps it from eviction."""
+        return self.pins > 0
+
     def path(self) -> list[Node]:
         """The nodes from a root's child to this one."""
         path, node = [self], self.parent
@@ -150,3 +156,16 @@ class Node:
     def _count(self, slots: WindowSlots, change: int) -> None:
         slots.out_of_window.ends += change * slots.is_end
         slots.out_of_window.pins += change * self.pins
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest computed prefix of a prompt.
+
+    Attributes:
+        nodes: its blocks, in order; of the last one maybe not all tokens match.
+        num_tokens: how many tokens match.
+    """
+
+    nodes: tuple[Node, ...]
+    num_tokens: int

@@ -20,7 +20,6 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -185,13 +184,11 @@ class PagePool:
         )
         self.groups = new_groups(num_layers, self.windows, setup)
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
-        self.timed_pins = TimedPins(self.index)
         self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
         self.reclaimer = Reclaimer(
             self.groups,
             self.budget,
             self.index,
-            self.timed_pins,
             self.out_of_window,
             self.reclaiming_policy,
             self.counts,
@@ -400,7 +397,7 @@ class PagePool:
             **self.counts.frozen(),
             **({} if self.offloading is None else self.offloading.stats()),
             "kernel_fallbacks": self.backend.fallbacks,
-            "pages_pinned": self.index.num_pinned,
+            "pages_pinned": self.index.holds.num_pinned,
             "bytes_budget": self.budget.max_bytes,
             "bytes_steps": self._bytes_of_steps(),
             "bytes_states": sum(each.nbytes for each in list(self.snapshots)),

@@ -1,7 +1,7 @@
 """Finds blocks for a step, and reclaims memory when the budget gets short.
 
 The order: free blocks, new slabs, eviction of cached out-of-window blocks, eviction of blocks of
-the prefix index, and of those with timed pins, requantisation if the pool has a policy, unmapping
+the prefix index, and of those that are held, requantisation if the pool has a policy, unmapping
 of one group's empty slabs for another, compaction, the same in other pools that share the budget,
 and at last eviction of all unpinned prefixes.
 """
@@ -18,7 +18,6 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.offload.page_file import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
@@ -38,8 +37,7 @@ class Reclaimer:
     Args:
         groups: the pool's groups.
         budget: the bytes that they may map, possibly shared with other pools.
-        index: the prefix index, whose cached blocks may be evicted.
-        timed_pins: of the index; they end when everything else was evicted.
+        index: the prefix index, whose cached blocks may be evicted, those with holds last.
         out_of_window: the cached out-of-window blocks, which are evicted first.
         policy: chooses pages to requantise, and when; None for no requantisation.
         counts: counts evictions and requantisations.
@@ -50,7 +48,6 @@ class Reclaimer:
         groups: list[LayerGroup],
         budget: ByteBudget,
         index: PrefixIndex,
-        timed_pins: TimedPins,
         out_of_window: OutOfWindowBlocks,
         policy: RequantisationPolicy | None,
         counts: PoolCounts,
@@ -59,7 +56,6 @@ class Reclaimer:
         self._groups = groups
         self._budget = budget
         self._index = index
-        self._timed_pins = timed_pins
         self._out_of_window = out_of_window
         self._policy = policy
         watermark = policy.watermark if policy else 1.0
@@ -227,7 +223,7 @@ class Reclaimer:
             return self._bytes_used() < before - before // EVICTED_SHARE
 
         self._evict_out_of_window(is_enough)
-        self._counts.evictions["room"] += self._timed_pins.evict(is_enough)
+        self._counts.evictions["room"] += self._index.evict(is_enough)
         return self._bytes_used() < before
 
     def _bytes_used(self) -> int:
@@ -242,7 +238,7 @@ class Reclaimer:
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
-        self._counts.evictions["room"] += self._timed_pins.evict(is_enough)
+        self._counts.evictions["room"] += self._index.evict(is_enough)
         self._evict_out_of_window(is_enough)
 
     def _reclaim_out_of_window(self, needed: Callable[[], Needs]) -> None:

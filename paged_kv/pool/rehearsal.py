@@ -13,7 +13,6 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.allocator.writes import Write
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
@@ -42,8 +41,7 @@ def would_fit(
         group.rehearsing(_copy_of(group.allocator, free, evictable(group))) for group in groups
     ]
     index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts()
-    pins, windows = TimedPins(index), OutOfWindowBlocks()
-    reclaimer = Reclaimer(copies, free, index, pins, windows, policy, counts)
+    reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
     try:
         reserve_by_page(reclaimer, writes)

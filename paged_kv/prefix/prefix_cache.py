@@ -21,8 +21,7 @@ from weakref import WeakMethod
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.owners import Owner
-from paged_kv.allocator.prefixes.prefix_index import Match
-from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
+from paged_kv.allocator.prefixes.prefix_node import Match, Node, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
@@ -151,7 +150,7 @@ class PrefixCache:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
 
         evicted = self.pool.out_of_window.evict(is_small_enough)
-        evicted += self.pool.timed_pins.evict(is_enough)
+        evicted += self.pool.index.evict(is_enough)
         self.pool.counts.evictions["limit"] += evicted
         return evicted
 
@@ -160,8 +159,8 @@ class PrefixCache:
         self, namespace: Hashable, tokens: abc.Sequence[int], until: float, most: float
     ) -> None:
         """Evict the cached prefix of a prompt after all that is not held, until a time: see
-        `TimedPins`. All that is held may take a share `most` of the memory, 0 to 1."""
-        self.pool.timed_pins.hold(namespace, tokens, until, self._share_of, most)
+        `Holds`. All that is held may take a share `most` of the memory, 0 to 1."""
+        self.pool.index.hold(namespace, tokens, until, self._share_of, most)
 
     @locked
     def fetch(
@@ -322,7 +321,7 @@ class PrefixCache:
         end = num_tokens - (len(path) - 1) * PAGE_SIZE
         keep = partial(self.snapshots.keep, path, end, states, nbytes, is_answer=is_answer)
         if not keep():
-            any(keep() for _ in self.pool.timed_pins.ending())
+            any(keep() for _ in self.pool.index.holds.ending())
 
     def _share_of(self, node: Node) -> float:
         """The share of the memory that a node's pages take, and that of its snapshots."""

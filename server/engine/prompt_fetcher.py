@@ -260,13 +260,13 @@ class PromptReuse:
     @property
     def next_end(self) -> float:
         """Nothing that is held ends before this time."""
-        return inf if self._factory is None else self._factory.pool.timed_pins.next_end
+        return inf if self._factory is None else self._factory.pool.index.holds.next_end
 
     def advance(self, now: float) -> None:
         """Let the time be `now`, in seconds of any clock: what was held until then may go."""
         self._now = now
         if self._factory is not None:
-            self._factory.pool.timed_pins.expire(now)
+            self._factory.pool.index.holds.expire(now)
 
     def hold(self, tokens: list[int], seconds: float, salt: Hashable) -> None:
         """For so long, evict what is cached of these tokens after all that is not held."""

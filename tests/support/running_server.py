@@ -217,7 +217,7 @@ def assert_idle_pools_hold_nothing(running: PagedRunningServer) -> None:
     running.wait_until_idle()
     for pool in running.pools:
         wait_until(lambda pool=pool: is_settled(pool))
-        pool.timed_pins.expire(math.inf)
+        pool.index.holds.expire(math.inf)
         assert pool.stats().blocks_used == 0
         pool.check()
         pool.clear()

@@ -11,10 +11,8 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import UnknownSession
 from paged_kv.allocator.prefixes.owners import Owner, Owners
-from paged_kv.allocator.prefixes.pins import Pins
-from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
 
@@ -80,10 +78,9 @@ def test_a_session_of_another_salt_is_another_one() -> None:
 
 def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     owned = Owned()
-    timed = TimedPins(owned.index)
     owned.insert(list(range(16)), "a")
-    pinned = owned.index.pin("", list(range(4)))
-    timed.hold("", list(range(8)), 1.0, lambda _: 0.1, 1.0)
+    owned.index.pin("", "", list(range(4)))
+    owned.index.hold("", list(range(8)), 1.0, lambda _: 0.1, 1.0)
     table = owned.allocator.new_table()
     blocks = owned.index.known("", list(range(16))).nodes
     owned.allocator.retain([node.blocks[owned.allocator] for node in blocks])
@@ -94,8 +91,8 @@ def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     owned.allocator.drop(table)
     owned.check()
     # What was held is nobody's from then on: the next session that goes through takes it along.
-    timed.expire(1.0)
-    owned.index.unpin(pinned)
+    owned.index.holds.expire(1.0)
+    owned.index.holds.unpin("", list(range(4)))
     owned.insert(list(range(9)), "b")
     assert owned.end("b") == 3
 
@@ -130,15 +127,14 @@ def test_a_prompt_is_forgotten_up_to_where_others_begin() -> None:
 
 def test_forgetting_a_prompt_keeps_pins_and_prompts_of_sessions() -> None:
     owned = Owned()
-    pins = Pins(owned.index)
     owned.insert(list(range(16)), None)
     owned.insert(list(range(12)), "a")
     assert owned.index.forget_prompt("", list(range(16))) == 1
     assert owned.index.forget_prompt("", list(range(12))) == 0
-    assert pins.pin("", "", list(range(4))) == 4
+    assert owned.index.pin("", "", list(range(4))) == 4
     assert owned.end("a") == 2
     assert owned.index.forget_prompt("", list(range(4))) == 0
-    pins.unpin("", list(range(4)))
+    owned.index.holds.unpin("", list(range(4)))
     assert owned.index.forget_prompt("", list(range(4))) == 1
     owned.check()
 
@@ -160,7 +156,7 @@ class Model:
     def __init__(self) -> None:
         self.owned = Owned()
         self.prompts: list[tuple[str | None, str, list[int]]] = []
-        self.pins: list[Match] = []
+        self.pins: list[tuple[str, list[int]]] = []
         self.has_evicted = False
 
     def insert(self, session: str | None, salt: str, prompt: list[int]) -> None:
@@ -168,7 +164,8 @@ class Model:
         self.prompts.append((session, salt, prompt))
 
     def pin(self, salt: str, prompt: list[int]) -> None:
-        self.pins.append(self.owned.index.pin(salt, prompt))
+        self.owned.index.pin(salt, salt, prompt)
+        self.pins.append((salt, prompt))
 
     def evict(self, blocks: int) -> None:
         index = self.owned.index
@@ -201,8 +198,8 @@ class Model:
 
     def finish(self) -> None:
         """End everything that can be ended."""
-        for match in self.pins:
-            self.owned.index.unpin(match)
+        for salt, prompt in self.pins:
+            self.owned.index.holds.unpin(salt, prompt)
         for session, salt in {each[:2] for each in self.prompts if each[0] is not None}:
             self.end(str(session), salt)
         self.owned.index.clear()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.pins import Pins
-from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import Match
 from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
 
@@ -121,14 +121,13 @@ def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     indexed.index.insert("", [1] * 8, blocks)
     indexed.insert([2] * 8)
     indexed.insert([3] * 8)
-    pinned = indexed.index.pin("", [2] * 8)
-    assert pinned.num_tokens == 8
+    assert indexed.index.pin("", "", [2] * 8) == 8
     assert len(indexed.index.evictable(indexed.allocator)) == 2
     assert indexed.index.evict(lambda: False) == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2, 3)] == [8, 8, 0]
     assert indexed.index.clear() == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2)] == [0, 8]
-    indexed.index.unpin(pinned)
+    indexed.index.holds.unpin("", [2] * 8)
     indexed.allocator.drop(table)
     assert indexed.index.clear() == 2
     assert indexed.allocator.stats().blocks_cached == 0
@@ -148,12 +147,12 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
     indexed.allocator.check()
     # The block counts once, and stays until its last node is gone.
     assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (3, 2)
-    pinned = indexed.index.pin("new", [1] * 4)
+    indexed.index.pin("", "new", [1] * 4)
     assert len(indexed.index.evictable(indexed.allocator)) == 1
     # Evicting the old node would free nothing.
     assert indexed.index.evict(lambda: False) == 1
     assert indexed.index.match("old", [1] * 5).num_tokens == 4
-    indexed.index.unpin(pinned)
+    indexed.index.holds.unpin("", [1] * 4)
     assert indexed.index.evict(lambda: len(indexed.index) == 1) == 1
     assert indexed.allocator.stats().blocks_cached == 1
     assert indexed.index.clear() == 1
@@ -163,11 +162,10 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
 
 def test_unpin_undoes_the_latest_pin() -> None:
     indexed = Indexed()
-    pins = Pins(indexed.index)
     for count in (6, 10):
         indexed.insert([1] * count)
-        assert pins.pin(None, "", [1] * 10) == count
-    assert [pins.unpin(None, [1] * 10) for _ in range(2)] == [10, 6]
+        assert indexed.index.pin(None, "", [1] * 10) == count
+    assert [indexed.index.holds.unpin(None, [1] * 10) for _ in range(2)] == [10, 6]
 
 
 @dataclass
@@ -185,17 +183,17 @@ def test_checkpoints_are_pinned_by_the_nodes_that_hold_them() -> None:
     first, longer, again = State(), State(), State()
     (node,) = indexed.index.insert("", [1, 2], blocks)
     node.hold_checkpoint(2, first)
-    pin = indexed.index.pin("", [1, 2])
+    indexed.index.pin("", "", [1, 2])
     # The shorter node stays because it is pinned, and the longer one holds its checkpoint too.
     (node,) = indexed.index.insert("", [1, 2, 3], blocks)
     node.hold_checkpoint(3, longer)
-    both = indexed.index.pin("", [1, 2, 3])
+    indexed.index.pin("", "", [1, 2, 3])
     assert (first.pins, longer.pins) == (2, 1)
     (node,) = indexed.index.insert("", [1, 2, 3], blocks)
     node.hold_checkpoint(3, again)
     assert (longer.pins, again.pins) == (0, 1)
-    indexed.index.unpin(pin)
-    indexed.index.unpin(both)
+    indexed.index.holds.unpin("", [1, 2])
+    indexed.index.holds.unpin("", [1, 2, 3])
     assert (first.pins, longer.pins, again.pins) == (0, 0, 0)
 
 
@@ -241,11 +239,11 @@ def test_pruning_leaves_what_is_needed_pinned_or_before_those() -> None:
     for prompt in prompts:
         index.insert("", prompt, [{}, {}, {}])
     index.insert("", [*prompts[0][:8], 99], [{}, {}, {}])
-    pinned = index.pin("", prompts[2])
+    index.pin("", "", prompts[2])
     index.prune(lambda node: node.tokens == (99,))
     assert len(index) == 3 + 3
     assert [index.peek("", [*prompt, 0]).num_tokens for prompt in prompts] == [8, 0, 10]
-    index.unpin(pinned)
+    index.holds.unpin("", prompts[2])
     index.prune(lambda node: False)
     assert (len(index), index.num_prompts) == (0, 0)
 

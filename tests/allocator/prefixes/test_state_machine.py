@@ -16,7 +16,6 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import NotPinned
-from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range, slab_of
@@ -47,7 +46,6 @@ class PrefixMachine(RuleBasedStateMachine):
         callbacks = self.map_slab, self.unmap_slab, self.rewrite_slabs
         self.allocator = BlockAllocator(ByteBudget(BLOCKS), 1, PAGE, *callbacks)
         self.index = PrefixIndex(PAGE)
-        self.pins = Pins(self.index)
         self.pinned: list[tuple[str, tuple[int, ...], int]] = []
         self.tables: dict[BlockTable, list[int]] = {}
 
@@ -136,7 +134,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def pin(self, namespace: str, prompt: list[int]) -> None:
         known = self.index.match(namespace, [*prompt, -1]).num_tokens
-        assert self.pins.pin(namespace, namespace, prompt) == known
+        assert self.index.pin(namespace, namespace, prompt) == known
         self.pinned.append((namespace, tuple(prompt), known))
 
     @rule(pick=picks)
@@ -145,13 +143,13 @@ class PrefixMachine(RuleBasedStateMachine):
             namespace, prompt, _ = self.pinned[pick % len(self.pinned)]
             latest = [each for each in self.pinned if each[:2] == (namespace, prompt)][-1]
             self.pinned.remove(latest)
-            assert self.pins.unpin(namespace, prompt) == latest[2]
+            assert self.index.holds.unpin(namespace, prompt) == latest[2]
 
     @rule(namespace=namespaces, prompt=prompts)
     def unpin_what_is_not_pinned(self, namespace: str, prompt: list[int]) -> None:
         if (namespace, tuple(prompt)) not in [each[:2] for each in self.pinned]:
             with pytest.raises(NotPinned):
-                self.pins.unpin(namespace, prompt)
+                self.index.holds.unpin(namespace, prompt)
 
     @rule(most=st.integers(0, 20), in_use_too=st.booleans())
     def evict(self, most: int, in_use_too: bool) -> None:
@@ -196,7 +194,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_those_that_were_not_undone(self) -> None:
-        pinned = chain.from_iterable(self.pins._pinned.values())
+        pinned = chain.from_iterable(self.index.holds._pins.values())
         expected = Counter(node for match in pinned for node in match.nodes)
         assert {node: node.pins for node in self.index.nodes() if node.pins} == expected
 
@@ -221,7 +219,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for namespace, prompt, _ in self.pinned:
-            self.pins.unpin(namespace, prompt)
+            self.index.holds.unpin(namespace, prompt)
         for table in self.tables:
             self.allocator.drop(table)
         assert len(self.index.evictable(self.allocator)) == len(self.allocator.refs.kept)

@@ -100,7 +100,7 @@ def test_a_state_that_is_found_stays_longer_than_one_that_is_not() -> None:
 def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
     prompts = Prompts(10)
     prompts.keep((0,), nbytes=4)
-    pinned = prompts.index.pin("", (0,))
+    prompts.index.pin("", "", (0,))
     for number, nbytes in enumerate((6, 3, 3, 5, 1, 6), 1):
         prompts.keep((number,), nbytes=nbytes)
         assert prompts.snapshots.nbytes <= 10
@@ -108,9 +108,9 @@ def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
     path = prompts.index.insert("", (7,), [{}])
     assert not prompts.snapshots.keep(path, 1, "too much", 7, is_answer=False)
     assert set(prompts.uses) == {(0,), (6,)}
-    prompts.index.unpin(pinned)
+    prompts.index.holds.unpin("", (0,))
     prompts.index.clear()
-    del pinned, path
+    del path
     assert prompts.snapshots.nbytes == 0
 
 

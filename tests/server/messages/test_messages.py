@@ -508,7 +508,7 @@ def test_what_a_mark_of_an_hour_ends_is_counted_and_held_for_an_hour(
     pool.clear()
     in_all = pool.stats().pages_pinned
     assert in_all >= whole // 256
-    pool.timed_pins.expire(until)
+    pool.index.holds.expire(until)
     assert hour // 256 <= pool.stats().pages_pinned <= hour // 256 + 1
     pool.clear()
     kept = client.messages.create(**ask).usage.cache_read_input_tokens

@@ -1,4 +1,4 @@
-"""Pins that end at a time, are bounded, and end earlier where others need their memory."""
+"""Holds end at a time, are bounded, and give way where others need their memory."""
 
 import threading
 from typing import Any
@@ -10,7 +10,6 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from tests.support.zoo import small_model
 
@@ -27,7 +26,7 @@ class Cached:
     def __init__(self) -> None:
         self.allocator = BlockAllocator(ByteBudget(100 * BLOCK_BYTES), BLOCK_BYTES, PAGE)
         self.index = PrefixIndex(PAGE, threading.RLock())
-        self.pins = TimedPins(self.index)
+        self.holds = self.index.holds
 
     def insert(self, tokens: list[int], namespace: str = "a") -> None:
         """Cache a prompt in blocks of its own; those that the index has already are free again."""
@@ -38,7 +37,7 @@ class Cached:
         self.allocator.release(blocks)
 
     def hold(self, tokens: list[int], until: float, namespace: str = "a") -> None:
-        self.pins.hold(namespace, tokens, until, lambda _: 1 / 128, 40 / 128)
+        self.index.hold(namespace, tokens, until, lambda _: 1 / 128, 40 / 128)
 
     def found(self, tokens: list[int], namespace: str = "a") -> int:
         return self.index.known(namespace, tokens).num_tokens
@@ -48,12 +47,12 @@ def test_a_held_prefix_is_not_evicted_until_its_time_comes() -> None:
     cached = Cached()
     cached.insert(ALL[:20])
     cached.hold(ALL[:12], until=5)
-    assert cached.pins.next_end == 5
-    cached.pins.expire(4.9)
+    assert cached.holds.next_end == 5
+    cached.holds.expire(4.9)
     cached.index.clear()
-    assert (cached.found(ALL[:20]), cached.index.num_pinned) == (12, 3)
-    cached.pins.expire(5)
-    assert cached.index.num_pinned == 0
+    assert (cached.found(ALL[:20]), cached.holds.num_pinned) == (12, 3)
+    cached.holds.expire(5)
+    assert cached.holds.num_pinned == 0
     cached.index.clear()
     assert cached.found(ALL[:20]) == 0
 
@@ -64,13 +63,13 @@ def test_a_later_use_holds_longer_and_a_shorter_one_not_less() -> None:
     cached.hold(ALL[:20], until=5)
     cached.hold(ALL[:12], until=9)
     cached.hold(ALL[:20], until=3)
-    cached.pins.expire(4)
-    assert cached.index.num_pinned == 5
-    cached.pins.expire(5)
-    assert cached.index.num_pinned == 3
-    assert cached.pins.next_end == 9
-    cached.pins.expire(9)
-    assert cached.index.num_pinned == 0
+    cached.holds.expire(4)
+    assert cached.holds.num_pinned == 5
+    cached.holds.expire(5)
+    assert cached.holds.num_pinned == 3
+    assert cached.holds.next_end == 9
+    cached.holds.expire(9)
+    assert cached.holds.num_pinned == 0
 
 
 def test_a_longer_prompt_takes_over_the_pin_of_its_last_block() -> None:
@@ -79,10 +78,10 @@ def test_a_longer_prompt_takes_over_the_pin_of_its_last_block() -> None:
     cached.insert(ALL[:10])
     cached.hold(ALL[:10], until=5)
     cached.insert(ALL[:18])
-    assert (len(cached.index), cached.index.num_pinned) == (5, 3)
+    assert (len(cached.index), cached.holds.num_pinned) == (5, 3)
     cached.index.clear()
     assert cached.found(ALL[:18]) == 12
-    cached.pins.expire(5)
+    cached.holds.expire(5)
     cached.index.clear()
     assert len(cached.index) == 0
 
@@ -93,7 +92,7 @@ def test_one_namespace_holds_half_of_what_may_be_held_and_its_latest_prompts() -
         prompt = [first, *ALL[1:32]]
         cached.insert(prompt)
         cached.hold(prompt, until=first)
-    assert cached.index.num_pinned == 20
+    assert cached.holds.num_pinned == 20
     cached.index.clear()
     # The end of a prompt goes before its beginning.
     assert [cached.found([first, *ALL[1:32]]) for first in range(3)] == [16, 32, 32]
@@ -116,12 +115,12 @@ def test_eviction_ends_pins_when_nothing_else_is_left_the_first_to_end_before_ot
         cached.insert([first, *ALL[1:16]])
         cached.hold([first, *ALL[1:16]], until)
     cached.insert([3, *ALL[1:16]])
-    assert cached.pins.evict(lambda: len(cached.index) <= 12) == 4
+    assert cached.index.evict(lambda: len(cached.index) <= 12) == 4
     assert [cached.found([first, *ALL[1:16]]) for first in range(4)] == [16, 16, 16, 0]
-    assert cached.pins.evict(lambda: len(cached.index) <= 7) == 5
+    assert cached.index.evict(lambda: len(cached.index) <= 7) == 5
     assert [cached.found([first, *ALL[1:16]]) for first in range(4)] == [16, 0, 12, 0]
-    cached.pins.evict(lambda: False)
-    assert (len(cached.index), cached.index.num_pinned) == (0, 0)
+    cached.index.evict(lambda: False)
+    assert (len(cached.index), cached.holds.num_pinned) == (0, 0)
 
 
 def computed(model: Any, reuse: PromptReuse, tokens: list[int], salt: str) -> None:

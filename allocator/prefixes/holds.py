@@ -1,0 +1,163 @@
+"""Records what keeps prompts from eviction: pins without end, and holds that end at a time.
+
+A pin lasts until `unpin`. Later insertions may change the nodes that match its prompt. So each pin
+records its own nodes, and `unpin` releases those.
+
+A hold ends at its time, and earlier where others need its memory. Several prompts may hold one
+node: it is pinned once, until the latest time that one of them asked for. All holds may take a
+share of the memory, and those of one namespace half of it. Beyond that, holds of the namespace that
+has most end at once: those that would end first, and of one prompt the last blocks before the first
+ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from paged_kv.allocator.errors import NotPinned
+from paged_kv.allocator.prefixes.prefix_node import Match, Node
+
+
+@dataclass(frozen=True)
+class _Hold:
+    """The hold of one node.
+
+    Attributes:
+        owner: its namespace.
+        until: the time at which it ends.
+        depth: how many nodes come before.
+        share: of the memory, 0 to 1.
+    """
+
+    owner: Hashable
+    until: float
+    depth: int
+    share: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The hold that is least in this order ends first."""
+        return self.until, -self.depth
+
+
+class Holds:
+    """The pins and holds of one prefix index, `PrefixIndex.holds`. `PrefixIndex.pin` and `hold` add
+    to them. `unpin` and `expire` may be called from any thread; for all else the caller holds the
+    lock.
+
+    Args:
+        lock: that of the index.
+
+    Attributes:
+        num_pinned: nodes with a pin or a hold.
+        next_end: no hold ends before this time; infinite without holds.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.num_pinned = 0
+        self.next_end = inf
+        self._lock = lock
+        self._pins: dict[tuple[Hashable, tuple[int, ...]], list[Match]] = {}
+        self._holds: dict[Node, _Hold] = {}
+
+    def pin(self, salt: Hashable, tokens: Sequence[int], found: Match) -> None:
+        """Protect what was found of a prompt until `unpin` with the same salt. Pins nest."""
+        self._add(found.nodes, 1)
+        self._pins.setdefault((salt, tuple(tokens)), []).append(found)
+
+    def unpin(self, salt: Hashable, tokens: Sequence[int]) -> int:
+        """Undo the latest pin of exactly these tokens with the same salt, whatever was inserted
+        since. Returns the number of tokens that it had pinned.
+
+        Raises:
+            NotPinned: there is no such pin; nothing was changed.
+        """
+        with self._lock:
+            key = salt, tuple(tokens)
+            if key not in self._pins:
+                raise NotPinned(len(tokens), sum(map(len, self._pins.values())))
+            pinned = self._pins[key].pop()
+            if not self._pins[key]:
+                del self._pins[key]
+            self._add(pinned.nodes, -1)
+            return pinned.num_tokens
+
+    def hold(
+        self,
+        owner: Hashable,
+        path: Sequence[Node],
+        until: float,
+        share_of: Callable[[Node], float],
+        most: float,
+    ) -> None:
+        """Hold the nodes of a path for a namespace until a time: see `PrefixIndex.hold`."""
+        for depth, node in enumerate(path):
+            known = self._holds.get(node)
+            latest = until if known is None else max(until, known.until)
+            if known is None:
+                self._add([node], 1)
+            self._holds[node] = _Hold(owner, latest, depth, share_of(node))
+            self.next_end = min(self.next_end, latest)
+        self._keep_below(most)
+
+    def expire(self, now: float) -> None:
+        """End the holds whose time has come. O(1) if there is none."""
+        if now < self.next_end:
+            return
+        with self._lock:
+            self._end([node for node, hold in self._holds.items() if hold.until <= now])
+            self.next_end = min((hold.until for hold in self._holds.values()), default=inf)
+
+    def ending(self) -> Iterator[None]:
+        """End one hold after the other, until the caller has enough."""
+        for node in self._in_order():
+            self._end([node])
+            yield
+
+    def follow(self, shorter: Node, longer: Node) -> None:
+        """Let the node that replaces another one have its hold."""
+        hold = self._holds.get(shorter)
+        if hold is not None:
+            self._end([shorter])
+            self._add([longer], 1)
+            self._holds[longer] = hold
+
+    def _keep_below(self, most: float) -> None:
+        """End holds of the owner that has most, until the bounds hold."""
+        shares: defaultdict[Hashable, float] = defaultdict(float)
+        for hold in self._holds.values():
+            shares[hold.owner] += hold.share
+        if _is_below(shares, most):
+            return
+        lines: defaultdict[Hashable, list[Node]] = defaultdict(list)
+        for node in reversed(self._in_order()):
+            lines[self._holds[node].owner].append(node)
+        while not _is_below(shares, most):
+            owner = max(shares, key=shares.__getitem__)
+            node = lines[owner].pop()
+            shares[owner] -= self._holds[node].share
+            self._end([node])
+
+    def _in_order(self) -> list[Node]:
+        return sorted(self._holds, key=lambda node: self._holds[node].order)
+
+    def _end(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            del self._holds[node]
+        self._add(nodes, -1)
+
+    def _add(self, nodes: Sequence[Node], change: int) -> None:
+        """Add `change` pins to each of these nodes, 1 or -1."""
+        for node in nodes:
+            before = node.is_pinned
+            node.add_pins(change)
+            assert node.pins >= 0, "a prefix was unpinned more often than pinned"
+            self.num_pinned += node.is_pinned - before
+
+
+def _is_below(shares: Mapping[Hashable, float], most: float) -> bool:
+    return sum(shares.values()) <= most and max(shares.values(), default=0) <= most / 2
