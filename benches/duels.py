@@ -20,8 +20,12 @@ from typing import Any
 
 from benches.cached_pages import IndexedPages
 from benches.results_file import write_result
-from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
-from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, LEAST_WORTH, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import (
+    BETTER_OF_TWO,
+    LEAST_RECENTLY_USED,
+    LEAST_WORTH,
+    EvictionPolicy,
+)
 
 POLICIES: dict[str, EvictionPolicy] = {
     "lru": LEAST_RECENTLY_USED,

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         RollbackError,
         UnknownSession,
     )
-    from paged_kv.allocator.prefixes.duel import BetterOfTwo
     from paged_kv.allocator.prefixes.eviction import (
+        BetterOfTwo,
         EvictionPolicy,
         FirstInFirstOut,
         LeastFrequentlyUsed,
@@ -108,7 +108,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BetterOfTwo": "allocator.prefixes.duel",
+    "BetterOfTwo": "allocator.prefixes.eviction",
     "EvictionPolicy": "allocator.prefixes.eviction",
     "FirstInFirstOut": "allocator.prefixes.eviction",
     "LeastFrequentlyUsed": "allocator.prefixes.eviction",

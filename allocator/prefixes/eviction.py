@@ -1,27 +1,137 @@
 """Chooses which cached prefixes to evict first.
 
 The prefix index, cached out-of-window blocks, snapshots of recurrent states and the store on disk
-ask one policy. What is pinned or in use stays in any case, and a block goes only after the blocks
-that follow it.
+ask one policy. It ranks an entry by its uses, which `UseHistory` counts. What is pinned or in use
+stays in any case, and a block goes only after the blocks that follow it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf, isnan, log2
-from typing import Generic, Protocol, TypeVar
+from itertools import count
+from math import exp2, inf, isnan, log2
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
-from paged_kv.allocator.prefixes.uses import Use, UseHistory
-
 logger = logging.getLogger("paged_kv")
 
+# A mean is that of about so many latest numbers.
+_AVERAGED = 4096
+# Entries that were evicted and are remembered: so many times as many as there are, in some MB.
+_GONE_SHARE, _MOST_GONE = 4, 1 << 15
 # What a superseded state is worth, of what it was. It is the state of an agent that waits for its
 # sub-agent, say, for a while. Shares from 1/16 to 1/256 find nearly as much (benches/eviction.py).
 _SUPERSEDED = 1 / 64
+# Pages of the sample of a duel at most, on each side.
+_SAMPLE = 512
+# The share of its room by which the other side must lead. With a quarter, new leaders come late;
+# with a 16th, a few long prompts change the leader (benches/duels.py).
+_LEAD = 1 / 8
+
+
+class Use(NamedTuple):
+    """When and how often an entry was used, in ticks of one clock, and what it saves. Storing an
+    entry is its first use, each time that a prompt finds it another one.
+
+    Attributes:
+        first: its first use.
+        last: its latest use, or when it was stored again.
+        times: how many uses there were.
+        recent: the same, but each use counts half for every `half_life` ticks between it and
+            `last`. Uses before an eviction count too, if they are remembered.
+        half_life: twice the mean time until entries are used again; 0 until one was. In the store
+            on disk always 0.
+        position: how many tokens of its prompt end with it; 0 in the store and of out-of-window
+            blocks.
+        tokens: of a recurrent state, how many a prompt would have to compute if it resumed from
+            the state before; of pages 0.
+        nbytes: bytes of a recurrent state; of pages 0.
+        saving: tokens a byte, relative to the mean of the states; 1 of pages, which all save as
+            much, but 0 of those that no prompt can resume from.
+        is_superseded: whether it is a recurrent state behind which the same conversation has
+            another one, and no prompt has parted between them.
+    """
+
+    first: int
+    last: int
+    times: int = 1
+    recent: float = 1.0
+    half_life: float = 0.0
+    position: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    saving: float = 1.0
+    is_superseded: bool = False
+
+
+class Mean:
+    """The mean of the latest numbers, `value`; 0 without any."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0
+
+    def add(self, number: float) -> None:
+        """Take in a number."""
+        self._count = min(self._count + 1, _AVERAGED)
+        self.value += (number - self.value) / self._count
+
+
+class UseHistory:
+    """When entries of one kind are used, and how long it takes until they are used again."""
+
+    def __init__(self) -> None:
+        self._clock = count(1)
+        self._time_until_used = Mean()
+        # Latest use and recent uses of entries that were evicted, the longest ago first.
+        self._gone: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+
+    def now(self) -> int:
+        """The next tick of the clock."""
+        return next(self._clock)
+
+    def first(self, key: Hashable = None, position: int = 0) -> Use:
+        """The first use of a new entry. If one with its key was evicted, `recent` goes on."""
+        now, gone = self.now(), self._gone.pop(key, None)
+        recent = 1.0 if gone is None else self._with_another(*gone, now)
+        return Use(now, now, 1, recent, self._half_life, position)
+
+    def again(self, use: Use) -> Use:
+        """An entry that a prompt has found."""
+        now = self.now()
+        recent = self._with_another(use.last, use.recent, now)
+        return Use(use.first, now, use.times + 1, recent, self._half_life, *use[5:])
+
+    def stored(self, use: Use) -> Use:
+        """An entry that was stored again, which is no other use of it."""
+        now = self.now()
+        recent = self._left(use.last, use.recent, now)
+        return Use(use.first, now, use.times, recent, self._half_life, *use[5:])
+
+    def forget(self, key: Hashable, use: Use, others: int) -> None:
+        """Remember the uses of an entry that is evicted, while not many more entries are evicted
+        than there are `others`."""
+        self._gone[key] = use.last, use.recent
+        self._gone.move_to_end(key)
+        while len(self._gone) > min(_MOST_GONE, _GONE_SHARE * (others + 1)):
+            self._gone.popitem(last=False)
+
+    @property
+    def _half_life(self) -> float:
+        return 2 * self._time_until_used.value
+
+    def _with_another(self, last: int, recent: float, now: int) -> float:
+        """What the uses of an entry count that is used once more."""
+        self._time_until_used.add(now - last)
+        return 1 + self._left(last, recent, now)
+
+    def _left(self, last: int, recent: float, now: int) -> float:
+        """What the uses of an entry count now."""
+        return recent * exp2(-(now - last) / max(self._half_life, 1.0))
 
 
 class EvictionPolicy(Protocol):
@@ -183,3 +293,129 @@ class EvictionOrder(Generic[Entry]):
         if entry in self:
             key, _ = self._known.pop(entry)
             del self._ranked[key]
+
+
+@dataclass(frozen=True)
+class BetterOfTwo:
+    """Evicts by whichever of two policies would have found more of the latest prompts.
+
+    The index of prefixes measures this. All else ranks by the first one: recurrent states, and
+    pages that a window has passed.
+
+    Attributes:
+        first: leads until the other one has found more.
+        second: the other one.
+    """
+
+    first: EvictionPolicy = LEAST_WORTH
+    second: EvictionPolicy = LEAST_RECENTLY_USED
+
+    def rank(self, use: Use) -> float:
+        """The rank of the first one."""
+        return self.first.rank(use)
+
+
+BETTER_OF_TWO = BetterOfTwo()
+
+
+class _Side:
+    """The pages of the sample that one policy would have kept, by their hashes."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._order: EvictionOrder[int] = EvictionOrder(policy)
+
+    def use(self, page: int) -> bool:
+        """Let a prompt find a page; returns whether it is there."""
+        is_there = page in self._order
+        if is_there:
+            self._order.touch(page)
+        return is_there
+
+    def store(self, page: int) -> None:
+        """Keep a page."""
+        order = self._order
+        known = page in order
+        use = order.history.stored(order.use_of(page)) if known else order.history.first(page)
+        order.put(page, use)
+
+    def shrink(self, room: int) -> None:
+        """Evict pages until at most so many are left."""
+        order = self._order
+        while len(order) > room:
+            page = order[0]
+            order.history.forget(page, order.use_of(page), room)
+            order.discard(page)
+
+    def discard(self, page: int) -> None:
+        """Give up a page that may be there."""
+        self._order.discard(page)
+
+    def keep_one_in(self, one_in: int) -> None:
+        """Keep only those of a smaller sample."""
+        for page in self._order:
+            if page % one_in:
+                self._order.discard(page)
+
+
+class Duel:
+    """Finds out which of two eviction policies finds more of the prompts. A page takes O(log n).
+
+    That depends on the load: what is used often returns or not. So both are tried on a sample of
+    the pages of one index, chosen by their hashes. Each side keeps, without any memory of pages,
+    what its policy would have kept of the sample, in as much room as the sample has in the index.
+    Prompts then ask both for the same pages:
+
+        found by both or by neither    says nothing
+        found by one of them           a page for this side
+        a lead of the other side       a share of its room: it leads from now on, and the count
+                                       begins again
+
+    The lead counts from where the present leader was furthest ahead (Page 1954, "Continuous
+    inspection schemes"): a good past does not help it, and what is lost before each change is
+    bounded. The sample is small, as in set dueling (Qureshi et al. 2007, "Adaptive insertion
+    policies for high performance caching"), and chosen as in SHARDS (Waldspurger et al. 2015,
+    "Efficient MRC construction with SHARDS"): one in 2, 4, 8 ... pages as the index grows.
+
+    Args:
+        policies: whose pages are compared.
+    """
+
+    def __init__(self, policies: BetterOfTwo) -> None:
+        self._leader, self._other = _Side(policies.first), _Side(policies.second)
+        self._lead = 0
+        self._one_in = 1
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The one that leads."""
+        return self._leader.policy
+
+    def use(self, pages: Iterable[int]) -> None:
+        """Let a prompt look pages up, by their hashes: of a path the last one first."""
+        for page in pages:
+            if page % self._one_in == 0:
+                is_kept, is_kept_by_other = self._leader.use(page), self._other.use(page)
+                self._lead = max(0, self._lead + is_kept_by_other - is_kept)
+
+    def discard(self, page: int) -> None:
+        """Note that a page has gone that neither policy has chosen."""
+        for side in (self._leader, self._other):
+            side.discard(page)
+
+    def store(self, pages: Iterable[int], size: int) -> None:
+        """Note that pages were inserted, of a path the last one first; the index has `size` now."""
+        while size > _SAMPLE * self._one_in:
+            self._one_in *= 2
+            for side in (self._leader, self._other):
+                side.keep_one_in(self._one_in)
+        room = max(1, size // self._one_in)
+        for page in pages:
+            if page % self._one_in == 0:
+                for side in (self._leader, self._other):
+                    side.store(page)
+        for side in (self._leader, self._other):
+            side.shrink(room)
+        if self._lead > room * _LEAD:
+            self._leader, self._other = self._other, self._leader
+            self._lead = 0

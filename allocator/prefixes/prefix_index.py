@@ -21,12 +21,17 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO, BetterOfTwo, Duel
-from paged_kv.allocator.prefixes.eviction import EvictionOrder, EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import (
+    BETTER_OF_TWO,
+    BetterOfTwo,
+    Duel,
+    EvictionOrder,
+    EvictionPolicy,
+    Use,
+)
 from paged_kv.allocator.prefixes.holds import Holds
 from paged_kv.allocator.prefixes.owners import Owner, Owners
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Match, Node, Windows
-from paged_kv.allocator.prefixes.uses import Use
 
 
 class PrefixIndex:

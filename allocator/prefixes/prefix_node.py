@@ -11,8 +11,8 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefixes.eviction import Use
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
-from paged_kv.allocator.prefixes.uses import Use
 
 Blocks = Mapping[BlockAllocator, int]
 """For each group, the block that holds the tokens."""

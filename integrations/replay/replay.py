@@ -26,8 +26,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tqdm import tqdm
 
-from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy
+from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import Request, attach
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory

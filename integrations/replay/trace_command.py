@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
 from paged_kv.allocator.prefixes.eviction import (
+    BETTER_OF_TWO,
     LEAST_WORTH,
     EvictionPolicy,
     FirstInFirstOut,

@@ -6,9 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from paged_kv.allocator.prefixes.duel import BETTER_OF_TWO
-from paged_kv.allocator.prefixes.eviction import EvictionPolicy
-from paged_kv.allocator.prefixes.uses import Use
+from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy, Use
 from paged_kv.checks import described, whole_number
 from paged_kv.commands.arguments import budget, path, positive
 from paged_kv.options import Options, option

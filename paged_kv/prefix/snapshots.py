@@ -24,10 +24,10 @@ from paged_kv.allocator.prefixes.eviction import (
     LEAST_WORTH,
     EvictionOrder,
     EvictionPolicy,
+    Mean,
 )
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.allocator.prefixes.uses import Mean
 from paged_kv.pool.page_pool import Sized
 
 

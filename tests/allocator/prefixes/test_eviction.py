@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv import (
+    BetterOfTwo,
     EvictionPolicy,
     FirstInFirstOut,
     LeastFrequentlyUsed,
@@ -17,13 +18,27 @@ from paged_kv import (
 )
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.eviction import EvictionOrder
+from paged_kv.allocator.prefixes import eviction
+from paged_kv.allocator.prefixes.eviction import (
+    LEAST_RECENTLY_USED,
+    EvictionOrder,
+    Use,
+    UseHistory,
+)
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.uses import Use
 from tests.support.examples import examples
 from tests.support.zoo import small_model
 
 PAGE = 4
+ROOM = 64
+LFU = LeastFrequentlyUsed()
+# What is used twice stays for ever with LFU, though it never returns.
+PAST = [[page, 0] for page in range(ROOM - 4) for _ in range(3)]
+LOOPS = [[1000 + page, 0] for _ in range(8) for page in range(ROOM // 2)]
+# LRU loses favourites to what comes once.
+FAVOURITES = [[page % 16 if page % 5 else 5000 + page, 0] for page in range(100)]
+BURSTS = [[8000 + page, 0] for page in range(ROOM)]
+SCANS = [*FAVOURITES, *(FAVOURITES[:80] + BURSTS) * 7]
 # The entries that are evicted first, after a, b and c were stored, a used twice more, and b once.
 FIRST: dict[EvictionPolicy, str] = {
     LeastRecentlyUsed(): "cab",
@@ -142,6 +157,111 @@ def test_what_many_prompts_use_stays_longer_than_what_was_just_stored() -> None:
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
     with pytest.raises(TypeError, match="eviction_policy"):
         PagePool(1, max_bytes=1 << 20, eviction_policy=policy)
+
+
+def advance(history: UseHistory, ticks: int) -> None:
+    for _ in range(ticks):
+        history.now()
+
+
+def test_a_use_counts_half_after_twice_the_mean_time_until_a_use() -> None:
+    history = UseHistory()
+    use = history.first()
+    assert (use.recent, use.half_life) == (1, 0)
+    advance(history, 9)
+    use = history.again(use)
+    assert use.half_life == 20
+    assert use.recent == pytest.approx(1 + 2**-0.5)
+    advance(history, 29)
+    use = history.again(use)
+    assert use.half_life == 40
+    assert use.recent == pytest.approx(1 + (1 + 2**-0.5) * 2 ** -(30 / 40))
+    assert (use.first, use.last, use.times) == (1, 41, 3)
+
+
+def test_storing_again_is_no_use_and_changes_no_worth() -> None:
+    history = UseHistory()
+    use = history.again(history.first())
+    before = LeastWorth().rank(use)
+    advance(history, 3)
+    stored = history.stored(use)
+    assert (stored.times, stored.half_life) == (use.times, use.half_life)
+    assert stored.last > use.last
+    assert LeastWorth().rank(stored) == pytest.approx(before)
+
+
+def test_uses_before_an_eviction_count() -> None:
+    history = UseHistory()
+    use = history.again(history.again(history.first("a")))
+    history.forget("a", use, 10)
+    again = history.first("a", position=7)
+    assert (again.first, again.times, again.position) == (again.last, 1, 7)
+    assert again.recent > 2
+    assert history.first("b").recent == 1
+    assert history.first("a").recent == 1  # it was taken out
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """The latest ones stay."""
+    for others, kept in ((0, 4), (2, 12), (1 << 20, 1 << 15)):
+        history = UseHistory()
+        count = kept + 5
+        for key in range(count):
+            history.forget(key, Use(1, 1), others)
+        assert list(history._gone) == list(range(5, count))
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=30))
+@examples(60)
+def test_whatever_the_times_are_a_worth_is_a_number(pauses: list[int]) -> None:
+    history = UseHistory()
+    use = history.first()
+    clock: Any = history
+    for pause in pauses:
+        clock._clock = iter(range(use.last + pause + 1, use.last + pause + 3))
+        use = history.again(use)
+        assert 1 <= use.recent <= use.times
+        assert use.last <= LeastWorth().rank(use) < 2**50
+        clock._clock = iter(range(use.last + 1, 1 << 62))
+
+
+class Pages:
+    """Caches the pages of prompts, a token each, in an index; `found` prompts found theirs."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.index = PrefixIndex(page_size=1, policy=policy)
+        self.allocator = BlockAllocator(ByteBudget(8 * ROOM), block_bytes=1)
+        self.found = 0
+
+    def serve(self, prompts: list[list[int]]) -> "Pages":
+        for prompt in prompts:
+            self.found += self.index.match("", prompt).num_tokens
+            self.index.evict(lambda: len(self.index) < ROOM)
+            blocks = self.allocator.allocate(1)
+            self.index.insert("", prompt[:1], [{self.allocator: blocks[0]}])
+            self.allocator.release(blocks)
+        return self
+
+
+@pytest.mark.parametrize(("prompts", "best"), [(PAST + LOOPS, LEAST_RECENTLY_USED), (SCANS, LFU)])
+def test_the_policy_that_finds_more_leads(
+    prompts: list[list[int]], best: EvictionPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "_SAMPLE", 16)
+    worse = LFU if best is LEAST_RECENTLY_USED else LEAST_RECENTLY_USED
+    both = {policy: Pages(policy).serve(prompts).found for policy in (best, worse)}
+    assert both[best] > both[worse] + ROOM
+    pages = Pages(BetterOfTwo(worse, best)).serve(prompts)
+    assert pages.found > both[worse] + ROOM
+    assert pages.index._duel is not None
+    assert pages.index._duel.policy is best
+
+
+def test_what_is_removed_leaves_the_duel() -> None:
+    pages = Pages(BetterOfTwo(FirstInFirstOut(), LFU)).serve(LOOPS[:3])
+    pages.index.forget_prompt("", LOOPS[1][:1])
+    assert pages.index._duel is not None
+    assert len(pages.index._duel._leader._order) == 2
 
 
 def _insert(index: PrefixIndex, allocator: BlockAllocator, tokens: list[int]) -> Any:

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paged_kv import PagePool, Sequence
+from paged_kv.allocator.prefixes.eviction import Use
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.uses import Use
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshots, live_snapshots
 from paged_kv.steps.batch import Batch
