@@ -1,8 +1,11 @@
 """Allocates the blocks of sequences, which hold them through block tables."""
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
+from itertools import groupby
 from operator import or_
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
@@ -10,7 +13,25 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.rewriting import compacting
 from paged_kv.allocator.ring import Ring, UsedSlots
 from paged_kv.allocator.slab_allocator import SlabAllocator
-from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, slab_of
+
+# The states of a block in a `SlabMap`: free, held by one table, shared by several, and cached.
+FREE, USED, SHARED, CACHED = ".usc"
+
+
+@dataclass(frozen=True)
+class SlabMap:
+    """The blocks of a slab.
+
+    Attributes:
+        slab: its number in its group.
+        page_format: the format of all its pages.
+        states: a letter for each block.
+    """
+
+    slab: int
+    page_format: str
+    states: str
 
 
 class BlockAllocator(SlabAllocator[BlockTable]):
@@ -83,6 +104,28 @@ class BlockAllocator(SlabAllocator[BlockTable]):
             bytes_metadata=metadata_bytes(refs.counts, free, len(self.tables), entries),
         )
 
+    def block_map(self) -> Callable[[], list[SlabMap]]:
+        """Copy the reference counts, and return a function that makes the map of all slabs from the
+        copy. Hold the lock for this call only. Both are O(blocks)."""
+        slabs = {slab: (each.name, n) for each in self.formats for slab, n in each.slabs.items()}
+        counts, kept = dict(self.refs.counts), list(self.refs.kept)
+
+        def states() -> list[SlabMap]:
+            letters = {slab: bytearray(FREE.encode() * n) for slab, (_, n) in slabs.items()}
+            used, shared, cached = USED.encode()[0], SHARED.encode()[0], CACHED.encode()[0]
+            mask = MAX_SLAB_PAGES - 1
+            for block, count in counts.items():
+                letters[block >> PAGE_BITS][block & mask] = used if count == 1 else shared
+            for block in kept:
+                holders = counts[block]
+                # One of the references is that of `keep`.
+                letters[block >> PAGE_BITS][block & mask] = (
+                    cached if holders == 1 else used if holders == 2 else shared
+                )
+            return [SlabMap(slab, slabs[slab][0], letters[slab].decode()) for slab in sorted(slabs)]
+
+        return states
+
     def _idle_slots(self) -> tuple[Counter[str], Counter[str]]:
         """The slots of used blocks that hold no live token, by format: those after the last token,
         and those out of the window. A slot of a shared block is idle if none of its tables uses
@@ -137,3 +180,22 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+
+
+def packed(states: str) -> str:
+    """Run-length encode a map's states: a run of n equal ones is the letter followed by n, or the
+    letter alone if n is 1, as in "u3.c12"."""
+    runs = [(letter, len(list(run))) for letter, run in groupby(states)]
+    return "".join(letter if n == 1 else f"{letter}{n}" for letter, n in runs)
+
+
+def unpacked(text: str) -> str:
+    """Decode the output of `packed`.
+
+    Raises:
+        ValueError: `text` is not such an output.
+    """
+    if not re.fullmatch(r"([.usc]\d{0,6})*", text, re.ASCII):
+        raise ValueError(f"{text[:40]!r} is no map of blocks: expected letters of .usc and numbers")
+    runs = re.findall(r"([.usc])(\d*)", text, re.ASCII)
+    return "".join(letter * int(n or 1) for letter, n in runs)

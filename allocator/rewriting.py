@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.format_slabs import SMALL_SLAB_PAGES, FormatSlabs
+from paged_kv.allocator.slabs import SMALL_SLAB_PAGES, FormatSlabs
 
 # The share of the used pages that a step may copy to give back others, and the number of pages that
 # it may copy in any case.

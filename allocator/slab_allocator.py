@@ -19,7 +19,6 @@ from typing import Generic, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
-from paged_kv.allocator.format_slabs import FormatSlabs, by_format
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.rewriting import (
     Rewrite,
@@ -28,7 +27,7 @@ from paged_kv.allocator.rewriting import (
     joining,
     tidying,
 )
-from paged_kv.allocator.slabs import PAGE_BITS, block_range, slab_of
+from paged_kv.allocator.slabs import PAGE_BITS, FormatSlabs, block_range, by_format, slab_of
 
 RewriteSlabs = Callable[[Rewrite, int, Mapping[int, int]], bool]
 """Called with (rewrite, number of its new slab, page copies): maps that slab if the rewrite has
@@ -256,7 +255,7 @@ class SlabAllocator(Generic[Table]):
         self._may_be_untidy = False
         for slabs in self.formats:
             if slabs.spare:
-                for slab in slabs.note_step():
+                for slab in slabs.record_step():
                     self._unmap(slab)
                 self._may_be_untidy |= slabs.spare > 0
             if len(slabs.free) > slabs.reserve:

@@ -8,7 +8,7 @@ As JSON:
        "sequences": [["3f2a9c01", tokens, blocks, shared, bytes], ...]}],
       "ranks": [[0, budget, mapped, active], ...]}
 
-"stats" is what `PoolStats.as_dict` gives; the states of blocks are written as `block_map` says.
+"stats" is what `PoolStats.as_dict` gives; the states of blocks are written as `packed` says.
 Sequences are the largest ones. "ranks", in bytes, is there where several processes share the model.
 There is nothing of what tokens say, and nothing made of it.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paged_kv.allocator.block_map import SlabMap, packed, unpacked
+from paged_kv.allocator.block_allocator import SlabMap, packed, unpacked
 from paged_kv.pool.stats import PoolStats
 from paged_kv.ranks import RankMemory
 

@@ -23,7 +23,6 @@ from contextlib import suppress
 from operator import add
 from pathlib import Path
 
-from paged_kv.allocator.block_map import block_map
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
 from paged_kv.monitor.processes import (
     is_later,
@@ -61,7 +60,7 @@ def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
     try:
         stats = pool.snapshot()
         allocators = [group.allocator for group in pool.groups if group.is_open]
-        maps = [block_map(allocator) for allocator in allocators]
+        maps = [allocator.block_map() for allocator in allocators]
         sequences = _largest_sequences(pool)
     finally:
         pool.lock.release()

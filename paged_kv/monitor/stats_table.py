@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paged_kv.allocator.allocator_stats import Column, Unit
-from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
+from paged_kv.allocator.block_allocator import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
 from paged_kv.pool.stats import COLUMNS, PoolStats, byte_rows
 from paged_kv.ranks import RankMemory

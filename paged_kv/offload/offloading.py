@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
+from paged_kv.allocator.slabs import FormatSlabs
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.offload.page_file import PageFile

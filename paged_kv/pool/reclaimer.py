@@ -15,10 +15,10 @@ from functools import partial
 
 from paged_kv.allocator.byte_budget import ByteBudget, Reclaims
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
+from paged_kv.allocator.slabs import FormatSlabs
 from paged_kv.offload.page_file import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts

@@ -6,9 +6,8 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.format_slabs import IDLE_STEPS, FormatSlabs
 from paged_kv.allocator.rewriting import Rewrite
-from paged_kv.allocator.slabs import block_range
+from paged_kv.allocator.slabs import IDLE_STEPS, FormatSlabs, block_range
 from paged_kv.allocator.writes import reserve
 
 BLOCK_BYTES, LAYERS = 12, 4

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.allocator.format_slabs import IDLE_STEPS
+from paged_kv.allocator.slabs import IDLE_STEPS
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.pages import backend

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
-from paged_kv.allocator.block_map import block_map, packed, unpacked
+from paged_kv.allocator.block_allocator import packed, unpacked
 from paged_kv.monitor.publisher import view_pool
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -151,7 +151,7 @@ def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
     def states() -> tuple[int, int, int]:
         seen = pool.stats()
         pool.check()
-        (slab,) = block_map(pool.groups[0].allocator)()
+        (slab,) = pool.groups[0].allocator.block_map()()
         assert Counter(slab.states) == {
             letter: count
             for letter, count in (
