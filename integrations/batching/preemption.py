@@ -564,9 +564,9 @@ class Preemption:
         rates, seconds = self._factory.prefixes.rates, perf_counter() - began
         tokens = self._parts.counters.prompt_tokens - tokens
         if tokens > _FEW_TOKENS:
-            rates.computing.note(tokens, seconds)
+            rates.computing.record(tokens, seconds)
         else:
-            rates.decoding.note(1, seconds)
+            rates.decoding.record(1, seconds)
         return responses
 
     def _of_whole_prompt(self, response: Any) -> Any:

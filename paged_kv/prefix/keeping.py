@@ -1,11 +1,21 @@
-"""What the tiers below memory may keep of a prompt. Its salt says so, as every part of the package
-that handles prompts passes the salt on."""
+"""The tiers below memory: what they may keep of a prompt, and whether reading it back is quicker
+than computing it.
+
+A prompt's salt says what they may keep, as every part of the package that handles prompts passes
+the salt on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
+
+from paged_kv.allocator.prefixes.prefix_node import Node
+
+# A share of an earlier measurement that a new one leaves, so that old ones fade.
+_FADING = 0.8
 
 
 class Keeping(Enum):
@@ -72,3 +82,65 @@ def keeping_of(salt: Hashable) -> Keeping:
         case LookedUp():
             return Keeping.KNOWN
     return Keeping.AS_RULED
+
+
+class LowerTier(Protocol):
+    """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
+    disk."""
+
+    def load(self, namespace: Hashable, tokens: Sequence[int], keeping: Keeping) -> None:
+        """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
+        evict other prefixes. Unless nothing may be kept, this counts that the prompt was seen."""
+        ...
+
+    def keep(
+        self, namespace: Hashable, nodes: Sequence[Node], num_tokens: int, keeping: Keeping
+    ) -> None:
+        """Note that the index holds these nodes, a path from a root's child down, and that the
+        first `num_tokens` tokens in them may be kept."""
+        ...
+
+
+@dataclass
+class Rate:
+    """How long a token takes, from measurements of which later ones count more."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """Take in a measurement."""
+        self._tokens = _FADING * self._tokens + tokens
+        self._seconds = _FADING * self._seconds + seconds
+
+    def seconds_for(self, tokens: int) -> float | None:
+        """How long so many tokens will take; None before the first measurement."""
+        return tokens * self._seconds / self._tokens if self._tokens else None
+
+    def forgive(self) -> None:
+        """Believe in a shorter time than was measured, so that it is measured again some day."""
+        self._seconds *= _FADING
+
+
+@dataclass
+class Rates:
+    """The rates at which this process computes tokens of prompts, takes steps that compute few or
+    none of them, and reads tokens from each tier."""
+
+    computing: Rate = field(default_factory=Rate)
+    decoding: Rate = field(default_factory=Rate)
+    _reading: dict[str, Rate] = field(default_factory=dict)
+
+    def reading(self, tier: str) -> Rate:
+        """The rate of a tier."""
+        return self._reading.setdefault(tier, Rate())
+
+    def is_reading_quicker(self, tokens: int, tier: str) -> bool:
+        """Whether to read so many tokens from a tier instead of computing them. What was not
+        measured yet is read: that measures it."""
+        computing = self.computing.seconds_for(tokens)
+        reading = self.reading(tier).seconds_for(tokens)
+        if computing is None or reading is None or reading <= computing:
+            return True
+        self.reading(tier).forgive()
+        return False

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -26,8 +26,7 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.keeping import Keeping
-from paged_kv.prefix.rates import Rates
+from paged_kv.prefix.keeping import Keeping, LowerTier, Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots
 from paged_kv.prefix.window_prefixes import (
     WindowPrefix,
@@ -78,23 +77,6 @@ class _Start:
     num_tokens: int
     rings: Mapping[LayerGroup, WindowPrefix]
     snapshot: Snapshot | None = None
-
-
-class LowerTier(Protocol):
-    """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
-    disk."""
-
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
-        """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
-        evict other prefixes. Unless nothing may be kept, this counts that the prompt was seen."""
-        ...
-
-    def keep(
-        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
-    ) -> None:
-        """Note that the index holds these nodes, a path from a root's child down, and that the
-        first `num_tokens` tokens in them may be kept."""
-        ...
 
 
 class PrefixCache:

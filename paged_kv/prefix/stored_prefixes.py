@@ -26,16 +26,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import mlx.core as mx
+import numpy as np
+
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.prefix.keeping import Keeping
-from paged_kv.prefix.node_pages import block_bytes, full_page, load_blocks
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
-from paged_kv.store.entry_file import Entry
+from paged_kv.store.entry_file import Array, Entry
 from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted
 from paged_kv.store.options import WRITE_EVERYTHING, StoreOptions
@@ -120,7 +122,7 @@ class StoredPrefixes:
             if unusable is None and found > known:
                 if not offer.is_prefetched:
                     reading = self._prefixes.rates.reading(offer.tier)
-                    reading.note(found - known, time.perf_counter() - began)
+                    reading.record(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
                 self._store.record_found(found - known, offer.tier)
                 self._store.touch(offer.stored.keys)
@@ -255,7 +257,7 @@ class StoredPrefixes:
     def _parts(self, link: Link, node: Node) -> Iterator[_Part]:
         """What a cached block has to be stored."""
         for group in self._groups:
-            block = full_page(group, node)
+            block = _full_page(group, node)
             if block is not None:
                 place = EntryPlace(link, self._part(group))
                 nbytes = group.allocator.format_of(block).block_bytes
@@ -299,11 +301,23 @@ class StoredPrefixes:
         return None
 
     def _append(self, sequence: Sequence, entries: list[Entry]) -> None:
-        """Load pages into fresh blocks of a sequence."""
+        """Load pages into fresh blocks of a sequence.
+
+        Raises:
+            ValueError: the pages do not have the layers' shapes.
+            PoolExhausted: the budget does not hold the blocks.
+        """
         for group in self._groups:
             mine = [entry for entry in entries if entry.place.part == self._part(group)]
             formats = [json.loads(entry.notes)["page_format"] for entry in mine]
-            load_blocks(self._pool, group, sequence, formats, [entry.arrays for entry in mine])
+            for name, entry in zip(formats, mine, strict=True):
+                _require_pages(group, name, entry.arrays)
+            table = sequence.table(group)
+            first = len(table.blocks)
+            self._pool.append_blocks(group, table, formats)
+            for layer, pages in group.pages.items():
+                arrays = [mx.array(entry.arrays[f"layer.{layer}"]) for entry in mine]
+                pages.load(dict(zip(table.blocks[first:], arrays, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -322,5 +336,31 @@ class _Part:
 
 
 def _page_entry(place: EntryPlace, group: LayerGroup, block: int) -> Entry:
+    """A full block's page of every layer, uint16 [page_units, unit_words]."""
+    views = {layer: pages.page(block) for layer, pages in group.pages.items()}
+    mx.eval(list(views.values()))
+    arrays = {f"layer.{layer}": np.array(view) for layer, view in views.items()}
     notes = {"page_format": group.content_format(block)}
-    return Entry(place, block_bytes(group, block), json.dumps(notes))
+    return Entry(place, arrays, json.dumps(notes))
+
+
+def _require_pages(group: LayerGroup, page_format: str, content: Mapping[str, Array]) -> None:
+    known = page_format_named(page_format)
+    layouts = {
+        f"layer.{layer}": PageLayout(known, pages.geometry) for layer, pages in group.pages.items()
+    }
+    shapes = {name: (layout.page_units, layout.unit_words) for name, layout in layouts.items()}
+    found = {name: array.shape for name, array in content.items()}
+    if found != shapes:
+        raise ValueError(f"pages of shapes {shapes} are needed, got {found}")
+
+
+def _full_page(group: LayerGroup, node: Node) -> int | None:
+    """The block with the page of a full node; None if none is cached. In a group with a window, it
+    is one that holds all of the node's tokens, in or out of the window."""
+    if group.window is None:
+        return node.blocks.get(group.allocator)
+    for slots in node.slots_of(group.allocator):
+        if slots.out_of_window.block is not None and (slots.first, slots.last) == (0, PAGE_SIZE):
+            return slots.out_of_window.block
+    return None

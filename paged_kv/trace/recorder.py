@@ -42,7 +42,7 @@ from weakref import ref
 from paged_kv import __version__
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.rates import Rate, Rates
+from paged_kv.prefix.keeping import Rate, Rates
 from paged_kv.trace.requests import VERSION, TracedLayers
 
 logger = logging.getLogger("paged_kv")

@@ -116,7 +116,7 @@ class PromptFetcher:
         self._prefetched.discard(fetch.keys)
         if fetch.seconds:
             rate = self._factory.prefixes.rates.reading(fetch.tier)
-            rate.note(fetch.tokens, fetch.seconds)
+            rate.record(fetch.tokens, fetch.seconds)
 
     # What follows runs on other threads.
 

@@ -15,8 +15,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.preemption import Preemption, Request
 from paged_kv.integrations.batching.rows import WaitingQueue, running_uids
 from paged_kv.pool.arguments import FormatChoice
-from paged_kv.prefix.keeping import inner_salt
-from paged_kv.prefix.rates import Rates
+from paged_kv.prefix.keeping import Rates, inner_salt
 from paged_kv.server.engine.sampling import RandomSampler
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
 from tests.support.zoo import small_model

@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv import PagePool
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.prefix.rates import Rates
+from paged_kv.prefix.keeping import Rates
 from paged_kv.trace import recorder
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder, request_recorder
 from paged_kv.trace.requests import read_trace
