@@ -6,8 +6,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
+
+
+class HasLock(Protocol):
+    """An object with the lock of its budget."""
+
+    @property
+    def lock(self) -> threading.RLock: ...
+
+
+Owner = TypeVar("Owner", bound=HasLock)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def require_positive(name: str, number: int) -> None:
@@ -69,3 +82,16 @@ class ByteBudget:
         """Count `nbytes` as mapped; a negative number as unmapped."""
         assert 0 <= self.mapped + nbytes <= self.max_bytes, (nbytes, self)
         self.mapped += nbytes
+
+
+def locked(
+    method: Callable[Concatenate[Owner, Arguments], Result],
+) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """Make a method hold its object's lock, so that pools that share a budget take turns."""
+
+    @wraps(method)
+    def under_lock(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return under_lock

@@ -168,7 +168,7 @@ class PagedModel:
             for layer, geometry in trial.geometries.items():
                 pool.group_of(layer).open_layer(layer, geometry)
             for group in pool.groups:
-                group.note_second_step()
+                group.record_second_step()
 
     def close(self) -> None:
         """Let what is replaced go with the last sequence of these pools."""

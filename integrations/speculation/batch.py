@@ -354,7 +354,7 @@ class SpeculativeBatch(MaskedBatch):
         self._rows[row].counts.note(drafted, accepted)
         self._rows[row].drafting.note(drafted, accepted)
         if (cache := first_paged(self.prompt_cache)) is not None:
-            cache.pool.counts.note_draft(drafted, accepted)
+            cache.pool.counts.record_draft(drafted, accepted)
 
     def _response(
         self, row: int, token: int, logprobs: mx.array, finish_reason: str | None

@@ -115,8 +115,8 @@ class LayerGroup:
         self.add_formats(page_format, page_format.first)
         return self.allocator.new_table(None, page_format.name, page_format.first.name)
 
-    def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
-        """A copy of the group with another allocator and without pages, for a rehearsal."""
+    def with_allocator(self, allocator: BlockAllocator) -> LayerGroup:
+        """A copy of the group with another allocator and without pages, for a dry run."""
         group = copy(self)
         group.allocator, group.pages, group.offloading = allocator, {}, None
         return group
@@ -136,7 +136,7 @@ class LayerGroup:
         for page_format in new:
             self.allocator.add_format(page_format.name, self._block_bytes(self.pages, page_format))
             self.formats[page_format.name] = page_format
-        self._note_page_sizes()
+        self._set_page_sizes()
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
         """The pages of a layer, made at its first write. Layers with equal geometry share one
@@ -240,8 +240,8 @@ class LayerGroup:
         needs.update({self.page_format.name: max(0, full - 1)})
         return needs
 
-    def note_second_step(self) -> None:
-        """Note that a second step begins: layers that wrote nothing in the first never write."""
+    def record_second_step(self) -> None:
+        """Record that a second step begins: layers that wrote nothing in the first never write."""
         if self.is_open and not self.knows_all_layers:
             self.knows_all_layers = True
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
@@ -407,7 +407,7 @@ class LayerGroup:
             for slab, count in slabs.slabs.items():
                 pages.map_slab(slab, count, self.formats[slabs.name])
         self.pages[layer] = pages
-        self._note_page_sizes()
+        self._set_page_sizes()
         self.is_open = True
 
     def _new_pages(
@@ -428,7 +428,7 @@ class LayerGroup:
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from None
 
-    def _note_page_sizes(self) -> None:
+    def _set_page_sizes(self) -> None:
         for slabs in self.allocator.formats:
             page_format = self.formats[slabs.name]
             slabs.page_bytes = max(each.page_bytes(page_format) for each in self.pages.values())

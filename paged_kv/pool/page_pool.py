@@ -17,7 +17,7 @@ from weakref import WeakSet
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.byte_budget import ByteBudget, locked
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.checks import described, whole_number
@@ -30,10 +30,9 @@ from paged_kv.offload.offloading import OFFLOADED, Offloading, OldestOffloaded
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import checked_windows, chosen_budget, chosen_formats
 from paged_kv.pool.layer_group import GroupSetup, LayerGroup, new_groups
-from paged_kv.pool.locked import locked
 from paged_kv.pool.options import POOL_OPTIONS, PoolKeywords, PoolOptions
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.pool.rehearsal import would_fit
+from paged_kv.pool.reservation import dry_run
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
@@ -261,7 +260,7 @@ class PagePool:
     @property
     def slack(self) -> int:
         """Bytes of the budget that may stay unused because memory is mapped in slabs."""
-        return self.reclaimer.slack()
+        return self.reclaimer.slack(self.budget)
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
@@ -314,7 +313,7 @@ class PagePool:
             return True
         if self.reclaiming_policy is None or not self.reclaimer.may_fit(needs):
             return False
-        return would_fit(
+        return dry_run(
             open_groups,
             self.budget,
             self.reclaimer.evictable,
@@ -415,7 +414,7 @@ class PagePool:
         steps = [*(each.unwritten for each in pages), *(each.step for each in list(self.unwritten))]
         return sum({id(array): array.nbytes for step in steps for array in step}.values())
 
-    def note_gather(self, group: LayerGroup, pages: LayerPages) -> None:
+    def record_gather(self, group: LayerGroup, pages: LayerPages) -> None:
         """Count a gather of a layer's keys and values; log the first one."""
         if not any(each.gather_fallbacks for each in self.groups):
             (layer,) = [layer for layer, each in group.pages.items() if each is pages]

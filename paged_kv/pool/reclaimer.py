@@ -78,12 +78,10 @@ class Reclaimer:
         """
         needs = needed()
         if self._mapped_after(needs) > self._limit:
-            self._reclaim_out_of_window(needed)
-            self._evict(needed)
-            failure = self._requantise(needed)
+            failure = self._reclaim(needed)
             # Pages that could not go yet find room above the watermark later.
             most = self._budget.max_bytes if failure is None else self._limit
-            self._make_at_any_price(needed, most)
+            self._reclaim_everything(lambda: self._mapped_after(needed()) <= most)
             needs = needed()
             self._require(needs, most, failure)
         for group, counts in needs.items():
@@ -94,8 +92,8 @@ class Reclaimer:
         """Give back memory that is no longer needed, a little of each group. Call it between
         steps. Returns whether there may be more."""
         is_untidy = False
-        for group in self._groups:
-            if group.is_open and not group.allocator.is_tidy:
+        for group in self._open_groups():
+            if not group.allocator.is_tidy:
                 is_untidy |= group.allocator.tidy()
         return is_untidy
 
@@ -117,7 +115,7 @@ class Reclaimer:
 
     def holding_more(self, budget: int, nbytes: int) -> int:
         """A budget that holds `nbytes` of blocks more than another one does."""
-        return self._with_slack(budget - self._slack(ByteBudget(budget)) + nbytes)
+        return self._with_slack(budget - self.slack(ByteBudget(budget)) + nbytes)
 
     def evictable(self, group: LayerGroup) -> set[int]:
         """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
@@ -125,11 +123,12 @@ class Reclaimer:
         allocator.drain()
         return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
 
-    def slack(self) -> int:
-        """Bytes that may stay unused because memory is mapped in slabs: after reclaiming, each
-        format of each group leaves less than a slab empty, but for the one that is mapped last,
-        which gets exactly the rest."""
-        return self._slack(self._budget)
+    def slack(self, budget: ByteBudget) -> int:
+        """Bytes of a budget that may stay unused because memory is mapped in slabs: after
+        reclaiming, each format of each group leaves less than a slab empty, but for the one that is
+        mapped last, which gets exactly the rest."""
+        largest = [each.largest_slab(budget) * each.block_bytes for each in self.formats()]
+        return sum(largest) - min(largest, default=0)
 
     def spare_block(self, group: LayerGroup) -> OutOfWindowBlock | None:
         """A block for an optional page, possibly after evicting older out-of-window blocks; None if
@@ -151,8 +150,7 @@ class Reclaimer:
         free = sum(len(each.free) * each.block_bytes for each in self.formats())
         cached = [
             group.allocator.format_of(block).block_bytes
-            for group in self._groups
-            if group.is_open
+            for group in self._open_groups()
             for block in self.evictable(group)
         ]
         return free + sum(cached)
@@ -174,35 +172,45 @@ class Reclaimer:
         """Release the blocks of collected sequences, and the memory of collected pools."""
         self._budget.drain()
         self._out_of_window.drain()
-        for group in self._groups:
-            if group.is_open:
-                group.drain()
+        for group in self._open_groups():
+            group.drain()
 
     def give_back(self) -> int:
         """Unmap every empty slab; returns how many."""
-        open_groups = [group for group in self._groups if group.is_open]
-        return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
+        return sum(group.allocator.unmap_empty_slabs() for group in self._open_groups())
 
     def compact(self) -> Compaction:
         """Move pages out of the emptiest slabs and unmap those; returns moves, slabs and bytes."""
-        open_groups = [group for group in self._groups if group.is_open]
+        open_groups = self._open_groups()
         slabs = sum(len(group.allocator.slabs) for group in open_groups)
         mapped = self._budget.mapped
         moved = sum(group.compact() for group in open_groups)
         left = sum(len(group.allocator.slabs) for group in open_groups)
         return Compaction(moved, slabs - left, mapped - self._budget.mapped)
 
-    def _make_at_any_price(self, needed: Callable[[], Needs], most: int) -> None:
-        """Reclaim everything: unmap empty slabs, compact, let other pools do the same, evict all
-        unpinned prefixes, compact again; stop as soon as the needs fit into `most` bytes.
+    def _reclaim(self, needed: Callable[[], Needs]) -> OffloadError | None:
+        """Evict cached blocks and requantise pages until the needs fit below the policy's
+        watermark. Out-of-window blocks go first, and their groups are compacted before anything
+        else is evicted. Returns why pages could not go out of memory, if so."""
+
+        def is_enough() -> bool:
+            return self._mapped_after(needed()) <= self._limit
+
+        if self._evict_out_of_window(is_enough) and not is_enough():
+            for group in self._groups:
+                if group.window is not None:
+                    group.compact()
+        self._evict_prefixes(is_enough)
+        self._evict_out_of_window(is_enough)
+        return None if is_enough() else self._requantise(needed)
+
+    def _reclaim_everything(self, fits: Callable[[], bool]) -> None:
+        """Unmap empty slabs, compact, let other pools do the same, evict all unpinned prefixes,
+        compact again; stop as soon as the needs fit.
 
         Ordinary eviction spares cached blocks that depend on used ones: their predecessors in the
         index, and the window blocks kept with them.
         """
-
-        def fits() -> bool:
-            return self._mapped_after(needed()) <= most
-
         attempts: list[Callable[[], object]] = [self.give_back, self.compact]
         attempts += [partial(other.give_way, fits) for other in self._others()]
         attempts += [partial(self._forget, fits), self.compact]
@@ -223,7 +231,7 @@ class Reclaimer:
             return self._bytes_used() < before - before // EVICTED_SHARE
 
         self._evict_out_of_window(is_enough)
-        self._counts.evictions["room"] += self._index.evict(is_enough)
+        self._evict_prefixes(is_enough)
         return self._bytes_used() < before
 
     def _bytes_used(self) -> int:
@@ -234,24 +242,8 @@ class Reclaimer:
         # Sequences may still refer to out-of-window blocks that no prefix ends with any more.
         self._evict_out_of_window(is_enough)
 
-    def _evict(self, needed: Callable[[], Needs]) -> None:
-        def is_enough() -> bool:
-            return self._mapped_after(needed()) <= self._limit
-
+    def _evict_prefixes(self, is_enough: Callable[[], bool]) -> None:
         self._counts.evictions["room"] += self._index.evict(is_enough)
-        self._evict_out_of_window(is_enough)
-
-    def _reclaim_out_of_window(self, needed: Callable[[], Needs]) -> None:
-        """Evict cached out-of-window blocks, then compact their groups if that is not enough,
-        before anything else is reclaimed."""
-
-        def is_enough() -> bool:
-            return self._mapped_after(needed()) <= self._limit
-
-        if self._evict_out_of_window(is_enough) and not is_enough():
-            for group in self._groups:
-                if group.window is not None:
-                    group.compact()
 
     def _evict_out_of_window(self, is_enough: Callable[[], bool]) -> int:
         evicted = self._out_of_window.evict(is_enough)
@@ -267,10 +259,10 @@ class Reclaimer:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
         requantise. Groups with a window are spared: they hold only the latest tokens. No page gets
         smaller while others are free. Returns why pages could not go out of memory, if so."""
-        if self._policy is None or self._mapped_after(needed()) <= self._limit:
+        if self._policy is None:
             return None
         self.compact()
-        groups = [group for group in self._groups if group.is_open and group.window is None]
+        groups = [group for group in self._open_groups() if group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
             pressure = mapped / self._budget.max_bytes
             try:
@@ -300,10 +292,14 @@ class Reclaimer:
     def _mapped_after(self, needs: Needs, beside: int = 0) -> int:
         """Bytes mapped after the needs are free, if other pools give back `beside` bytes; more than
         the budget if it does not hold them."""
+        self.drain()
+        left = self._budget.left + beside
         try:
-            return self._budget.max_bytes - self._left_after(needs, beside)
+            for group, counts in needs.items():
+                left = group.allocator.room_after(counts, left)
         except PoolExhausted:
             return self._budget.max_bytes + 1
+        return self._budget.max_bytes - left
 
     def _require(self, needs: Needs, most: int, failure: OffloadError | None) -> None:
         left = self._budget.left - (self._budget.max_bytes - most)
@@ -317,7 +313,7 @@ class Reclaimer:
     def _sufficient_budget(self, needs: Needs) -> int | None:
         """A budget that holds the used blocks and the needs; None while a group has not written, so
         that its block size is unknown."""
-        if not all(group.is_open for group in self._groups):
+        if self._open_groups() != self._groups:
             return None
         formats = self.formats()
         in_use = sum(each.num_used * each.block_bytes for each in formats)
@@ -333,31 +329,16 @@ class Reclaimer:
         """A budget that holds so many bytes of blocks."""
         # Larger budgets have larger slabs, and so more slack.
         sufficient = most
-        while (with_slack := most + self._slack(ByteBudget(sufficient))) > sufficient:
+        while (with_slack := most + self.slack(ByteBudget(sufficient))) > sufficient:
             sufficient = with_slack
         return sufficient
 
-    def _slack(self, budget: ByteBudget) -> int:
-        """`slack` under another budget."""
-        largest = [each.largest_slab(budget) * each.block_bytes for each in self.formats()]
-        return sum(largest) - min(largest, default=0)
-
     def formats(self) -> list[FormatSlabs]:
         """The slabs of every format of every open group."""
-        groups = [group for group in self._groups if group.is_open]
-        return [each for group in groups for each in group.allocator.formats]
+        return [each for group in self._open_groups() for each in group.allocator.formats]
 
-    def _left_after(self, needs: Needs, beside: int) -> int:
-        """Bytes of the budget that remain after the needs are free, and `beside` more.
-
-        Raises:
-            PoolExhausted: the budget does not suffice; nothing was changed.
-        """
-        self.drain()
-        left = self._budget.left + beside
-        for group, counts in needs.items():
-            left = group.allocator.room_after(counts, left)
-        return left
+    def _open_groups(self) -> list[LayerGroup]:
+        return [group for group in self._groups if group.is_open]
 
 
 def _unmap(groups: list[LayerGroup]) -> None:

@@ -281,7 +281,7 @@ class PoolCounts(SimpleNamespace):
         self.prefix_queries += num_tokens
         self.prefix_hits += found
 
-    def note_draft(self, drafted: int, accepted: int) -> None:
+    def record_draft(self, drafted: int, accepted: int) -> None:
         """Count a step of one sequence; one without drafted tokens does not count."""
         self.drafts += drafted > 0
         self.draft_tokens += drafted

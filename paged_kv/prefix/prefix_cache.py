@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import locked
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.allocator.prefixes.prefix_node import Match, Node, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import Keeping, LowerTier, Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots

@@ -266,7 +266,7 @@ class PagedRead:
                 raise PagesNotRead(group_step.pool.name)
             group_step.transaction.is_unread = False
             group_step.follow_moves()
-            group_step.pool.note_gather(group_step.group, self.pages)
+            group_step.pool.record_gather(group_step.group, self.pages)
             gathered = self._or_undone(self.gather_from_pages)
             self.pages.lazy_reads.leave(gathered, group_step.metadata, current_thread())
             return gathered
@@ -323,7 +323,7 @@ class GatheredRead(PagedRead):
 
     def note_gather(self) -> None:
         """Count the gather."""
-        self.group_step.pool.note_gather(self.group_step.group, self.pages)
+        self.group_step.pool.record_gather(self.group_step.group, self.pages)
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         output = super().attend(queries, mask, **options)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.byte_budget import locked
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.progress import NO_PADDING, LayerProgress, Padding, Progress
 from paged_kv.steps.rollback_bounds import RollbackBounds

@@ -167,7 +167,7 @@ class Step:
         opened = 0
         for group in pool.groups:
             if not steps and not group.knows_all_layers and self._has_tokens():
-                group.note_second_step()
+                group.record_second_step()
             opened += group.is_open
         if opened != self._reserved_groups:
             for row in self.rows:

@@ -18,7 +18,7 @@ def cache(request: pytest.FixtureRequest, hooked: None) -> PagedKVCache:
     pool = PagePool(1, page_format=request.param, max_bytes=8 << 20)
     cache = PagedKVCache(pool, 0, [Sequence(pool)])
     cache.update_and_fetch(*step(1, 5))
-    pool.group_of(0).note_second_step()
+    pool.group_of(0).record_second_step()
     return cache
 
 
