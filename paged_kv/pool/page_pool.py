@@ -233,7 +233,7 @@ class PagePool:
     @property
     def is_open(self) -> bool:
         """Whether any layer has been written, so that block sizes are known."""
-        return any(group.is_open for group in self.groups)
+        return bool(self.reclaimer.open_groups())
 
     @property
     def chooses(self) -> bool:
@@ -307,20 +307,12 @@ class PagePool:
             TypeError, ValueError: `tokens` is no integer, or is negative.
         """
         tokens = whole_number("tokens", tokens, least=0)
-        open_groups = [group for group in self.groups if group.is_open]
-        needs = {group: group.needs_of(tokens) for group in open_groups}
+        needs = {group: group.needs_of(tokens) for group in self.reclaimer.open_groups()}
         if self.reclaimer.fits(needs):
             return True
         if self.reclaiming_policy is None or not self.reclaimer.may_fit(needs):
             return False
-        return dry_run(
-            open_groups,
-            self.budget,
-            self.reclaimer.evictable,
-            self.reclaiming_policy,
-            self.page_format,
-            tokens,
-        )
+        return dry_run(self.reclaimer, self.page_format, tokens)
 
     @locked
     def compact(self) -> Compaction:
@@ -363,9 +355,8 @@ class PagePool:
     @locked
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the broken one."""
-        for group in self.groups:
-            if group.is_open:
-                group.allocator.check()
+        for group in self.reclaimer.open_groups():
+            group.allocator.check()
 
     @property
     @locked
@@ -403,7 +394,7 @@ class PagePool:
             "bytes_scratch": self.backend.kept_bytes
             + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
         }
-        groups = tuple([group.stats() for group in self.groups if group.is_open])
+        groups = tuple([group.stats() for group in self.reclaimer.open_groups()])
         return PoolStats(
             page_format=self.page_format.name, backend=self.backend.name, groups=groups, **numbers
         )

@@ -41,6 +41,9 @@ class Reclaimer:
         out_of_window: the cached out-of-window blocks, which are evicted first.
         policy: chooses pages to requantise, and when; None for no requantisation.
         counts: counts evictions and requantisations.
+
+    Attributes:
+        groups, budget, policy: as given.
     """
 
     def __init__(
@@ -53,11 +56,11 @@ class Reclaimer:
         counts: PoolCounts,
     ) -> None:
         self._counts = counts
-        self._groups = groups
-        self._budget = budget
+        self.groups = groups
+        self.budget = budget
         self._index = index
         self._out_of_window = out_of_window
-        self._policy = policy
+        self.policy = policy
         watermark = policy.watermark if policy else 1.0
         self._limit = int(watermark * budget.max_bytes)
         budget.reclaimers.add(self)
@@ -65,7 +68,15 @@ class Reclaimer:
     def __del__(self) -> None:
         # The pool is collected, and nobody refers to its blocks. Their groups refer to each other,
         # and would keep their memory until Python finds that.
-        self._budget.abandoned.append(partial(_unmap, self._groups))
+        self.budget.abandoned.append(partial(_unmap, self.groups))
+
+    def open_groups(self) -> list[LayerGroup]:
+        """The groups that were written, so that their block sizes are known."""
+        return [group for group in self.groups if group.is_open]
+
+    def formats(self) -> list[FormatSlabs]:
+        """The slabs of every format of every open group."""
+        return [each for group in self.open_groups() for each in group.allocator.formats]
 
     def make_room(self, needed: Callable[[], Needs]) -> None:
         """Reclaim memory and map slabs until the needed blocks are free in every group.
@@ -80,7 +91,7 @@ class Reclaimer:
         if self._mapped_after(needs) > self._limit:
             failure = self._reclaim(needed)
             # Pages that could not go yet find room above the watermark later.
-            most = self._budget.max_bytes if failure is None else self._limit
+            most = self.budget.max_bytes if failure is None else self._limit
             self._reclaim_everything(lambda: self._mapped_after(needed()) <= most)
             needs = needed()
             self._require(needs, most, failure)
@@ -92,7 +103,7 @@ class Reclaimer:
         """Give back memory that is no longer needed, a little of each group. Call it between
         steps. Returns whether there may be more."""
         is_untidy = False
-        for group in self._open_groups():
+        for group in self.open_groups():
             if not group.allocator.is_tidy:
                 is_untidy |= group.allocator.tidy()
         return is_untidy
@@ -105,13 +116,13 @@ class Reclaimer:
         """Whether the needs would fit after eviction of cached blocks. O(slabs + cached blocks)."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
         beside = sum(other.reclaimable() for other in self._others())
-        return self._mapped_after(left, beside) <= self._budget.max_bytes
+        return self._mapped_after(left, beside) <= self.budget.max_bytes
 
     def may_fit(self, needs: Needs) -> bool:
         """Whether the needs would fit after requantisation of all pages, if no slab was partly
         empty. O(used blocks)."""
         smaller = sum(self._bytes_requantised(group, counts) for group, counts in needs.items())
-        return smaller <= self._budget.max_bytes
+        return smaller <= self.budget.max_bytes
 
     def holding_more(self, budget: int, nbytes: int) -> int:
         """A budget that holds `nbytes` of blocks more than another one does."""
@@ -150,7 +161,7 @@ class Reclaimer:
         free = sum(len(each.free) * each.block_bytes for each in self.formats())
         cached = [
             group.allocator.format_of(block).block_bytes
-            for group in self._open_groups()
+            for group in self.open_groups()
             for block in self.evictable(group)
         ]
         return free + sum(cached)
@@ -170,23 +181,23 @@ class Reclaimer:
 
     def drain(self) -> None:
         """Release the blocks of collected sequences, and the memory of collected pools."""
-        self._budget.drain()
+        self.budget.drain()
         self._out_of_window.drain()
-        for group in self._open_groups():
+        for group in self.open_groups():
             group.drain()
 
     def give_back(self) -> int:
         """Unmap every empty slab; returns how many."""
-        return sum(group.allocator.unmap_empty_slabs() for group in self._open_groups())
+        return sum(group.allocator.unmap_empty_slabs() for group in self.open_groups())
 
     def compact(self) -> Compaction:
         """Move pages out of the emptiest slabs and unmap those; returns moves, slabs and bytes."""
-        open_groups = self._open_groups()
+        open_groups = self.open_groups()
         slabs = sum(len(group.allocator.slabs) for group in open_groups)
-        mapped = self._budget.mapped
+        mapped = self.budget.mapped
         moved = sum(group.compact() for group in open_groups)
         left = sum(len(group.allocator.slabs) for group in open_groups)
-        return Compaction(moved, slabs - left, mapped - self._budget.mapped)
+        return Compaction(moved, slabs - left, mapped - self.budget.mapped)
 
     def _reclaim(self, needed: Callable[[], Needs]) -> OffloadError | None:
         """Evict cached blocks and requantise pages until the needs fit below the policy's
@@ -197,7 +208,7 @@ class Reclaimer:
             return self._mapped_after(needed()) <= self._limit
 
         if self._evict_out_of_window(is_enough) and not is_enough():
-            for group in self._groups:
+            for group in self.groups:
                 if group.window is not None:
                     group.compact()
         self._evict_prefixes(is_enough)
@@ -221,7 +232,7 @@ class Reclaimer:
 
     def _others(self) -> list[Reclaims]:
         """Those of other pools that share the budget."""
-        return [other for other in self._budget.reclaimers if other is not self]
+        return [other for other in self.budget.reclaimers if other is not self]
 
     def _evict_a_share(self) -> bool:
         """Evict cached blocks, a share of all bytes that are used; returns whether there were."""
@@ -259,14 +270,14 @@ class Reclaimer:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
         requantise. Groups with a window are spared: they hold only the latest tokens. No page gets
         smaller while others are free. Returns why pages could not go out of memory, if so."""
-        if self._policy is None:
+        if self.policy is None:
             return None
         self.compact()
-        groups = [group for group in self._open_groups() if group.window is None]
+        groups = [group for group in self.open_groups() if group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
-            pressure = mapped / self._budget.max_bytes
+            pressure = mapped / self.budget.max_bytes
             try:
-                requantised = [group.requantise(self._policy, pressure) for group in groups]
+                requantised = [group.requantise(self.policy, pressure) for group in groups]
             except OffloadError as failure:
                 return OffloadError(*failure.args)  # frames of the other hold the step's tables
             if not any(requantised):
@@ -277,7 +288,7 @@ class Reclaimer:
     def _bytes_requantised(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
         """Bytes of a group's used blocks and of `counts` more, after requantisation of all full
         pages; in each format of `counts` the last page is not full."""
-        allocator, policy = group.allocator, self._policy
+        allocator, policy = group.allocator, self.policy
         used = Counter({each.name: each.num_used for each in allocator.formats})
         blocks = used - self._evictable(group) + Counter(counts)
         if policy is not None and group.window is None:
@@ -293,16 +304,16 @@ class Reclaimer:
         """Bytes mapped after the needs are free, if other pools give back `beside` bytes; more than
         the budget if it does not hold them."""
         self.drain()
-        left = self._budget.left + beside
+        left = self.budget.left + beside
         try:
             for group, counts in needs.items():
                 left = group.allocator.room_after(counts, left)
         except PoolExhausted:
-            return self._budget.max_bytes + 1
-        return self._budget.max_bytes - left
+            return self.budget.max_bytes + 1
+        return self.budget.max_bytes - left
 
     def _require(self, needs: Needs, most: int, failure: OffloadError | None) -> None:
-        left = self._budget.left - (self._budget.max_bytes - most)
+        left = self.budget.left - (self.budget.max_bytes - most)
         for group, counts in needs.items():
             try:
                 left = group.allocator.room_after(counts, left)
@@ -313,11 +324,11 @@ class Reclaimer:
     def _sufficient_budget(self, needs: Needs) -> int | None:
         """A budget that holds the used blocks and the needs; None while a group has not written, so
         that its block size is unknown."""
-        if self._open_groups() != self._groups:
+        if self.open_groups() != self.groups:
             return None
         formats = self.formats()
         in_use = sum(each.num_used * each.block_bytes for each in formats)
-        others = self._budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
+        others = self.budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
         requested = sum(
             count * group.allocator.format_named(name).block_bytes
             for group, counts in needs.items()
@@ -332,13 +343,6 @@ class Reclaimer:
         while (with_slack := most + self.slack(ByteBudget(sufficient))) > sufficient:
             sufficient = with_slack
         return sufficient
-
-    def formats(self) -> list[FormatSlabs]:
-        """The slabs of every format of every open group."""
-        return [each for group in self._open_groups() for each in group.allocator.formats]
-
-    def _open_groups(self) -> list[LayerGroup]:
-        return [group for group in self._groups if group.is_open]
 
 
 def _unmap(groups: list[LayerGroup]) -> None:

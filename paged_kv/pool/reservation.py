@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.allocator.writes import Write, blocks_needed, reserve_all
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
@@ -55,33 +54,27 @@ def reserve_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
         )
 
 
-def dry_run(
-    groups: list[LayerGroup],
-    budget: ByteBudget,
-    evictable: Callable[[LayerGroup], set[int]],
-    policy: RequantisationPolicy,
-    page_format: PageFormat,
-    tokens: int,
-) -> bool:
+def dry_run(reclaimer: Reclaimer, page_format: PageFormat, tokens: int) -> bool:
     """Whether a new sequence of `tokens` tokens could be written now, in steps of any size: reserve
-    its blocks in copies of the allocators. `evictable` gives the blocks of a group that could be
-    evicted.
+    its blocks in copies of the allocators.
 
     If pages are requantised while a sequence is written, the answer depends on how slabs of several
     formats fill the budget. No formula gives that exactly, so the dry run makes the real steps.
 
     O(pages of the sequence * table entries).
     """
-    mapped = sum(each.capacity * each.block_bytes for g in groups for each in g.allocator.formats)
+    budget = reclaimer.budget
+    mapped = sum(each.capacity * each.block_bytes for each in reclaimer.formats())
     free = ByteBudget(budget.max_bytes, budget.mapped - mapped)
     copies = [
-        group.with_allocator(_copy_of(group.allocator, free, evictable(group))) for group in groups
+        group.with_allocator(_copy_of(group.allocator, free, reclaimer.evictable(group)))
+        for group in reclaimer.open_groups()
     ]
-    index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts()
-    reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
+    index = PrefixIndex(PAGE_SIZE, free.lock)
+    copy = Reclaimer(copies, free, index, OutOfWindowBlocks(), reclaimer.policy, PoolCounts())
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
     try:
-        reserve_by_page(reclaimer, writes)
+        reserve_by_page(copy, writes)
     except PoolExhausted:
         return False
     return True

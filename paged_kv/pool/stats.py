@@ -276,11 +276,6 @@ class PoolCounts(SimpleNamespace):
         super().__init__(**{each.name: Counter() if each.by else 0 for each in self._columns})
         self.of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict
 
-    def look_up(self, num_tokens: int, found: int) -> None:
-        """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""
-        self.prefix_queries += num_tokens
-        self.prefix_hits += found
-
     def record_draft(self, drafted: int, accepted: int) -> None:
         """Count a step of one sequence; one without drafted tokens does not count."""
         self.drafts += drafted > 0

@@ -162,7 +162,8 @@ class PrefixCache:
         match = (index.match if is_new else index.peek)(namespace, tokens)
         start = self._common_start(match)
         if is_new:
-            self.pool.counts.look_up(len(tokens), start.num_tokens)
+            self.pool.counts.prefix_queries += len(tokens)
+            self.pool.counts.prefix_hits += start.num_tokens
         sequence = Sequence(self.pool, page_format)
         sequence.prompt_tokens, sequence.caches_out_of_window = len(tokens), True
         if start.num_tokens:
@@ -196,19 +197,19 @@ class PrefixCache:
             recode_sequence(self.pool, sequence)
         num_tokens = self._reusable(len(tokens), sequence.length)
         num_pages = -(-num_tokens // PAGE_SIZE)
-        tables = [(group.allocator, sequence.blocks(group)) for group in self._shared_groups()]
+        tables = [(group.allocator, sequence.blocks(group)) for group in self.shared_groups()]
         blocks = [
             {allocator: table[page] for allocator, table in tables} for page in range(num_pages)
         ]
         windows: list[dict[BlockAllocator, list[WindowSlots]]] = [{} for _ in range(num_pages)]
-        for group in self._window_groups():
+        for group in self.window_groups():
             for page, slots in held_slots(sequence, group, num_tokens):
                 windows[page].setdefault(group.allocator, []).append(slots)
         known = tokens[:num_tokens]
         nodes = self.pool.index.insert(namespace, known, blocks, windows)
         is_answer = 0 < sequence.prompt_tokens <= num_tokens
         if not is_answer:
-            for group in self._window_groups():
+            for group in self.window_groups():
                 supersede_rings(nodes, windows, group)
         prompt = sequence.prompt_states
         if prompt is not None:
@@ -243,7 +244,7 @@ class PrefixCache:
     @locked
     def peek(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Expected:
         """What `fetch` would find in memory now. Nothing counts as used. O(tokens)."""
-        for group in self._shared_groups():
+        for group in self.shared_groups():
             group.allocator.drain()  # what sequences held that are gone is not in use
         match = self.pool.index.peek(namespace, tokens)
         num_tokens = self._start(match).num_tokens
@@ -272,6 +273,14 @@ class PrefixCache:
         quantised page."""
         return end == PAGE_SIZE or not self._is_quantised(node)
 
+    def shared_groups(self) -> list[LayerGroup]:
+        """The groups without a window: their sequences hold all their tokens."""
+        return [group for group in self.pool.reclaimer.open_groups() if group.window is None]
+
+    def window_groups(self) -> list[LayerGroup]:
+        """The groups with a window."""
+        return [group for group in self.pool.reclaimer.open_groups() if group.window is not None]
+
     @locked
     def put_below(self, lower: LowerTier) -> None:
         """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
@@ -289,7 +298,7 @@ class PrefixCache:
         page that the sequence has filled, if that is quantised or will be."""
         in_page = num_tokens % PAGE_SIZE
         is_filled = num_tokens - in_page + PAGE_SIZE <= length
-        if is_filled and any(group.recodes for group in self._shared_groups()):
+        if is_filled and any(group.recodes for group in self.shared_groups()):
             return num_tokens - in_page
         return min(num_tokens, length)
 
@@ -318,7 +327,7 @@ class PrefixCache:
     def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
         """Let a new sequence hold a match up to `start`."""
         held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
-        for group in self._shared_groups():
+        for group in self.shared_groups():
             blocks = [node.blocks[group.allocator] for node in held]
             sequence.adopt(group, blocks, start.num_tokens)
         for group, ring in start.rings.items():
@@ -344,7 +353,7 @@ class PrefixCache:
     def _can_resume_within(self, node: Node) -> bool:
         """Whether prompts can resume behind some of a node's tokens. O(nodes before it)."""
         path = node.path()
-        slots = (node.slots_of(group.allocator) for group in self._window_groups())
+        slots = (node.slots_of(group.allocator) for group in self.window_groups())
         ends = {len(node.tokens), *(each.last for each in chain.from_iterable(slots))}
         begin = node.use.position - len(node.tokens)
         return any(self._start(Match(tuple(path), begin + end), begin).num_tokens for end in ends)
@@ -356,7 +365,7 @@ class PrefixCache:
                 break
             rings = {
                 group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
-                for group in self._window_groups()
+                for group in self.window_groups()
                 if group.window is not None
             }
             known = {group: ring for group, ring in rings.items() if ring is not None}
@@ -390,24 +399,17 @@ class PrefixCache:
         return any(
             group.allocator.format_of(node.blocks[group.allocator]).name != FP16.name
             or (group.recodes and len(node.tokens) == PAGE_SIZE)
-            for group in self._shared_groups()
+            for group in self.shared_groups()
             if group.allocator in node.blocks
         )
 
     def _is_in_use(self, node: Node) -> bool:
         """Whether a sequence holds a node's page, in all layers without a window."""
-        allocators = [group.allocator for group in self._shared_groups()]
+        allocators = [group.allocator for group in self.shared_groups()]
         return bool(allocators) and all(
             allocator in node.blocks and allocator.refs.holders(node.blocks[allocator])
             for allocator in allocators
         )
-
-    def _shared_groups(self) -> list[LayerGroup]:
-        """The groups without a window: their sequences hold all their tokens."""
-        return [group for group in self.pool.groups if group.is_open and group.window is None]
-
-    def _window_groups(self) -> list[LayerGroup]:
-        return [group for group in self.pool.groups if group.is_open and group.window is not None]
 
     def _bytes_held(self) -> int:
         """Bytes of all blocks that are not free, and of snapshots. O(formats)."""

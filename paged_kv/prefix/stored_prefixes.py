@@ -153,17 +153,15 @@ class StoredPrefixes:
 
     def _offer(self, wanted: Wanted, failed: list[str], waits: Waits) -> Offer | None:
         """What this rank has stored, fits its pool and is quicker to read than to compute."""
+        rates = self._prefixes.rates
         for offer in self._store.offers(wanted, failed, waits):
-            if self._pool.can_admit(offer.stored.num_tokens) and (
-                offer.is_prefetched or self.is_quicker(offer, wanted)
+            num_tokens = offer.stored.num_tokens
+            if self._pool.can_admit(num_tokens) and (
+                offer.is_prefetched
+                or rates.is_reading_quicker(num_tokens - wanted.beyond, offer.tier)
             ):
                 return offer
         return None
-
-    def is_quicker(self, offer: Offer, wanted: Wanted) -> bool:
-        """Whether to read an offer instead of computing its tokens."""
-        num_tokens = offer.stored.num_tokens - wanted.beyond
-        return self._prefixes.rates.is_reading_quicker(num_tokens, offer.tier)
 
     def _is_readable(self, offer: Offer, failed: list[str]) -> bool:
         """Whether every rank can read what it has stored; else adds this rank's damaged entry to
@@ -193,15 +191,6 @@ class StoredPrefixes:
                 parts += self._parts(link, node)
         self._store.touch(self._save(parts, to_servers=is_awaited))
 
-    @property
-    def _groups(self) -> list[LayerGroup]:
-        return [group for group in self._pool.groups if group.is_open]
-
-    @property
-    def _shared_groups(self) -> list[LayerGroup]:
-        """The groups without a window: their sequences hold all their tokens."""
-        return [group for group in self._groups if group.window is None]
-
     def _part(self, group: LayerGroup) -> str:
         return f"pages {self._pool.groups.index(group)}"
 
@@ -209,9 +198,9 @@ class StoredPrefixes:
         """The blocks of a prompt that are in memory: full matching blocks that every group without
         a window holds."""
         match = self._pool.index.match(namespace, tokens)
-        held = []
+        held, groups = [], self._prefixes.shared_groups()
         for node in match.nodes[: match.num_tokens // PAGE_SIZE]:
-            if not all(group.allocator in node.blocks for group in self._shared_groups):
+            if not all(group.allocator in node.blocks for group in groups):
                 break
             held.append(node)
         return held
@@ -219,14 +208,14 @@ class StoredPrefixes:
     def _wanted(self, root: Link, tokens: abc.Sequence[int], held: int, known: int) -> Wanted:
         """What to look up of a prompt."""
         has_states = self._prefixes.has_states
-        windows = [(group, group.window) for group in self._groups]
+        windows = [(group, group.window) for group in self._pool.reclaimer.open_groups()]
         return Wanted(
             root=root,
             # A state cannot be rolled back, and the last token must be computed again.
             tokens=tokens[:-1] if has_states else tokens,
             held=held * PAGE_SIZE,
             beyond=known,
-            parts=tuple([self._part(group) for group in self._shared_groups]),
+            parts=tuple([self._part(group) for group in self._prefixes.shared_groups()]),
             needs_checkpoint=has_states,
             page_size=PAGE_SIZE,
             rings=tuple([(self._part(group), window.ring) for group, window in windows if window]),
@@ -256,7 +245,7 @@ class StoredPrefixes:
 
     def _parts(self, link: Link, node: Node) -> Iterator[_Part]:
         """What a cached block has to be stored."""
-        for group in self._groups:
+        for group in self._pool.reclaimer.open_groups():
             block = _full_page(group, node)
             if block is not None:
                 place = EntryPlace(link, self._part(group))
@@ -276,7 +265,7 @@ class StoredPrefixes:
         None."""
         stored, sequence = offer.stored, Sequence(self._pool)
         num_held = sum(len(node.tokens) for node in held)
-        for group in self._shared_groups if held else []:
+        for group in self._prefixes.shared_groups() if held else []:
             sequence.adopt(group, [node.blocks[group.allocator] for node in held], num_held)
         states: Any = None
         waiting: list[Entry] = []
@@ -294,7 +283,7 @@ class StoredPrefixes:
             except (ValueError, KeyError, TypeError):
                 # The checksum is right, but the content does not fit its notes.
                 return place.key
-        rings = [group for group in self._groups if group.window is not None]
+        rings = self._prefixes.window_groups()
         sequence.begin_at(stored.num_tokens, dict.fromkeys(rings, stored.num_tokens))
         tokens = [token for link in stored.links for token in link.tokens]
         self._prefixes.insert(namespace, tokens, sequence, states)
@@ -307,7 +296,7 @@ class StoredPrefixes:
             ValueError: the pages do not have the layers' shapes.
             PoolExhausted: the budget does not hold the blocks.
         """
-        for group in self._groups:
+        for group in self._pool.reclaimer.open_groups():
             mine = [entry for entry in entries if entry.place.part == self._part(group)]
             formats = [json.loads(entry.notes)["page_format"] for entry in mine]
             for name, entry in zip(formats, mine, strict=True):
@@ -361,6 +350,6 @@ def _full_page(group: LayerGroup, node: Node) -> int | None:
     if group.window is None:
         return node.blocks.get(group.allocator)
     for slots in node.slots_of(group.allocator):
-        if slots.out_of_window.block is not None and (slots.first, slots.last) == (0, PAGE_SIZE):
+        if (slots.first, slots.last) == (0, PAGE_SIZE):
             return slots.out_of_window.block
     return None
