@@ -36,10 +36,6 @@ class Reclaims(Protocol):
         """Bytes that `give_way` could give back. O(cached blocks)."""
         ...
 
-    def give_back(self) -> int:
-        """Unmap every empty slab; returns how many."""
-        ...
-
     def give_way(self, fits: Callable[[], bool]) -> None:
         """Give back what no sequence needs, little by little, until the needs of another pool
         fit."""

@@ -245,7 +245,7 @@ class SlabAllocator(Generic[Table]):
         return not (self._may_be_untidy or self._dropped)
 
     def tidy(self) -> bool:
-        """Note a step, and make one rewrite that is due: free pages beyond `FormatSlabs.reserve`
+        """Record a step, and make one rewrite that is due: free pages beyond `FormatSlabs.reserve`
         are given back, and slabs joined if there are more than `max_slabs`. Returns whether there
         was one.
 
@@ -406,7 +406,7 @@ class SlabAllocator(Generic[Table]):
         return next(slab for slab in range(len(known) + 1) if slab not in known)
 
     def _move(self, moves: Mapping[int, int]) -> None:
-        """Let all that hold blocks hold others; the former ones are free, but not noted as such."""
+        """Let all that hold blocks hold others. The caller frees the former ones."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
             on_move = self.refs.move(source, target)

@@ -215,11 +215,11 @@ def reserve(
     copies (from block, to block)."""
     copies: dict[int, int] = {}
 
-    def note(made: Mapping[int, int]) -> None:
+    def record(made: Mapping[int, int]) -> None:
         copy_pages(made)
         copies.update(made)
 
-    reserve_all([([Write(table, start, end)], note)])
+    reserve_all([([Write(table, start, end)], record)])
     return copies
 
 

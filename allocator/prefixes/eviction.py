@@ -399,12 +399,12 @@ class Duel:
                 self._lead = max(0, self._lead + is_kept_by_other - is_kept)
 
     def discard(self, page: int) -> None:
-        """Note that a page has gone that neither policy has chosen."""
+        """Record that a page has gone that neither policy has chosen."""
         for side in (self._leader, self._other):
             side.discard(page)
 
     def store(self, pages: Iterable[int], size: int) -> None:
-        """Note that pages were inserted, of a path the last one first; the index has `size` now."""
+        """Record inserted pages, of a path the last one first; the index has `size` now."""
         while size > _SAMPLE * self._one_in:
             self._one_in *= 2
             for side in (self._leader, self._other):

@@ -84,7 +84,7 @@ class OutOfWindowBlocks:
         return out_of_window
 
     def touch(self, out_of_window: OutOfWindowBlock) -> None:
-        """Note that a sequence resumed with it."""
+        """Record that a sequence resumed with it."""
         self._order.touch(out_of_window._place)
 
     def evict(self, is_enough: Callable[[], bool]) -> int:
@@ -130,7 +130,7 @@ class OutOfWindowBlocks:
             place.block = None
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
-        """Note that a page was moved to another block."""
+        """Record that a page was moved to another block."""
         place = self._places.pop((allocator, source))
         place.block = target
         self._places[allocator, target] = place

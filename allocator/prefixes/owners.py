@@ -53,7 +53,7 @@ class Owners:
         return frozenset(self._owners.get(node, ()))
 
     def mark(self, path: Sequence[Node], owner: Owner) -> None:
-        """Note that a prompt of an owner ends with the last node of a path from a root's child.
+        """Record that a prompt of an owner ends with the last node of a path from a root's child.
         O(path)."""
         if owner.session is not None:
             self._ends.setdefault(owner, set())

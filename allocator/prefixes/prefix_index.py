@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.eviction import (
@@ -52,8 +53,8 @@ class PrefixIndex:
         self.lock = lock or threading.RLock()
         self.holds = Holds(self.lock)
         # Whether a prompt can resume within a node; one that is left without any behind it and
-        # cannot goes first.
-        self.can_resume: Callable[[Node], bool] = lambda node: True
+        # cannot goes first. Held weakly: whoever says so holds the index.
+        self.can_resume: WeakMethod[Callable[[Node], bool]] | None = None
         self._roots: dict[Hashable, Node] = {}
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
@@ -85,7 +86,7 @@ class PrefixIndex:
         the model must compute again."""
         with self.lock:
             found = self.peek(namespace, tokens)
-            self._note(found.nodes, self._leaves.history.again)
+            self._record_use(found.nodes, self._leaves.history.again)
             if self._duel is not None:
                 self._duel.use(node.path_hash for node in reversed(found.nodes))
             return found
@@ -120,7 +121,7 @@ class PrefixIndex:
                 page = tuple(tokens[start : start + self.page_size])
                 node = self._child(node, page) or self._add(node, page, theirs)
                 path.append(node)
-            self._note(path, self._leaves.history.stored)
+            self._record_use(path, self._leaves.history.stored)
             self._judge(path)
             for node, held in zip(path, windows, strict=False):
                 for allocator, parts in held.items():
@@ -129,7 +130,7 @@ class PrefixIndex:
             return tuple(path)
 
     def own(self, nodes: Sequence[Node], owner: Owner) -> None:
-        """Note that these nodes, which `insert` returned, hold a prompt of an owner."""
+        """Record that these nodes, which `insert` returned, hold a prompt of an owner."""
         with self.lock:
             self._owners.mark(nodes, owner)
 
@@ -304,7 +305,8 @@ class PrefixIndex:
         if not parent.children and parent.parent is None:
             del self._roots[parent.namespace]
         elif not parent.children:
-            saving = float(self.can_resume(parent))
+            can_resume = self.can_resume() if self.can_resume else None
+            saving = 1.0 if can_resume is None else float(can_resume(parent))
             self._leaves.put(parent, parent.use._replace(saving=saving))
         self._owners.move(leaf, None if parent.parent is None else parent)
         leaf.release_windows()
@@ -316,15 +318,15 @@ class PrefixIndex:
                 allocator.evict(block)
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
-        """Note that a page was moved to another block."""
+        """Record that a page was moved to another block."""
         with self.lock:
             nodes = self._nodes.pop((allocator, source))
             for node in nodes:
                 node.blocks[allocator] = target
             self._nodes[allocator, target] = nodes
 
-    def _note(self, path: Sequence[Node], used: Callable[[Use], Use]) -> None:
-        """Note that a path was used: each node later than its children."""
+    def _record_use(self, path: Sequence[Node], used: Callable[[Use], Use]) -> None:
+        """Record that a path was used: each node later than its children."""
         for node in reversed(path):
             node.use = used(node.use)
             if not node.children:

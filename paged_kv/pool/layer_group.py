@@ -4,7 +4,7 @@ A group has one allocator, and pages for each layer."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
@@ -269,13 +269,10 @@ class LayerGroup:
                 slabs stay converted, and another call resumes.
         """
 
-        def sources() -> list[int]:
-            return self._in_last_slab(chain.from_iterable(full_blocks().values()), page_format)
+        def sources() -> Iterable[int]:
+            return chain.from_iterable(full_blocks().values())
 
-        while blocks := sources():
-            make_room(len(blocks))
-            # Reclaiming memory may have moved some.
-            blocks = sources()[: len(blocks)]
+        for blocks in self._slab_by_slab(sources, page_format, make_room):
             targets = self.allocator.allocate(len(blocks), page_format.name)
             copies = dict(zip(blocks, targets, strict=True))
             try:
@@ -302,14 +299,8 @@ class LayerGroup:
             PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
                 slabs stay recoded, and another call resumes.
         """
-
-        def sources() -> list[int]:
-            return self._in_last_slab(blocks(), self.formats[page_format])
-
-        while found := sources():
-            make_room(len(found))
-            # Reclaiming memory may have moved some.
-            self._recode(sources()[: len(found)], page_format)
+        for found in self._slab_by_slab(blocks, self.formats[page_format], make_room):
+            self._recode(found, page_format)
 
     def requantise(self, policy: RequantisationPolicy, pressure: float) -> dict[str, int]:
         """Requantise the policy's next pages, a share of all, then give back what that frees.
@@ -329,7 +320,7 @@ class LayerGroup:
         # Mapping a slab may have moved some.
         plan = self._next_requantisations(policy, pressure)
         self._recode([each.block for each in plan[:count]], name)
-        self.compact()
+        self.allocator.compact()
         return {name: count}
 
     def stats(self) -> GroupStats:
@@ -343,10 +334,6 @@ class LayerGroup:
                 pages.backend.name != self._backend.name for pages in self.pages.values()
             ),
         )
-
-    def compact(self) -> int:
-        """Give back free pages; returns the number of pages that moved for that."""
-        return self.allocator.compact() if self.is_open else 0
 
     def _next_requantisations(
         self, policy: RequantisationPolicy, pressure: float
@@ -375,6 +362,18 @@ class LayerGroup:
         self.copy_pages(moves)
         self.moves += 1
         self.allocator.apply_moves(moves)
+
+    def _slab_by_slab(
+        self,
+        blocks: Callable[[], Iterable[int]],
+        page_format: PageFormat,
+        make_room: Callable[[int], None],
+    ) -> Iterator[list[int]]:
+        """Those of other formats, slab by slab, each time with room for as many of that format."""
+        while found := self._in_last_slab(blocks(), page_format):
+            make_room(len(found))
+            # Reclaiming memory may have moved some.
+            yield self._in_last_slab(blocks(), page_format)[: len(found)]
 
     def _in_last_slab(self, blocks: Iterable[int], page_format: PageFormat) -> list[int]:
         """Those of other formats in the last slab that has such blocks."""

@@ -195,7 +195,7 @@ class Reclaimer:
         open_groups = self.open_groups()
         slabs = sum(len(group.allocator.slabs) for group in open_groups)
         mapped = self.budget.mapped
-        moved = sum(group.compact() for group in open_groups)
+        moved = sum(group.allocator.compact() for group in open_groups)
         left = sum(len(group.allocator.slabs) for group in open_groups)
         return Compaction(moved, slabs - left, mapped - self.budget.mapped)
 
@@ -208,9 +208,9 @@ class Reclaimer:
             return self._mapped_after(needed()) <= self._limit
 
         if self._evict_out_of_window(is_enough) and not is_enough():
-            for group in self.groups:
+            for group in self.open_groups():
                 if group.window is not None:
-                    group.compact()
+                    group.allocator.compact()
         self._evict_prefixes(is_enough)
         self._evict_out_of_window(is_enough)
         return None if is_enough() else self._requantise(needed)

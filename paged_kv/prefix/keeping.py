@@ -96,7 +96,7 @@ class LowerTier(Protocol):
     def keep(
         self, namespace: Hashable, nodes: Sequence[Node], num_tokens: int, keeping: Keeping
     ) -> None:
-        """Note that the index holds these nodes, a path from a root's child down, and that the
+        """Record that the index holds these nodes, a path from a root's child down, and that the
         first `num_tokens` tokens in them may be kept."""
         ...
 

@@ -10,7 +10,7 @@ ended with. Recurrent layers have one state, and resume only where a snapshot of
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +104,7 @@ class PrefixCache:
         self.rates = Rates()
         self._lower: LowerTier | None = None
         if has_states or pool.windows:
-            pool.index.can_resume = _weakly(self._can_resume_within)
+            pool.index.can_resume = WeakMethod(self._can_resume_within)
 
     def __len__(self) -> int:
         """Cached prompts that are not a prefix of another."""
@@ -418,15 +418,3 @@ class PrefixCache:
 
 def _has_snapshot(node: Node) -> bool:
     return bool(live_snapshots(node))
-
-
-def _weakly(can_resume: Callable[[Node], bool]) -> Callable[[Node], bool]:
-    """The method of a prefix cache, without holding the cache. It holds its pool, so a pool that
-    held it too would keep its memory until Python looks for cycles."""
-    method = WeakMethod(can_resume)
-
-    def ask(node: Node) -> bool:
-        known = method()
-        return known is None or known(node)
-
-    return ask

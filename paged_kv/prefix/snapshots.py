@@ -106,7 +106,7 @@ class Snapshots:
         return True
 
     def touch(self, snapshot: Snapshot) -> None:
-        """Note that a sequence resumed from it."""
+        """Record that a sequence resumed from it."""
         self._order.touch(weakref.ref(snapshot))
 
     def shrink(self, max_bytes: int) -> None:
