@@ -108,7 +108,7 @@ def prepare_process(options: ServerOptions) -> None:
 
 def _serve(options: ServerOptions) -> int:
     # All imports come before the first thread.
-    from paged_kv.integrations.distributed.meeting import joined_ranks
+    from paged_kv.integrations.distributed.connected_ranks import joined_ranks
     from paged_kv.server.engine.paged_model_provider import PagedModelProvider
     from paged_kv.server.lifecycle import follow, run_server
 

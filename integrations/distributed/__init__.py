@@ -1,8 +1,7 @@
 """One model on several machines: how their processes ("ranks") meet, agree and end.
 
-    connected_ranks     asks all ranks a question, through rank 0
+    connected_ranks     connects the ranks that mlx.launch has started, and asks them questions
     connections         authenticated connections between rank 0 and the others
-    meeting             connects the ranks that mlx.launch has started
     sharded_model       over which ranks a model is sharded, and what its cache holds on each
     watch               ends this process when another rank has died or hangs
 

@@ -11,8 +11,7 @@ from typing import TypeVar
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from paged_kv.integrations.distributed.connected_ranks import RanksDiffer
-from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.distributed.connected_ranks import RanksDiffer, joined_ranks
 from paged_kv.pool.arguments import chosen_budget
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import ALONE, Ranks

@@ -20,7 +20,7 @@ from paged_kv.commands.model_names import not_loaded, require_model
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.batching.prompt_segments import is_on_the_way
-from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.generation.options import GenerateOptions
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared

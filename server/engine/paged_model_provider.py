@@ -17,7 +17,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load, load_config
 
-from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory

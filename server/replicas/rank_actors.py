@@ -14,7 +14,7 @@ import ray
 from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.lifecycle import follow
 from paged_kv.server.options import ServerOptions

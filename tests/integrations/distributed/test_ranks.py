@@ -32,7 +32,7 @@ from paged_kv.integrations.distributed.sharded_model import (
     digest,
     require_same_prefixes,
 )
-from paged_kv.integrations.distributed.watch import Beat, Farewell, Watch, hanging
+from paged_kv.integrations.distributed.watch import Heartbeat, Leave, Watch, hanging
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, Ranks
 from tests.support.zoo import small_model
@@ -180,19 +180,31 @@ def test_a_rank_gives_up_what_answers_as_no_rank_does(
 
 
 @pytest.mark.parametrize(
-    ("beats", "message"),
+    ("heartbeats", "message"),
     [
-        ({0: Beat(7, "waiting", 9), 1: Beat(6, "computing", 9)}, "rank 1 has kept the others"),
-        ({0: Beat(7, "waiting", 9), 1: Beat(7, "", 9)}, "rank 1 has kept the others"),
         (
-            {0: Beat(7, "computing", 9), 1: Beat(7, "waiting", 9), 2: Beat(6, "", 1)},
+            {0: Heartbeat(7, "waiting", 9), 1: Heartbeat(6, "computing", 9)},
+            "rank 1 has kept the others",
+        ),
+        ({0: Heartbeat(7, "waiting", 9), 1: Heartbeat(7, "", 9)}, "rank 1 has kept the others"),
+        (
+            {
+                0: Heartbeat(7, "computing", 9),
+                1: Heartbeat(7, "waiting", 9),
+                2: Heartbeat(6, "", 1),
+            },
             "rank 0, 2 has kept",
         ),
-        ({0: Beat(7, "computing", 9), 1: Beat(7, "computing", 8)}, "a step has taken more than"),
+        (
+            {0: Heartbeat(7, "computing", 9), 1: Heartbeat(7, "computing", 8)},
+            "a step has taken more than",
+        ),
     ],
 )
-def test_the_rank_for_which_the_others_wait_is_named(beats: dict[int, Beat], message: str) -> None:
-    assert message in hanging(beats, 5)
+def test_the_rank_for_which_the_others_wait_is_named(
+    heartbeats: dict[int, Heartbeat], message: str
+) -> None:
+    assert message in hanging(heartbeats, 5)
 
 
 class AnsweringRanks(Ranks):
@@ -331,14 +343,14 @@ def test_a_rank_tries_again_where_another_has_taken_pages_back() -> None:
 
 def test_ranks_do_not_answer_each_beat_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """That would be answered too, and idle ranks would never rest."""
-    monkeypatch.setattr(watch_module, "BEAT_S", FOREVER_S)
+    monkeypatch.setattr(watch_module, "HEARTBEAT_S", FOREVER_S)
     own, other = Pipe()
     watch = Watch(0, {1: own}, FOREVER_S)
     for exchange in range(5):
-        other.send(Beat(exchange, "", 0.0))
-    other.send(Farewell())
+        other.send(Heartbeat(exchange, "", 0.0))
+    other.send(Leave())
     received = [other.recv()]
-    while not isinstance(received[-1], Farewell):
+    while not isinstance(received[-1], Leave):
         received.append(other.recv())
     watch._thread.join()
-    assert [type(each) for each in received] == [Beat, Farewell]
+    assert [type(each) for each in received] == [Heartbeat, Leave]
