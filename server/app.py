@@ -59,7 +59,7 @@ def _api_routes(service: Service) -> list[Route]:
     """The routes of clients."""
     options = service.options
     kept = KeptResponses(options, place=service.place)
-    reader = ResponseReader(service.keys, kept)
+    reader = ResponseReader(service.clients, kept)
     generated: dict[str, Reader] = {
         "/v1/completions": partial(read_completion, TextBody),
         PREFILL: partial(read_completion, PrefillBody),
@@ -77,7 +77,7 @@ def _api_routes(service: Service) -> list[Route]:
     }
 
     async def models(request: Request) -> Response:
-        service.keys.require(request)
+        service.clients.require(request)
         # Clients take an answer for readiness, so it comes when a message would be answered.
         loaded = await service.loaded()
         listed = await run_in_threadpool(service.names.listed, loaded)
@@ -85,13 +85,13 @@ def _api_routes(service: Service) -> list[Route]:
         return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
 
     async def model(request: Request) -> Response:
-        service.keys.require(request)
+        service.clients.require(request)
         name, loaded = request.path_params["name"], await service.loaded()
         return JSONResponse(await run_in_threadpool(service.names.described, name, loaded))
 
     async def end_session(request: Request) -> Response:
         name = request.path_params["name"]
-        salt = salt_of(service.keys.require(request), request.query_params.get("cache_salt"))
+        salt = salt_of(service.clients.require(request), request.query_params.get("cache_salt"))
         freed = await service.end_session(name, salt)
         described = {"id": name, "object": "session.deleted", "deleted": True}
         return JSONResponse(described | {"freed_blocks": freed})
@@ -122,7 +122,7 @@ def _status_routes(service: Service) -> list[Route]:
         async def checked(request: Request) -> Response:
             service.hosts.require(request)
             if not service.options.open_status:
-                service.keys.require_of_reader(request)
+                service.clients.require_of_reader(request)
             # This may take the pools' locks, which may be held for a moment.
             return await run_in_threadpool(answer)
 

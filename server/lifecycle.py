@@ -35,8 +35,7 @@ from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.access import (
-    APIKeys,
-    ClientLimits,
+    Clients,
     Gate,
     KnownHosts,
     Limits,
@@ -111,8 +110,7 @@ def make_service(options: ServerOptions, provider: PagedModelProvider, place: st
         thread=thread,
         metrics=metrics,
         names=ModelNames(options),
-        keys=APIKeys(limits),
-        limits=ClientLimits(limits, default),
+        clients=Clients(limits, default),
         hosts=KnownHosts(options.host, options.allowed_hosts),
         workers=workers,
         call_parser=CallParser(workers),

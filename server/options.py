@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 
 from paged_kv.commands.arguments import (
     Parser,
+    PriorityRange,
     count,
     duration,
     examples,
     positive,
+    priorities,
     share,
     temperature,
 )
@@ -22,7 +24,6 @@ from paged_kv.commands.model_names import ModelOptions
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.options import add_options, option, parsed_options, part
 from paged_kv.pool.options import AUTO
-from paged_kv.server.http.priorities import PriorityRange, priorities
 from paged_kv.sizes import parse_size
 from paged_kv.store.options import StoreOptions
 

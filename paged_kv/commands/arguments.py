@@ -5,9 +5,10 @@ argparse prints the message of each ArgumentTypeError after the name of the opti
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from paged_kv.sizes import parse_size
 
@@ -120,3 +121,23 @@ def require_writable(file: Path) -> None:
         ) from None
     if is_new:
         file.unlink()
+
+
+class PriorityRange(NamedTuple):
+    """The priorities that a client may give its requests; lower ones begin sooner."""
+
+    least: int
+    most: int
+
+
+def priorities(text: str) -> PriorityRange:
+    """A range such as `-10:100`, from the command line or a file of keys.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    if found := re.fullmatch(r"(-?[0-9]{1,9}):(-?[0-9]{1,9})", text):
+        least, most = int(found[1]), int(found[2])
+        if least <= 0 <= most:
+            return PriorityRange(least, most)
+    raise ValueError(f"LOW:HIGH is needed, with 0 within, got {text!r}")

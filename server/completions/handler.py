@@ -61,8 +61,8 @@ class CompletionHandler:
         request, service = Request(scope, receive), self._service
         try:
             with service.gate.entered():
-                key = service.keys.require(request)
-                with service.limits.entered(key):
+                key = service.clients.require(request)
+                with service.clients.entered(key):
                     await self._serve(request, key, send)
             service.metrics.answered[200] += 1
         except ClientDisconnect:
@@ -100,7 +100,7 @@ class CompletionHandler:
     def _admitted(self, body: Body, key: str | None) -> tuple[ModelKey, Hashable]:
         """The model that a client may use, and the salt of the prompts that it shares."""
         service = self._service
-        service.limits.require_priority(key, body.priority or 0)
+        service.clients.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
         body.model = service.names.public_name(body.model)
         is_handed = isinstance(body, PrefillBody)

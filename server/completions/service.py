@@ -15,7 +15,7 @@ from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.jobs import SessionEnd
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
+from paged_kv.server.http.access import Clients, Gate, KnownHosts
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 
@@ -34,8 +34,7 @@ class Service:
     thread: GenerationThread
     metrics: ServerMetrics
     names: ModelNames
-    keys: APIKeys
-    limits: ClientLimits
+    clients: Clients
     hosts: KnownHosts
     workers: WorkerThreads
     call_parser: CallParser

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
+from paged_kv.commands.arguments import PriorityRange, priorities
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
-from paged_kv.server.http.priorities import PriorityRange, priorities
 
 ENVIRONMENT = "env:"
 
@@ -64,24 +64,68 @@ def read_prefill_key(source: str | None) -> str | None:
     return keys[0] if keys else None
 
 
-def name_of_key(key: str) -> str:
-    """What a key is called where it must not be known."""
-    return _digest(key.encode()).hex()
+class Limits(NamedTuple):
+    """What a client may do.
+
+    Attributes:
+        priorities: of its requests.
+        requests: that run or wait at the same time; None for any number.
+    """
+
+    priorities: PriorityRange
+    requests: int | None = None
 
 
-class APIKeys:
-    """The accepted API keys. Without keys every request is accepted."""
+def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
+    """The limits of each key.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    Args:
+        lines: each a key, and what differs from `default`: `KEY requests=8 priorities=-10:100`.
+
+    Raises:
+        ValueError: a line says something else.
+    """
+    found = {}
+    for line in lines:
+        key, *settings = line.split()
+        limits = default
+        for each in settings:
+            name, _, value = each.partition("=")
+            if name == "requests" and re.fullmatch("[1-9][0-9]{0,8}", value):
+                limits = limits._replace(requests=int(value))
+            elif name == "priorities":
+                limits = limits._replace(priorities=priorities(value))
+            else:
+                raise ValueError(
+                    "behind a key only requests=NUMBER and priorities=LOW:HIGH are possible, got "
+                    f"{each!r}"
+                )
+        found[key] = limits
+    return found
+
+
+class Clients:
+    """Knows clients by their API keys, and counts their requests. Without keys every request is
+    accepted. `entered` runs in one event loop.
+
+    Args:
+        limits: of each API key.
+        default: of clients without a key, all together.
+    """
+
+    def __init__(self, limits: Mapping[str, Limits], default: Limits) -> None:
+        self._limits = {_digest(key.encode()): each for key, each in limits.items()}
+        self._default = default
+        self._inside: Counter[str | None] = Counter()
 
     def require(self, request: Request) -> str | None:
-        """A salt that separates this key's prompts from those of others; None without keys.
+        """The name of a client's key, a salt that separates its prompts from those of others; None
+        without keys.
 
         Raises:
             APIError: 401, the request has none of the keys.
         """
-        if not self._digests:
+        if not self._limits:
             return None
         scheme, given = _credentials(request)
         digest = _digest(given.encode("latin-1"))
@@ -95,15 +139,53 @@ class APIKeys:
         they know with other sites' requests too."""
         scheme, given = _credentials(request)
         key = _password(given) if scheme == "basic" else given.encode("latin-1")
-        if self._digests and not (scheme in ("basic", "bearer") and self._know(_digest(key))):
+        if self._limits and not (scheme in ("basic", "bearer") and self._know(_digest(key))):
             raise _unauthorized(
                 "send the header Authorization: Bearer KEY, or the key as a password",
                 'Basic realm="paged-kv", charset="UTF-8"',
             )
 
+    @contextmanager
+    def entered(self, client: str | None) -> Iterator[None]:
+        """Count a request that runs or waits.
+
+        Args:
+            client: the name of its key; None without keys.
+
+        Raises:
+            APIError: 429, the client has too many already.
+        """
+        most = self._of(client).requests
+        if most is not None and self._inside[client] >= most:
+            raise APIError(
+                429,
+                f"{self._inside[client]} requests of yours run or wait, and at most {most} may: "
+                "ask again when one has ended",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+        self._inside[client] += 1
+        try:
+            yield
+        finally:
+            self._inside[client] -= 1
+            if not self._inside[client]:
+                del self._inside[client]
+
+    def require_priority(self, client: str | None, priority: int) -> None:
+        """Raise APIError 400 unless a client may give a request this priority."""
+        least, most = self._of(client).priorities
+        if not least <= priority <= most:
+            raise wrong_value(
+                f"priority={priority} was asked, and you may ask for {least} to {most}", "priority"
+            )
+
+    def _of(self, client: str | None) -> Limits:
+        return self._default if client is None else self._limits[bytes.fromhex(client)]
+
     def _know(self, digest: bytes) -> bool:
         # Comparing all digests takes the same time for every request.
-        fits = [hmac.compare_digest(digest, each) for each in self._digests]
+        fits = [hmac.compare_digest(digest, each) for each in self._limits]
         return any(fits)
 
 
@@ -179,99 +261,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class Limits(NamedTuple):
-    """What a client may do.
-
-    Attributes:
-        priorities: of its requests.
-        requests: that run or wait at the same time; None for any number.
-    """
-
-    priorities: PriorityRange
-    requests: int | None = None
-
-
-def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
-    """The limits of each key.
-
-    Args:
-        lines: each a key, and what differs from `default`: `KEY requests=8 priorities=-10:100`.
-
-    Raises:
-        ValueError: a line says something else.
-    """
-    found = {}
-    for line in lines:
-        key, *settings = line.split()
-        limits = default
-        for each in settings:
-            name, _, value = each.partition("=")
-            if name == "requests" and re.fullmatch("[1-9][0-9]{0,8}", value):
-                limits = limits._replace(requests=int(value))
-            elif name == "priorities":
-                limits = limits._replace(priorities=priorities(value))
-            else:
-                raise ValueError(
-                    "behind a key only requests=NUMBER and priorities=LOW:HIGH are possible, got "
-                    f"{each!r}"
-                )
-        found[key] = limits
-    return found
-
-
-class ClientLimits:
-    """Counts the requests of each client. All of this but `require_priority` runs in one event
-    loop.
-
-    Args:
-        by_key: the limits of each API key.
-        default: of clients without a key, all together.
-    """
-
-    def __init__(self, by_key: Mapping[str, Limits], default: Limits) -> None:
-        self._by_client = {name_of_key(key): limits for key, limits in by_key.items()}
-        self._default = default
-        self._inside: Counter[str | None] = Counter()
-
-    @contextmanager
-    def entered(self, client: str | None) -> Iterator[None]:
-        """Count a request that runs or waits.
-
-        Args:
-            client: the name of its key; None without keys.
-
-        Raises:
-            APIError: 429, the client has too many already.
-        """
-        most = self._of(client).requests
-        if most is not None and self._inside[client] >= most:
-            raise APIError(
-                429,
-                f"{self._inside[client]} requests of yours run or wait, and at most {most} may: "
-                "ask again when one has ended",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )
-        self._inside[client] += 1
-        try:
-            yield
-        finally:
-            self._inside[client] -= 1
-            if not self._inside[client]:
-                del self._inside[client]
-
-    def require_priority(self, client: str | None, priority: int) -> None:
-        """Raise APIError 400 unless a client may give a request this priority."""
-        least, most = self._of(client).priorities
-        if not least <= priority <= most:
-            raise wrong_value(
-                f"priority={priority} was asked, and you may ask for {least} to {most}", "priority"
-            )
-
-    def _of(self, client: str | None) -> Limits:
-        return self._default if client is None else self._by_client.get(client, self._default)
 
 
 class Gate:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paged_kv.server.completions.interface import Object
-from paged_kv.server.http.access import APIKeys, salt_of
+from paged_kv.server.http.access import Clients, salt_of
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.answers import ID_PREFIXES
@@ -228,12 +228,12 @@ class ResponseReader:
     """Answers requests for kept responses.
 
     Args:
-        keys: of the server.
+        clients: of the server.
         kept: the responses.
     """
 
-    def __init__(self, keys: APIKeys, kept: KeptResponses) -> None:
-        self._keys = keys
+    def __init__(self, clients: Clients, kept: KeptResponses) -> None:
+        self._clients = clients
         self._kept = kept
 
     async def answer(self, request: Request) -> Response:
@@ -268,5 +268,5 @@ class ResponseReader:
 
     def _requested(self, request: Request) -> tuple[Hashable, str]:
         """The owner that a client stands for, and the id of the response."""
-        owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
+        owner = salt_of(self._clients.require(request), request.query_params.get("cache_salt"))
         return owner, request.path_params["name"]

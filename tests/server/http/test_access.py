@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
+from paged_kv.commands.arguments import PriorityRange
 from paged_kv.server.engine.prefill_request import OtherServer
 from paged_kv.server.http import access
 from paged_kv.server.http.access import (
-    APIKeys,
+    Clients,
     KnownHosts,
+    Limits,
     read_api_keys,
     read_prefill_key,
     salt_of,
@@ -24,6 +26,11 @@ from paged_kv.server.http.api_errors import APIError
 def request(**headers: str) -> Request:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "headers": raw})
+
+
+def clients(*keys: str) -> Clients:
+    limits = Limits(PriorityRange(0, 0))
+    return Clients(dict.fromkeys(keys, limits), limits)
 
 
 def test_keys_are_read_from_a_file_or_the_environment(
@@ -56,7 +63,7 @@ def test_one_key_is_sent_to_the_other_server(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_key_is_required_whole_and_as_a_bearer() -> None:
-    keys = APIKeys(["one", "two-\u00e9"])
+    keys = clients("one", "two-\u00e9")
     first = keys.require(request(authorization="Bearer one"))
     second = keys.require(request(authorization="bearer  two-\u00e9 "))
     assert first
@@ -69,7 +76,7 @@ def test_a_key_is_required_whole_and_as_a_bearer() -> None:
         assert refused.value.status == 401
     with pytest.raises(APIError):
         keys.require(request())
-    assert APIKeys([]).require(request()) is None
+    assert clients().require(request()) is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_a_key_is_required_whole_and_as_a_bearer() -> None:
     ],
 )
 def test_readers_have_a_key_as_a_bearer_or_as_a_password(given: str) -> None:
-    keys = APIKeys(["one", "two-\u00e9"])
+    keys = clients("one", "two-\u00e9")
     keys.require_of_reader(request(authorization=given))
     if given.lower().startswith("basic"):
         with pytest.raises(APIError):
@@ -99,10 +106,10 @@ def test_readers_without_a_key_are_asked_for_a_password() -> None:
         *map("Basic ".__add__, encoded),
     ):
         with pytest.raises(APIError, match="as a password") as refused:
-            APIKeys(["one"]).require_of_reader(request(authorization=wrong))
+            clients("one").require_of_reader(request(authorization=wrong))
         assert refused.value.status == 401
         assert refused.value.headers["WWW-Authenticate"].startswith("Basic realm=")
-    APIKeys([]).require_of_reader(request())
+    clients().require_of_reader(request())
 
 
 def test_right_and_wrong_keys_take_the_same_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +122,7 @@ def test_right_and_wrong_keys_take_the_same_comparisons(monkeypatch: pytest.Monk
         return hmac.compare_digest(one, other)
 
     monkeypatch.setattr(access, "hmac", SimpleNamespace(compare_digest=noted))
-    keys = APIKeys(["first", "second", "x" * 1000])
+    keys = clients("first", "second", "x" * 1000)
     for given in ("first", "x" * 1000, "firsT", "f", "", "y" * 100_000):
         for require in (keys.require, keys.require_of_reader):
             compared.clear()
