@@ -139,7 +139,7 @@ def library_of(model: Module) -> CacheLibrary:
     """
     if not _is_of_mlx_vlm(model):
         return MLX_LM.of(model)
-    library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.library", "vlm").MLX_VLM
+    library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.hooks", "vlm").MLX_VLM
     return library
 
 

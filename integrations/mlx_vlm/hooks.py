@@ -1,39 +1,48 @@
-"""Replaces the functions of mlx-vlm that make and share prompt caches, for models with an installed
-factory.
+"""Names mlx-vlm's cache classes, and replaces its functions that make and share prompt caches, for
+models with an installed factory.
 
 `generate` and `stream_generate` call `make_prompt_cache`. `batch_generate` and the server build
 their batches with `_make_cache`, which asks for each cache's class and knows only its own. Its
 automatic prefix caching would restore its own classes, and a chat's next turn may have to trim more
 than a ring of pages can take back. Its quantisation of caches is refused where they are pages.
+
+Some models look at the padding of mlx-vlm's batches themselves: `LeftPaddedCache` is their layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_vlm import apc_adapters
 from mlx_vlm.apc_adapters import PrefixCachePlan
 from mlx_vlm.generate import ar, common, dispatch
 from mlx_vlm.generate.ar import GenerationBatch
 from mlx_vlm.models import cache as mlx_vlm_cache
+from mlx_vlm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
-from paged_kv.integrations.cache_library import language_model, model_file
-from paged_kv.integrations.mlx_vlm.left_padded_cache import REFUSAL, padded_batch
+from paged_kv.integrations.cache_library import CacheLibrary, language_model, model_file
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.rebinding import Hooks
 from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.steps.progress import NO_PADDING, Padding
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_vlm_cache.make_prompt_cache
 _stock_make_batch: Callable[..., list[Any]] = ar._make_cache
 _stock_extend = GenerationBatch.extend
 _stock_plan = apc_adapters.build_prefix_cache_plan
 _stock_trim_amount: Callable[..., int | None] = dispatch._prefix_cache_trim_amount
+
+REFUSAL = (
+    "this model looks for the padding of a batch among its keys, and pages hold no padding: give "
+    "it prompts one at a time, or of one length, or use mlx-vlm's own caches"
+)
 
 # The models, by their folders, whose attention takes the columns of its keys for positions.
 _COUNT_KEYS = frozenset({"inkling"})
@@ -135,13 +144,114 @@ def prefix_cache_trim_amount(prompt_cache: list[Any], prefix_len: int) -> int | 
     return amount
 
 
-MLX_VLM_HOOKS = Hooks(
-    {
-        stock_make_prompt_cache: make_prompt_cache,
-        _stock_make_batch: make_batch_cache,
-        stock_maybe_quantize: maybe_quantize_kv_cache,
-        _stock_plan: build_prefix_cache_plan,
-        _stock_trim_amount: prefix_cache_trim_amount,
-    },
-    [(GenerationBatch, extend)],
+class _PaddingColumns:
+    """Stands for the number of columns of padding, which pages do not hold. Models may ask whether
+    there are such; to count them raises."""
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise NotImplementedError(REFUSAL)
+
+
+class LeftPaddedCache(PagedKVCache):
+    """A layer of a batch that mlx-vlm pads on the left.
+
+    Models like Qwen3.5 compute the rows of a padded step one after the other: they `extract` each
+    row, give it its tokens without their padding, and `merge` the rows.
+    """
+
+    left_padding: Any = _PaddingColumns()
+    # Of an extracted row: its padding in the batch, and its tokens before the step.
+    _padding_before = 0
+    _tokens_before = 0
+
+    def empty(self) -> bool:
+        """Whether nothing was written, and no padding is announced: models make caches of their own
+        for the rows of an empty batch."""
+        paddings = [each.progress(self.layer).padding for each in self.sequences]
+        return super().empty() and not any(each.left for each in paddings)
+
+    def extract(self, idx: int) -> PagedKVCache:
+        """A fork of one sequence, as a cache of its own, whose next token is not padding."""
+        row = super().extract(idx)
+        assert isinstance(row, LeftPaddedCache)
+        (fork,) = row.sequences
+        row._tokens_before, _, padding = fork.progress(self.layer)
+        row._padding_before = padding.left
+        fork.prepare(self.layer, NO_PADDING)
+        return row
+
+    @classmethod
+    def merge(cls, caches: list[PagedKVCache]) -> PagedKVCache:
+        """A batch of forks of all caches' sequences; see `PagedKVCache.merge`.
+
+        Extracted rows whose step ended within their padding keep the rest of it.
+        """
+        merged = super().merge(caches)
+        sources = [cache for cache in caches for _ in cache.sequences]
+        rows = [
+            (source, sequence)
+            for source, sequence in zip(sources, merged.sequences, strict=True)
+            if isinstance(source, LeftPaddedCache)
+        ]
+        columns = max((row._columns() for row, _ in rows), default=0)
+        for row, sequence in rows:
+            if row._padding_before > columns:
+                sequence.prepare(merged.layer, Padding(left=row._padding_before - columns))
+        return merged
+
+    def _columns(self) -> int:
+        """How many columns the step of an extracted row had; 0 if the row took no tokens."""
+        new_tokens = self.size() - self._tokens_before
+        return self._padding_before + new_tokens if new_tokens else 0
+
+
+class MaskingCache(LeftPaddedCache):
+    """A layer for models that only mask columns of hidden states by the padding, as zaya1_vl does.
+    Such a batch has as many columns as its longest sequence has tokens."""
+
+    @property
+    def left_padding(self) -> mx.array:
+        """The padding before each sequence, [B]."""
+        offsets = mx.array(self.offset).reshape(-1)
+        return mx.max(offsets) - offsets
+
+
+# The models, by their folders, that need the padding for hidden states alone.
+_MASK_HIDDEN_STATES = frozenset({"zaya1_vl"})
+
+
+def padded_batch(folder: str, rows: list[PagedKVCache], left_padding: list[int]) -> PagedKVCache:
+    """One layer of a batch of new sequences, each after so many columns of padding.
+
+    Args:
+        folder: the model's folder in mlx-vlm.
+        rows: the layer's cache of each sequence.
+        left_padding: the columns of padding before each, of which one has none.
+    """
+    merged = rows[0].merge(rows)
+    if not any(left_padding):
+        return merged
+    kind = MaskingCache if folder in _MASK_HIDDEN_STATES else LeftPaddedCache
+    padded = kind(merged.pool, merged.layer, merged.sequences)
+    padded.prepare(left_padding=left_padding)
+    return padded
+
+
+MLX_VLM = CacheLibrary(
+    name="mlx-vlm",
+    make_prompt_cache=stock_make_prompt_cache,
+    full=KVCache,
+    window=RotatingKVCache,
+    chunked=ChunkedKVCache,
+    unpaged=frozenset({"mlx_vlm.models.cache.ArraysCache"}),
+    hooks=Hooks(
+        {
+            stock_make_prompt_cache: make_prompt_cache,
+            _stock_make_batch: make_batch_cache,
+            stock_maybe_quantize: maybe_quantize_kv_cache,
+            _stock_plan: build_prefix_cache_plan,
+            _stock_trim_amount: prefix_cache_trim_amount,
+        },
+        [(GenerationBatch, extend)],
+    ),
 )

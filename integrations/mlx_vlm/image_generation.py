@@ -29,8 +29,7 @@ from PIL import Image
 from paged_kv.integrations.generation.text_generation import TextGeneration, loaded
 from paged_kv.integrations.media_keys import MediaKeys
 from paged_kv.integrations.mlx_lm_internals import downloaded
-from paged_kv.integrations.mlx_vlm.media_prompt import MediaPrompt
-from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from paged_kv.integrations.mlx_vlm.text_model import MediaPrompt, TextModel
 
 # Of all images of a prompt. A camera's largest has so many; every processor scales them down.
 MOST_PIXELS = 100_000_000

@@ -1,10 +1,15 @@
-"""Lets mlx-lm's generators run a model of mlx-vlm."""
+"""Lets mlx-lm's generators run a model of mlx-vlm, and computes a prompt as mlx-vlm does: with the
+embeddings and positions of its images."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_vlm.generate.common import _chunked_prefill_enabled
+from mlx_vlm.generate.dispatch import _prime_cached_prefix_rope_state
 
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.cache_library import model_file
@@ -92,3 +97,131 @@ def _look_for_padding_on_the_right(cache: Any) -> None:
     layers do not look at the lengths in a new batch, which has a left padding of 0."""
     if getattr(cache, "lengths", None) is not None and hasattr(cache, "left_padding"):
         cache.left_padding = None
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt as mlx-vlm's processor made it.
+
+    Attributes:
+        tokens: their ids.
+        cache_key: the same, with ids made of the content in the place of each image's tokens.
+        pixel_values: of all images; None for a text.
+        mask: which tokens count [1, T]; None for all.
+        inputs: what else the model needs, such as the images' sizes in patches.
+    """
+
+    tokens: list[int]
+    cache_key: list[int]
+    pixel_values: Any = None
+    mask: mx.array | None = None
+    inputs: dict[str, Any] | None = None
+
+    @property
+    def media_end(self) -> int:
+        """The number of tokens up to the last one of an image; 0 for a text."""
+        return max((at for at, each in enumerate(self.cache_key, 1) if each < 0), default=0)
+
+    def begin(self, model: TextModel, cached: int) -> PromptSteps:
+        """The model's steps for this prompt, behind a cached prefix of `cached` tokens if it can
+        continue there.
+
+        Raises:
+            ValueError: the model cannot read the images.
+        """
+        return PromptSteps(model, self, cached)
+
+
+class PromptSteps:
+    """A model's steps for one prompt and the tokens after it, called as mlx-lm calls a model.
+
+    Attributes:
+        start: the tokens of the prompt that the prompt cache has to hold before the first step.
+        in_parts: whether each step computes its own tokens, and not the first one all.
+    """
+
+    def __init__(self, model: TextModel, prompt: MediaPrompt, cached: int) -> None:
+        self._model = model
+        self._tokens = mx.array([prompt.tokens])
+        inputs = dict(prompt.inputs or {})
+        self.in_parts = model.reads_in_parts(self._tokens, inputs)
+        self.start = self._done = cached if self.in_parts and model.is_batchable else 0
+        # Of the tokens that are not computed yet; None where the decoder looks them up itself.
+        self._embeddings: mx.array | None = None
+        self._arguments: dict[str, Any] = {}
+        self._output: Any = None
+        model.set_positions({})
+        # Text behind all images is computed as generated tokens are, once its positions are known.
+        is_text = self.start > 0 and prompt.media_end <= self.start
+        if not (is_text and self._find_positions(prompt.mask, inputs)):
+            self._embed(prompt, inputs)
+        self._positions = model.positions()
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        """The logits [1, 1, vocabulary] of the last of the tokens [1, T], which continue those of
+        the step before."""
+        self._model.set_positions(self._positions)
+        start, self._done = self._done, self._done + inputs.shape[1]
+        if self._embeddings is None:
+            logits = self._finish(self._compute(inputs, cache))
+        elif self.in_parts:
+            logits = self._read(start, inputs, cache)
+        else:
+            logits = self._read_whole(cache)
+        self._positions = self._model.positions()
+        return logits
+
+    def _find_positions(self, mask: mx.array | None, inputs: dict[str, Any]) -> bool:
+        """Let the decoder note the positions of the prompt; false if it cannot."""
+        whole = self._model.whole
+        return bool(_prime_cached_prefix_rope_state(whole, self._tokens, mask, inputs))
+
+    def _embed(self, prompt: MediaPrompt, inputs: dict[str, Any]) -> None:
+        """Compute the embeddings of all tokens, and what else the decoder needs."""
+        made = self._model.whole.get_input_embeddings(
+            self._tokens, prompt.pixel_values, mask=prompt.mask, **inputs
+        ).to_dict()
+        embeddings: mx.array = made.pop("inputs_embeds")
+        if embeddings.shape[1] != len(prompt.tokens):
+            raise ValueError(
+                f"this model makes {embeddings.shape[1]:,} embeddings of a prompt of "
+                f"{len(prompt.tokens):,} tokens, and pages are counted in tokens"
+            )
+        self._arguments = inputs | {name: each for name, each in made.items() if each is not None}
+        mx.eval(embeddings)
+        self._embeddings = embeddings
+
+    def _read(self, start: int, inputs: mx.array, cache: list[Any]) -> mx.array:
+        """Compute the prompt's next part. The decoder cuts its other arguments itself."""
+        assert self._embeddings is not None, "the prompt is not computed yet"
+        part = self._embeddings[:, start : self._done]
+        if self._done >= self._tokens.shape[1]:
+            return self._finish(self._compute(inputs, cache, inputs_embeds=part))
+        output = self._compute(inputs, cache, inputs_embeds=part, n_to_process=inputs.shape[1])
+        return _last_logits(output)
+
+    def _read_whole(self, cache: list[Any]) -> mx.array:
+        """Compute all of the prompt with its first part. Its last part finds it computed."""
+        if self._output is None:
+            self._output = self._compute(self._tokens, cache, inputs_embeds=self._embeddings)
+        if self._done >= self._tokens.shape[1]:
+            return self._finish(self._output)
+        return _last_logits(self._output)
+
+    def _compute(self, inputs: mx.array, cache: list[Any], **more: Any) -> Any:
+        decoder = self._model.decoder
+        return decoder(inputs, cache=cache, logits_to_keep=1, **self._arguments, **more)
+
+    def _finish(self, output: Any) -> mx.array:
+        """The logits of a step that a generated token follows, which gets what mlx-vlm's
+        `generate_step` hands to it."""
+        self._embeddings = self._output = None
+        handed = ("cross_attention_states", "encoder_outputs")
+        states = {name: getattr(output, name, None) for name in handed}
+        self._arguments = {name: each for name, each in states.items() if each is not None}
+        return _last_logits(output)
+
+
+def _last_logits(output: Any) -> mx.array:
+    logits: mx.array = output.logits[:, -1:]
+    return logits

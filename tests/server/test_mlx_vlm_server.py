@@ -23,8 +23,7 @@ from mlx_vlm.prompt_utils import apply_chat_template
 from openai import BadRequestError, OpenAI
 from PIL import Image
 
-from paged_kv.integrations.mlx_vlm.media_prompt import PromptSteps
-from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from paged_kv.integrations.mlx_vlm.text_model import PromptSteps, TextModel
 from paged_kv.server.completions import handler
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
