@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.cache.dependencies import DependentArray, depending
-from paged_kv.integrations.states.row_arrays import GrowingArray
+from paged_kv.integrations.states.layer_rows import GrowingArray
 from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
 from paged_kv.recognition.softcapped_arrays import AttentionScores
 from paged_kv.steps.arrays import PagedKeys, PagedValues
