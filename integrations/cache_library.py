@@ -15,8 +15,7 @@ from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.rebinding import Hooks
-from paged_kv.integrations.states.growing_layers import GrowingLayer, growing_layers
-from paged_kv.integrations.states.layer_rows import LayerRows
+from paged_kv.integrations.states.layer_rows import GrowingLayer, LayerRows, growing_layers
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 # These models pair a layer's cache with one for an indexer's keys, whose arrays they read and

@@ -29,7 +29,7 @@ from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.slow_products import warn_in_program
 from paged_kv.integrations.states.counted_states import known_states
-from paged_kv.integrations.states.growing_layers import GrowingLayer
+from paged_kv.integrations.states.layer_rows import GrowingLayer
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import Ranks
