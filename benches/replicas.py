@@ -59,8 +59,8 @@ from benches.simulated_replicas import (
 )
 from paged_kv.server.replicas import deployments
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Trail
+from paged_kv.server.replicas.front import PrefixRouter
 from paged_kv.server.replicas.placement import MOST_BEGINNINGS, Placement
-from paged_kv.server.replicas.prefix_router import PrefixRouter
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.ray_cluster import ray_cluster
 

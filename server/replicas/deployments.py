@@ -16,10 +16,8 @@ from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.options import parsed_options
 from paged_kv.server.lifecycle import LAST_S
 from paged_kv.server.options import SERVER_OPTIONS, ServerOptions, server_parser
-from paged_kv.server.replicas.agreement import Agreement
-from paged_kv.server.replicas.front import Front
-from paged_kv.server.replicas.prefix_router import PrefixRouter
-from paged_kv.server.replicas.replica import Replica
+from paged_kv.server.replicas.front import Front, PrefixRouter
+from paged_kv.server.replicas.replica import Agreement, Replica
 from paged_kv.server.server_command import require_servable, require_servable_by
 
 # Those of Ray Serve, and what they are when nothing is said.

@@ -1,29 +1,43 @@
-"""One server of several, which gets its requests from the front."""
+"""One server of several, which gets its requests from the front: a replica, the processes that
+share its model, and what sees to it that all replicas compute the same."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import socket
+import tempfile
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group, get_node_ip_address
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message
 
+from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.server.app import make_app
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
-from paged_kv.server.lifecycle import make_service, require_loaded
+from paged_kv.server.lifecycle import follow, make_service, require_loaded
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.replicas.agreement import identity_of
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
-from paged_kv.server.replicas.rank_actors import start_ranks
 from paged_kv.server.server_command import prepare_process
 
 log = logging.getLogger(__name__)
+
+# Of each file, so many pieces, spread over it. Other weights differ nearly everywhere, and a large
+# model takes minutes to read.
+PIECES, PIECE_BYTES = 64, 4096
 
 
 class WholeAnswer(NamedTuple):
@@ -136,3 +150,110 @@ async def _run(
         log.exception("the application has failed")
     finally:
         sent.put_nowait(None)
+
+
+class Agreement:
+    """Knows what the first replica computes with. Ray Serve runs one beside the replicas."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str, dict[str, str]] | None = None
+
+    def require_same(self, place: str, identity: dict[str, str]) -> None:
+        """Compare a replica with the first one.
+
+        Args:
+            place: names the replica.
+            identity: see `identity_of`.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self._first is None:
+            self._first = place, identity
+        first, expected = self._first
+        for name, value in identity.items():
+            if value != expected[name]:
+                raise ValueError(
+                    f"replica {place} has {name} {value}, and replica {first}, with which it is to "
+                    f"answer as one, has {expected[name]}: install the same on all machines, and "
+                    "give them the same files"
+                )
+
+
+def identity_of(folder: Path | None) -> dict[str, str]:
+    """What decides the answers of a replica, beside its options: versions, and the model's files.
+
+    Args:
+        folder: of the model; None if requests name one.
+    """
+    named = {package: version(package) for package in ("paged-kv", "mlx", "mlx-lm")}
+    return named if folder is None else named | {"model": _digest(folder)}
+
+
+def _digest(folder: Path) -> str:
+    """A hash of the names, sizes and pieces of a model's files."""
+    digest = sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and not file.name.startswith("."):
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{size}\0".encode())
+            with file.open("rb") as content:
+                for number in range(PIECES):
+                    content.seek(number * max(0, size - PIECE_BYTES) // (PIECES - 1))
+                    digest.update(content.read(PIECE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+class Rank:
+    """Another rank than the first: an actor of Ray. It ends with the first."""
+
+    def address(self) -> str:
+        """Where it can listen."""
+        return free_address()
+
+    def follow(self, rank: int, addresses: list[str], options: ServerOptions) -> int:
+        """Compute what rank 0 decides, until it ends; returns the exit status."""
+        prepare_process(options)
+        _join(rank, addresses)
+        return follow(PagedModelProvider(options))
+
+
+async def start_ranks(options: ServerOptions) -> list[Any]:
+    """Start the other ranks of this replica, one in each other bundle of its placement group, and
+    make this process rank 0. Returns their actors; none if the replica is alone."""
+    group = get_current_placement_group()
+    if group is None:
+        return []
+    actors = [
+        ray.remote(Rank)
+        .options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
+        )
+        .remote()
+        for number, bundle in enumerate(group.bundle_specs)
+        if number
+    ]
+    others = await asyncio.gather(*[actor.address.remote() for actor in actors])
+    addresses = [free_address(), *others]
+    for rank, actor in enumerate(actors, start=1):
+        actor.follow.remote(rank, addresses, options)
+    _join(0, addresses)
+    return actors
+
+
+def free_address() -> str:
+    """The address of this machine in the cluster, and a port that is free there."""
+    host = get_node_ip_address()
+    with socket.create_server((host, 0)) as listening:
+        return f"{host}:{listening.getsockname()[1]}"
+
+
+def _join(rank: int, addresses: list[str]) -> None:
+    """Meet the other ranks, told of them as mlx.launch tells processes for the backend ring."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as hosts:
+        json.dump([[each] for each in addresses], hosts)
+        hosts.flush()
+        os.environ |= {"MLX_HOSTFILE": hosts.name, "MLX_RANK": str(rank)}
+        joined_ranks()

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra ray")
 
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, trail_of
+from paged_kv.server.replicas.front import PrefixRouter
 from paged_kv.server.replicas.placement import RUNNING
-from paged_kv.server.replicas.prefix_router import PrefixRouter
 
 pytestmark = pytest.mark.slow
 
