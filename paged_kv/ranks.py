@@ -51,15 +51,15 @@ class Ranks:
         of plain Python values."""
         return [answer]
 
-    def agree(self, question: str, answer: bool) -> bool:
+    def all_true(self, question: str, answer: bool) -> bool:
         """Whether every rank says yes."""
         return all(self.gather(question, answer))
 
-    def least(self, question: str, answer: int) -> int:
+    def all_min(self, question: str, answer: int) -> int:
         """The smallest number of all ranks'."""
         return min(self.gather(question, answer))
 
-    def of_first(self, question: str, answer: Answer) -> Answer:
+    def broadcast(self, question: str, answer: Answer) -> Answer:
         """Rank 0's answer; those of the others are ignored."""
         return self.gather(question, answer)[0]
 

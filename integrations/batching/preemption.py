@@ -208,7 +208,7 @@ class Preemption:
         self._new.add(uid)
 
     def has_room(self, number: int, running: list[int]) -> bool:
-        while not self._ranks.agree("room", self._has_room(number, running)):
+        while not self._ranks.all_true("room", self._has_room(number, running)):
             if not self._take_back():
                 return False
         return True
@@ -219,10 +219,10 @@ class Preemption:
         # They may share pages, so that they take less than is counted here.
         in_use = sum(size.bytes_for(growth.held) for _, growth in others)
         fits = self._fits(number, others, in_use, shared_tokens=0)
-        return self._ranks.agree("way", fits)
+        return self._ranks.all_true("way", fits)
 
     def awaits(self, number: int, running: list[int]) -> bool:
-        return not self._ranks.agree("ready", not self._awaits(number, running))
+        return not self._ranks.all_true("ready", not self._awaits(number, running))
 
     def _awaits(self, number: int, running: list[int]) -> bool:
         """Whether a prompt that runs is about to have computed and cached what a waiting sequence

@@ -47,7 +47,7 @@ def agreed_budget(max_bytes: float | str | None, ranks: Ranks) -> int:
     Raises:
         TypeError, ValueError: `max_bytes` is no size.
     """
-    return ranks.least("max_bytes", chosen_budget(max_bytes, None).max_bytes)
+    return ranks.all_min("max_bytes", chosen_budget(max_bytes, None).max_bytes)
 
 
 def folder_of_rank(store: Tier, ranks: Ranks) -> Tier | Path:

@@ -49,7 +49,7 @@ class TextGeneration:
         self._ranks = joined_ranks()
         if seed is None and self._ranks.size > 1:
             # Each rank samples its tokens itself.
-            seed = self._ranks.of_first("seed", secrets.randbits(32))
+            seed = self._ranks.broadcast("seed", secrets.randbits(32))
         if seed is not None:
             mx.random.seed(seed)
         self._model, self._tokenizer = self._loaded(path)

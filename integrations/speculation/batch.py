@@ -185,7 +185,7 @@ class SpeculativeBatch(MaskedBatch):
             if count
         ]
         length = self._lengths.choose(len(most), candidates) if candidates else 0
-        length = self._ranks.of_first("draft length", length)  # each rank has times of its own
+        length = self._ranks.broadcast("draft length", length)  # each rank has times of its own
         responses = self._with_drafts([min(length, each) for each in most]) if length else None
         return self._without_drafts() if responses is None else responses
 
@@ -243,7 +243,7 @@ class SpeculativeBatch(MaskedBatch):
         for row, grammar in grammars.items():
             grammar.take(emitting[row], self.parts.num_tokens[row])
         drafts = self._draft.propose(list(requests.values())) if requests else []
-        drafts = self._ranks.of_first("drafts", drafts)
+        drafts = self._ranks.broadcast("drafts", drafts)
         proposed = dict(zip(requests, drafts, strict=True))
         inputs = [
             [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]

@@ -261,7 +261,7 @@ class PrefixCache:
         match = self.pool.index.peek(namespace, tokens)
         place = match.num_tokens // PAGE_SIZE * PAGE_SIZE
         is_worth = place - self._start(match).num_tokens >= PAGE_SIZE
-        return self.ranks.least("parting", place if is_worth else 0)
+        return self.ranks.all_min("parting", place if is_worth else 0)
 
     @locked
     def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:

@@ -174,7 +174,7 @@ class StoredPrefixes:
         entries = zip(offer.stored.places, reading, strict=False)
         damaged = [place.key for place, entry in entries if entry is None]
         failed += damaged
-        return ranks.agree("readable", not damaged)
+        return ranks.all_true("readable", not damaged)
 
     def keep(
         self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping

@@ -169,7 +169,7 @@ class GenerationThread:
             self.loaded.set_exception(error)
             raise
         self.loaded.set_result(None)
-        self._used = self._now = self._ranks.of_first("clock", monotonic())
+        self._used = self._now = self._ranks.broadcast("clock", monotonic())
         while not self._stopped:
             self._obey(self._next_commands())
             self._begin()
@@ -192,7 +192,7 @@ class GenerationThread:
             # A job whose prompt is fetched is not there yet: its arrival is a command.
             is_idle = not self._queue and (self._rows is None or not len(self._rows))
             commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
-        self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
+        self._now, commands = self._ranks.broadcast("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
         return commands
 

@@ -213,7 +213,7 @@ class PagedModelProvider(ModelProvider):
             self.why_no_images = refusal if self.processor is None else None
         if self.ranks.size > 1:
             # Each rank samples its tokens itself.
-            mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
+            mx.random.seed(self.ranks.broadcast("seed", secrets.randbits(32)))
         try:
             self.model_key = (model, adapter, draft)
             loaded: Any = self.model
