@@ -180,30 +180,16 @@ def test_a_rank_gives_up_what_answers_as_no_rank_does(
 
 
 @pytest.mark.parametrize(
-    ("heartbeats", "message"),
+    ("told", "message"),
     [
-        (
-            {0: Heartbeat(7, "waiting", 9), 1: Heartbeat(6, "computing", 9)},
-            "rank 1 has kept the others",
-        ),
-        ({0: Heartbeat(7, "waiting", 9), 1: Heartbeat(7, "", 9)}, "rank 1 has kept the others"),
-        (
-            {
-                0: Heartbeat(7, "computing", 9),
-                1: Heartbeat(7, "waiting", 9),
-                2: Heartbeat(6, "", 1),
-            },
-            "rank 0, 2 has kept",
-        ),
-        (
-            {0: Heartbeat(7, "computing", 9), 1: Heartbeat(7, "computing", 8)},
-            "a step has taken more than",
-        ),
+        ([(7, "waiting", 9), (6, "computing", 9)], "rank 1 has kept the others"),
+        ([(7, "waiting", 9), (7, "", 9)], "rank 1 has kept the others"),
+        ([(7, "computing", 9), (7, "waiting", 9), (6, "", 1)], "rank 0, 2 has kept"),
+        ([(7, "computing", 9), (7, "computing", 8)], "a step has taken more than"),
     ],
 )
-def test_the_rank_for_which_the_others_wait_is_named(
-    heartbeats: dict[int, Heartbeat], message: str
-) -> None:
+def test_the_rank_for_which_the_others_wait_is_named(told: list[Any], message: str) -> None:
+    heartbeats = {rank: Heartbeat(*each) for rank, each in enumerate(told)}
     assert message in hanging(heartbeats, 5)
 
 

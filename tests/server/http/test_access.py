@@ -1,4 +1,4 @@
-"""API keys, and the host names under which browsers may open pages."""
+"""API keys and their limits, and the host names under which browsers may open pages."""
 
 import base64
 import hmac
@@ -155,3 +155,21 @@ def test_further_names_are_known_if_the_server_is_told_so() -> None:
 def test_other_names_are_not(host: str) -> None:
     with pytest.raises(APIError, match="not served as"):
         KnownHosts("127.0.0.1").require(request(host=host))
+
+
+def test_requests_are_counted_by_key() -> None:
+    most = Limits(PriorityRange(0, 100))
+    counted = Clients({"a": Limits(PriorityRange(0, 0), 2), "b": most}, most)
+    a, b = [counted.require(request(authorization=f"Bearer {key}")) for key in "ab"]
+    with counted.entered(a), counted.entered(a), counted.entered(b):
+        with pytest.raises(APIError) as refused, counted.entered(a):
+            pass
+        assert refused.value.status == 429
+        assert refused.value.headers["Retry-After"]
+    with counted.entered(a):
+        pass
+    assert not counted._inside
+    counted.require_priority(b, 100)
+    for client, priority in ((a, 1), (a, -1), (b, 101)):
+        with pytest.raises(APIError, match="you may ask"):
+            counted.require_priority(client, priority)

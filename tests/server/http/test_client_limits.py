@@ -6,38 +6,13 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, RateLimitError
-from starlette.requests import Request
 
-from paged_kv.commands.arguments import PriorityRange
-from paged_kv.server.http.access import Clients, Limits
-from paged_kv.server.http.api_errors import APIError
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import in_float32, paged_server, wait_until
 
 LLAMA = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
 NAME = "default_model"
 GO_ON = {"0": -1000}
-DEFAULT = Limits(PriorityRange(0, 100))
-
-
-def test_requests_are_counted_by_key() -> None:
-    clients = Clients({"a": Limits(PriorityRange(0, 0), 2), "b": DEFAULT}, DEFAULT)
-    a, b = [
-        clients.require(Request({"type": "http", "headers": [(b"x-api-key", key)]}))
-        for key in (b"a", b"b")
-    ]
-    with clients.entered(a), clients.entered(a), clients.entered(b):
-        with pytest.raises(APIError) as refused, clients.entered(a):
-            pass
-        assert refused.value.status == 429
-        assert refused.value.headers["Retry-After"]
-    with clients.entered(a):
-        pass
-    assert not clients._inside
-    clients.require_priority(b, 100)
-    for client, priority in ((a, 1), (a, -1), (b, 101)):
-        with pytest.raises(APIError, match="you may ask"):
-            clients.require_priority(client, priority)
 
 
 @pytest.mark.slow
