@@ -50,7 +50,7 @@ class SpeculationCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
-    def note(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, accepted: int) -> None:
         """Count a step of one row; one without a draft does not count."""
         if drafted:
             self.drafts += 1
@@ -81,7 +81,6 @@ class _Row:
         acceptance: of what the draft proposes.
         forced_acceptance: of what the row's grammar forces.
         is_forced: whether its grammar forced tokens when the last draft was asked for.
-        is_prepared: whether the draft was prepared for it once, which takes longer than later.
     """
 
     options: RowOptions
@@ -90,7 +89,6 @@ class _Row:
     acceptance: Acceptance = field(default_factory=Acceptance)
     forced_acceptance: Acceptance = field(default_factory=Acceptance)
     is_forced: bool = False
-    is_prepared: bool = False
 
     @property
     def drafting(self) -> Acceptance:
@@ -158,8 +156,8 @@ class SpeculativeBatch(MaskedBatch):
         self._lengths = lengths
         self._ranks = ranks_of(model)
         self._rows: list[_Row] = []
-        # The rows of the last step, if it was without drafts; 0 behind one with drafts.
-        self._plain_rows: int | None = None
+        # The rows of the last step, if it was without drafts.
+        self._plain_rows = 0
 
     def extend(self, batch: GenerationBatch) -> None:
         """Extend this batch with another generation batch, whose caches can be rolled back."""
@@ -202,8 +200,9 @@ class SpeculativeBatch(MaskedBatch):
             for row, count in enumerate(counts)
             if count and not self._rows[row].is_forced
         }
-        self._prepare(requests, len(counts))
         began = perf_counter()
+        if requests:
+            self._draft.prepare(list(requests.values()))
         rollback, before = Rollback(self.model, self.prompt_cache), SampledState(self)
         verified = attempted(partial(self._verified, emitting, counts, requests))
         if isinstance(verified, Shortage):
@@ -215,20 +214,9 @@ class SpeculativeBatch(MaskedBatch):
             return None
         responses = self._emit(verified, rollback)
         longest = max(map(len, verified.inputs))
-        self._lengths.note(len(counts), longest, len(responses), perf_counter() - began)
+        self._lengths.record(len(counts), longest, perf_counter() - began)
         self._plain_rows = 0
         return responses
-
-    def _prepare(self, requests: dict[int, DraftRow], rows: int) -> None:
-        if not requests:
-            return
-        began = perf_counter()
-        self._draft.prepare(list(requests.values()))
-        asking = [self._rows[row] for row in requests]
-        if all(row.is_prepared for row in asking):
-            self._lengths.note_beside(rows, 0, perf_counter() - began)
-        for row in asking:
-            row.is_prepared = True
 
     def _verified(
         self, emitting: list[int], counts: list[int], requests: dict[int, DraftRow]
@@ -274,10 +262,7 @@ class SpeculativeBatch(MaskedBatch):
         seconds = perf_counter() - began
         if self._plain_rows == len(counts):
             # It has waited for the step before it, which was begun as this one was.
-            self._lengths.note(len(counts), 1, len(counts), seconds)
-        elif self._plain_rows == 0:
-            # Nothing was begun before it, as drafts need the tokens of the step before them.
-            self._lengths.note_beside(len(counts), len(counts), seconds)
+            self._lengths.record(len(counts), 1, seconds)
         self._plain_rows = len(counts)
         for response, count in zip(responses, counts, strict=True):
             response.speculation = count
@@ -350,9 +335,9 @@ class SpeculativeBatch(MaskedBatch):
         return len(tokens), None
 
     def _count(self, row: int, drafted: int, accepted: int) -> None:
-        self.counts.note(drafted, accepted)
-        self._rows[row].counts.note(drafted, accepted)
-        self._rows[row].drafting.note(drafted, accepted)
+        self.counts.record(drafted, accepted)
+        self._rows[row].counts.record(drafted, accepted)
+        self._rows[row].drafting.record(drafted, accepted)
         if (cache := first_paged(self.prompt_cache)) is not None:
             cache.pool.counts.record_draft(drafted, accepted)
 

@@ -4,10 +4,9 @@ A step takes as long as its longest row, for all rows. A row whose drafts are ac
 probability p emits 1 + p + p^2 + .. + p^n tokens in a step with n drafted ones. `AdaptiveLengths`
 takes the n with most tokens a second, from measured times, and 0 if drafts do not pay.
 
-Trying costs time too: a longer step whose drafts are rejected. So tries have an allowance, in steps
-without drafts. A step adds what it saved, or takes what it lost; without drafts it adds a little.
-Nothing is drafted that may lose more than the allowance. So drafts that never pay cost 1 %, and
-a step or two at first.
+What is not known is tried: a length that was not timed twice, and after about 100 steps a row whose
+drafts were rejected. So drafts that never pay cost about 1 %, and up to 3 % in batches of short
+answers, whose rows are all new.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from typing import NamedTuple, Protocol
 
 # The least of so many steps: those that waited for another process took longer.
 _SAMPLES = 5
-# A step with drafts is known when it was timed twice: once it may have waited.
+# A step with drafts is known when it was timed twice: once it may have waited, or the draft has
+# read a whole prompt.
 _LEAST_SAMPLES = 2
 # Older times are forgotten: contexts grow, and a machine gets busy.
-_KEPT_STEPS = 200
+_KEPT_STEPS = 400
 
 
 class _Recent:
@@ -39,39 +39,24 @@ class StepTimes:
         self._recent: defaultdict[int, dict[int, _Recent]] = defaultdict(dict)
         self._steps = 0
 
-    def note(self, rows: int, tokens: int, seconds: float) -> None:
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
         """Count a step."""
         self._steps += 1
         recent = self._recent[rows].setdefault(tokens, _Recent())
         recent.seconds.append(seconds)
         recent.at_step = self._steps
 
-    def longest(self, rows: int) -> int:
-        """The most drafted tokens whose cost is known or worth a try: one more than in the longest
-        step that is known; 0 while no step without drafts is."""
-        known = self._known(rows)
-        return max(known) if 1 in known else 0
-
-    def plain(self, rows: int) -> float | None:
-        """Seconds of a step without drafts; None while none is known."""
-        return self._known(rows).get(1)
-
-    def ratio(self, rows: int, tokens: int) -> float | None:
-        """The time of a step, in steps without drafts; that of the longest shorter one that is
-        known if this length is not. None while no step without drafts is known."""
+    def ratios(self, rows: int) -> list[float]:
+        """The times of steps that draft 0, 1, .. tokens, in steps without drafts, up to one token
+        more than in the longest step that is known. What is not known is taken to cost what the
+        longest shorter one does. Empty while no step without drafts is known."""
         known = self._known(rows)
         if 1 not in known:
-            return None
-        return known[max(each for each in known if each <= tokens)] / known[1]
-
-    def worst(self, rows: int, tokens: int) -> float:
-        """What a step may cost, in steps without drafts: as much as its tokens one by one, beyond
-        what is known."""
-        known = self._known(rows)
-        if 1 not in known:
-            return tokens
-        longest = max(each for each in known if each <= tokens)
-        return known[longest] / known[1] + tokens - longest
+            return []
+        found: list[float] = []
+        for tokens in range(1, max(known) + 2):
+            found.append(known[tokens] / known[1] if tokens in known else found[-1])
+        return found
 
     def _known(self, rows: int) -> dict[int, float]:
         """The least seconds by tokens; those that are too old are forgotten."""
@@ -97,10 +82,6 @@ _WEIGHT = 0.2
 _RECOVERY = 0.01
 # A length must gain this much: measured times scatter.
 _LEAST_GAIN = 1.05
-# Steps without drafts that tries may cost: at first, for each such step, and saved up at most.
-_FIRST_ALLOWANCE = 0.5
-_ALLOWANCE_PER_STEP = 0.01
-_MOST_ALLOWANCE = 4.0
 
 
 class Acceptance:
@@ -109,7 +90,7 @@ class Acceptance:
     def __init__(self) -> None:
         self.chance = _FIRST_CHANCE
 
-    def note(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, accepted: int) -> None:
         """Count one draft. Tokens after the first rejected one tell nothing."""
         for at in range(min(drafted, accepted + 1)):
             self.chance += _WEIGHT * ((at < accepted) - self.chance)
@@ -143,13 +124,8 @@ class DraftLengths(Protocol):
         means a step without drafts."""
         ...
 
-    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Learn from a step: the `tokens` of its longest row, and those that all rows `emitted`."""
-        ...
-
-    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
-        """Learn what drafts cost beside their own steps: time in which all rows `emitted` so many
-        tokens."""
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learn the time of a step, drafting included, from the `tokens` of its longest row."""
         ...
 
 
@@ -160,10 +136,7 @@ class FixedLengths:
         """As many tokens as any row may draft."""
         return max(each.most for each in candidates)
 
-    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Nothing is learned."""
-
-    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
         """Nothing is learned."""
 
 
@@ -172,53 +145,23 @@ class AdaptiveLengths:
 
     def __init__(self) -> None:
         self._times = StepTimes()
-        self._allowance = _FIRST_ALLOWANCE
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
         """The length with most tokens a second. A length is tried after all shorter ones."""
-        length = self._best(rows, candidates) if self._allowance > 0 else 0
-        if length:
-            emitted = _emitted(rows, candidates, length) / rows
-            if self._times.worst(rows, length + 1) - emitted > self._allowance:
-                length = 0
-        if not length:
+        most = max(each.most for each in candidates)
+        best, best_rate = 0, rows * _LEAST_GAIN
+        for length, ratio in enumerate(self._times.ratios(rows)[: most + 1]):
+            rate = _emitted(rows, candidates, length) / ratio
+            if length and rate > best_rate:
+                best, best_rate = length, rate
+        if not best:
             for each in candidates:
                 each.acceptance.recover()
-        return length
-
-    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Learn the time of a step, and what it saved or lost."""
-        self._times.note(rows, tokens, seconds)
-        if tokens == 1:
-            self._earn(_ALLOWANCE_PER_STEP)
-        else:
-            # One that took longer than drafting and verifying its tokens one by one has waited for
-            # another process.
-            self._account(rows, emitted, seconds, 2 * tokens)
-
-    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
-        """Learn what a try lost beside its step: no more than a step, as it may have waited for
-        another process."""
-        self._account(rows, emitted, seconds, emitted / rows + 1)
-
-    def _account(self, rows: int, emitted: int, seconds: float, most: float) -> None:
-        """Count what some time has saved or lost, which is `most` steps without drafts at most."""
-        if (plain := self._times.plain(rows)) is not None:
-            self._earn(emitted / rows - min(seconds / plain, most))
-
-    def _earn(self, steps: float) -> None:
-        self._allowance = min(_MOST_ALLOWANCE, self._allowance + steps)
-
-    def _best(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        most = min(max(each.most for each in candidates), self._times.longest(rows))
-        best, best_rate = 0, rows * _LEAST_GAIN
-        for length in range(1, most + 1):
-            ratio = self._times.ratio(rows, length + 1)
-            assert ratio is not None, "longest is 0 while steps without drafts are not timed"
-            rate = _emitted(rows, candidates, length) / ratio
-            if rate > best_rate:
-                best, best_rate = length, rate
         return best
+
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learn the time of a step."""
+        self._times.record(rows, tokens, seconds)
 
 
 def _emitted(rows: int, candidates: Sequence[Candidate], length: int) -> float:

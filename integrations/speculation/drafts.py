@@ -49,8 +49,8 @@ class Draft(Protocol):
         ...
 
     def prepare(self, rows: list[DraftRow]) -> None:
-        """Compute what is missing before these rows can draft. It takes long for a row's first
-        draft, so the time of a step does not include it."""
+        """Compute what is missing before these rows can draft, such as a prompt that the draft has
+        not read."""
         ...
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:

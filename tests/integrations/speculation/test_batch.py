@@ -230,26 +230,21 @@ def test_steps_without_drafts_are_timed_first(
     assert len(first) == 2
 
 
-class Noting(FixedLengths):
-    """Notes the kinds of steps that it is told of."""
+class Recorded(FixedLengths):
+    """Records the kinds of steps that it is told of."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, int, int]] = []
-        self.beside: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int]] = []
 
-    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
         assert seconds > 0
-        self.steps.append((rows, tokens, emitted))
-
-    def note_beside(self, rows: int, emitted: int, seconds: float) -> None:
-        assert seconds > 0
-        self.beside.append((rows, emitted))
+        self.steps.append((rows, tokens))
 
 
 def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_drafted(
     model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
 ) -> None:
-    lengths = Noting()
+    lengths = Recorded()
     draft = PlannedDraft(texts_of(stock)[:1], (2, 0, 0, 0))
     with llama_factory:
         generator = SpeculativeBatchGenerator(model, draft, lengths=lengths, max_tokens=9)
@@ -257,9 +252,7 @@ def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_draft
         while generator.next_generated():
             pass
     # 3 + 1 + 3 + 1 + 1 tokens: of the steps without drafts only the last one follows another.
-    assert lengths.steps == [(1, 3, 3), (1, 3, 3), (1, 1, 1)]
-    # To prepare what may draft, in all steps but the first, and the step behind each draft.
-    assert lengths.beside == [(1, 0), (1, 1), (1, 0), (1, 0), (1, 1)]
+    assert lengths.steps == [(1, 3), (1, 3), (1, 1)]
 
 
 @pytest.mark.slow
