@@ -11,5 +11,5 @@ masked_steps      masks the logits of all sequences of a batch in one operation
 call_forms        in which forms models call tools
 call_rules        writes rules of a grammar for calls
 text_patterns     what schemas say of texts, as regular expressions
-value_readings    how parsers read values whose texts have no quotes
+value_syntax      how parsers read values whose texts have no quotes
 """

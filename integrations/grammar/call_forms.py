@@ -23,19 +23,20 @@ from paged_kv.integrations.grammar.call_rules import (
     single_types,
     sorted_by_name,
 )
-from paged_kv.integrations.grammar.value_readings import (
-    Reading,
-    ValuePlace,
-    glm_reading,
-    minimax_reading,
-    muse_reading,
-    qwen_reading,
+from paged_kv.integrations.grammar.value_syntax import (
+    ValueDelimiters,
+    ValueSyntax,
+    glm_syntax,
+    minimax_syntax,
+    muse_syntax,
+    qwen_syntax,
     require_known,
     text,
     value,
 )
 
 WriteCall = Callable[[CallRules, str, Schema], str]
+SyntaxOf = Callable[[Schema], ValueSyntax]
 
 # Python reads other escapes of JSON as other texts.
 _PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
@@ -46,16 +47,16 @@ class CallForm(NamedTuple):
 
     Attributes:
         call: the expression of a call of a tool, from its name and the schema of its parameters.
-        before, between, after: the calls within one pair of marks; without `between` there is
-            one call within each pair.
+        before, after: the expressions around the calls within one pair of marks.
+        between: the text between these calls; None for one call within each pair.
         around: the expressions before and after an answer that is nothing but calls, in a model
             whose answers have marks of their own; None in others.
     """
 
     call: WriteCall
-    before: str = ""
+    before: str = '""'
     between: str | None = None
-    after: str = ""
+    after: str = '""'
     around: Callable[[CallRules], tuple[str, str]] | None = None
 
 
@@ -71,10 +72,6 @@ def form_of(tokenizer: Any) -> CallForm | None:
 def _as_object(rules: CallRules, name: str, parameters: Schema) -> str:
     head = literal(f'{{"name": {json.dumps(name)}, "arguments": ')
     return f'{head} {rules.json(parameters)} "}}"'
-
-
-def _on_its_line(rules: CallRules, name: str, parameters: Schema) -> str:
-    return f'"\\n"? {_as_object(rules, name, parameters)} "\\n"?'
 
 
 def _after_name(rules: CallRules, name: str, parameters: Schema) -> str:
@@ -98,18 +95,19 @@ def _python(rules: CallRules, name: str, parameters: Schema) -> str:
 
 
 def _tagged(
-    head: str, opening: str, place: ValuePlace, end: str, read: Callable[[Schema], Reading]
+    head: str, opening: str, delimiters: ValueDelimiters, end: str, syntax_of: SyntaxOf
 ) -> WriteCall:
     """A call whose parameters stand between tags, texts without quotes. `{}` in heads is the name
     of the tool, or of the parameter."""
 
     def call(rules: CallRules, name: str, parameters: Schema) -> str:
         # Each parser takes the end of a call wherever it comes.
-        never = (*place.never, rules.tokenizer.tool_call_end)
+        never = (*delimiters.never, rules.tokenizer.tool_call_end)
+        within_call = delimiters._replace(never=never)
 
         def argument(key: str, schema: Schema) -> str:
             begun = rules.mark(opening.format(_plain(key)))
-            return f"{begun} ({value(rules, schema, place._replace(never=never), read)})"
+            return f"{begun} ({value(rules, schema, within_call, syntax_of(schema))})"
 
         inner = in_order(rules, parameters, argument)
         return f"{rules.mark(head.format(_plain(name)))} {inner} {rules.mark(end)}"
@@ -119,8 +117,8 @@ def _tagged(
 
 def _glm(prefix: str) -> WriteCall:
     key, argument = f"{prefix}arg_key", f"{prefix}arg_value"
-    place = ValuePlace(f"</{argument}>", trims=True)
-    return _tagged("{}\n", f"<{key}>{{}}</{key}>\n<{argument}>", place, "\n", glm_reading)
+    delimiters = ValueDelimiters(f"</{argument}>", trims=True)
+    return _tagged("{}\n", f"<{key}>{{}}</{key}>\n<{argument}>", delimiters, "\n", glm_syntax)
 
 
 def _longcat(rules: CallRules, name: str, parameters: Schema) -> str:
@@ -169,7 +167,7 @@ def _gemma_single(rules: CallRules, schema: Schema) -> str:
     if "enum" in schema:
         return f"({' | '.join(_gemma_constant(rules, value) for value in schema['enum'])})"
     if kind == "string":
-        return f"{rules.mark(QUOTE)} {text(rules, schema, ValuePlace(QUOTE, (_GEMMA_END,)))}"
+        return f"{rules.mark(QUOTE)} {text(rules, schema, ValueDelimiters(QUOTE, (_GEMMA_END,)))}"
     if kind not in ("array", "object"):
         return rules.json(schema)
     known = _OF_ARRAYS if kind == "array" else _OF_OBJECTS
@@ -221,11 +219,11 @@ def _gemma_constant(rules: CallRules, value: Any) -> str:
 
 def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
     # The first brace ends the call, and the first comma a value without marks.
-    place = ValuePlace("<escape>", never=("}", rules.tokenizer.tool_call_end))
+    delimiters = ValueDelimiters("<escape>", never=("}", rules.tokenizer.tool_call_end))
 
     def single_value(schema: Schema) -> str:
         if schema["type"] == "string":
-            return f"{rules.mark('<escape>')} {text(rules, schema, place)}"
+            return f"{rules.mark('<escape>')} {text(rules, schema, delimiters)}"
         if schema["type"] in ("array", "object"):
             raise ValueError(f"this form has no {schema['type']}")
         return rules.json(schema)
@@ -241,14 +239,14 @@ def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
 
 def _kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
     ends = ("<|close|>call<|sep|>", "<|close|>json<|sep|>", rules.tokenizer.tool_call_end)
-    place = ValuePlace("<|close|>argument<|sep|>", never=ends)
+    delimiters = ValueDelimiters("<|close|>argument<|sep|>", never=ends)
 
     def single_argument(key: str, schema: Schema) -> str:
         kind = schema["type"]
         head = rules.mark(f'<|open|>argument key="{_escaped(key)}" type="{kind}"<|sep|>')
         if kind == "string":
-            return f"{head} {text(rules, schema, place)}"
-        return f"{head} {rules.json(schema)} {place.closing(rules)}"
+            return f"{head} {text(rules, schema, delimiters)}"
+        return f"{head} {rules.json(schema)} {delimiters.closing(rules)}"
 
     def argument(key: str, schema: Schema) -> str:
         return " | ".join(single_argument(key, single) for single in single_types(schema))
@@ -286,44 +284,44 @@ def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
 _QWEN = _tagged(
     "\n<function={}>\n",
     "<parameter={}>\n",
-    ValuePlace("</parameter>", before="\n", after="\n"),
+    ValueDelimiters("</parameter>", before="\n", after="\n"),
     "</function>\n",
-    qwen_reading,
+    qwen_syntax,
 )
 _MINIMAX = _tagged(
     '<invoke name="{}">\n',
     '<parameter name="{}">',
-    ValuePlace("</parameter>", ("</invoke>",), after="\n", trims=True),
+    ValueDelimiters("</parameter>", ("</invoke>",), after="\n", trims=True),
     "</invoke>\n",
-    minimax_reading,
+    minimax_syntax,
 )
 _MINICPM = _tagged(
     '"{}">',
     '<param name="{}">',
-    ValuePlace("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
+    ValueDelimiters("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
     "",
-    minimax_reading,
+    minimax_syntax,
 )
 _MUSE = _tagged(
     '<atem:invoke name="{}">\n',
     '<atem:parameter name="{}">',
-    ValuePlace("</atem:parameter>", after="\n", trims=True),
+    ValueDelimiters("</atem:parameter>", after="\n", trims=True),
     "</atem:invoke>\n",
-    muse_reading,
+    muse_syntax,
 )
 _FORMS = {
-    "json_tools": CallForm(_on_its_line),
-    "mistral": CallForm(_as_object, before="[", between=", ", after="]"),
+    "json_tools": CallForm(_as_object, before='"\\n"?', after='"\\n"?'),
+    "mistral": CallForm(_as_object, before='"["', between=", ", after='"]"'),
     "kimi_k2": CallForm(_numbered, between=""),
-    "pythonic": CallForm(_python, before="[", between=", ", after="]"),
+    "pythonic": CallForm(_python, before='"["', between=", ", after='"]"'),
     "glm47": CallForm(_glm("")),
     "laguna": CallForm(_glm("")),
     "longcat": CallForm(_longcat),
     "qwen3_coder": CallForm(_QWEN),
-    "minimax_m2": CallForm(_MINIMAX, before="\n", between=""),
+    "minimax_m2": CallForm(_MINIMAX, before='"\\n"', between=""),
     "minicpm5": CallForm(_MINICPM),
     "gemma4": CallForm(_gemma),
     "function_gemma": CallForm(_function_gemma),
     "kimi_k3": CallForm(_kimi_k3, between="", around=_around_kimi_k3),
-    "muse_spark": CallForm(_MUSE, before="\n", between="", around=_around_muse),
+    "muse_spark": CallForm(_MUSE, before='"\\n"', between="", around=_around_muse),
 }

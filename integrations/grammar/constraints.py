@@ -155,7 +155,7 @@ class CallConstraint(NamedTuple):
         if self.several and form.between is not None:
             more = f"({literal(form.between)} {call}){{0,{MOST_CALLS - 1}}}"
         end = rules.mark(tokenizer.tool_call_end)
-        return f"{literal(form.before)} {call} {more} {literal(form.after)} {end}"
+        return f"{form.before} {call} {more} {form.after} {end}"
 
 
 def _schema(tool: CallableTool) -> Mapping[str, Any]:

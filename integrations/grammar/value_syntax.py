@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mlx_lm.tool_parsers.minimax_m2 import _extract_types_from_schema
@@ -67,42 +66,44 @@ _CONVERTED = {
 }
 
 
-class Reading(NamedTuple):
+class ValueSyntax(NamedTuple):
     """How a parser reads the values of a parameter.
 
     Attributes:
-        misread: regular expressions of texts that it takes for something else.
+        ambiguous_literals: regular expressions of texts that it takes for something else.
         takes_quotes: whether it takes a text between quotes too.
         types: those besides texts whose JSON it reads.
         has_python_words: whether true and false are `True` and `False`.
     """
 
-    misread: tuple[str, ...] = ()
+    ambiguous_literals: tuple[str, ...] = ()
     takes_quotes: bool = False
     types: frozenset[str] = _ALL
     has_python_words: bool = False
 
-    def beside(self, types: set[str]) -> Reading:
+    def beside(self, types: set[str]) -> ValueSyntax:
         """The same, where values of these types may stand in a text's place."""
         beginnings = {_BEGINNINGS[each] for each in types}
-        return self._replace(misread=(*self.misread, *sorted(beginnings)))
+        return self._replace(ambiguous_literals=(*self.ambiguous_literals, *sorted(beginnings)))
 
 
-_AS_WRITTEN = Reading()
+_AS_WRITTEN = ValueSyntax()
 
 
-def glm_reading(schema: Schema) -> Reading:
+def glm_syntax(schema: Schema) -> ValueSyntax:
     """Of glm47, laguna and longcat."""
-    return Reading() if schema.get("type") == "string" else Reading((_LITERAL,), takes_quotes=True)
+    if schema.get("type") == "string":
+        return ValueSyntax()
+    return ValueSyntax((_LITERAL,), takes_quotes=True)
 
 
-def qwen_reading(schema: Schema) -> Reading:
+def qwen_syntax(schema: Schema) -> ValueSyntax:
     """Of qwen3_coder."""
     if "type" not in schema:
-        return Reading((_NULL, _CONTAINER), types=frozenset({"null", "object", "array"}))
+        return ValueSyntax((_NULL, _CONTAINER), types=frozenset({"null", "object", "array"}))
     if isinstance(schema["type"], str):
-        return Reading((_NULL,))
-    return Reading(
+        return ValueSyntax((_NULL,))
+    return ValueSyntax(
         (_NULL, _LITERAL),
         takes_quotes=True,
         types=frozenset({"integer", "number", "boolean", "null"}),
@@ -110,15 +111,15 @@ def qwen_reading(schema: Schema) -> Reading:
     )
 
 
-def minimax_reading(schema: Schema) -> Reading:
+def minimax_syntax(schema: Schema) -> ValueSyntax:
     """Of minimax_m2 and minicpm5."""
     types = frozenset(_extract_types_from_schema(schema))
-    return Reading((_NULL, *sorted({_CONVERTED[name] for name in types & _ALL})), types=types)
+    return ValueSyntax((_NULL, *sorted({_CONVERTED[name] for name in types & _ALL})), types=types)
 
 
-def muse_reading(schema: Schema) -> Reading:
+def muse_syntax(schema: Schema) -> ValueSyntax:
     """Of muse_spark, which reads JSON whatever the schema says."""
-    return Reading((_JSON,), takes_quotes=True)
+    return ValueSyntax((_JSON,), takes_quotes=True)
 
 
 # With these a text's spaces at its ends matter.
@@ -128,8 +129,8 @@ _QUOTE = '"'
 _UNESCAPED = r"[^\"\\\x00-\x1f]*"
 
 
-class ValuePlace(NamedTuple):
-    """Where a value stands.
+class ValueDelimiters(NamedTuple):
+    """What stands around a value.
 
     Attributes:
         end: the mark behind a value.
@@ -152,34 +153,34 @@ class ValuePlace(NamedTuple):
 
 
 def value(
-    rules: CallRules, schema: Schema, place: ValuePlace, read: Callable[[Schema], Reading]
+    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax
 ) -> str:
     """The expression of a value that fits a schema, and of the mark behind it.
 
     Args:
         schema: of the parameter, with the definitions that it refers to.
-        read: how the parser reads values of such a parameter.
+        syntax: how the parser reads values of such a parameter.
 
     Raises:
         ValueError: the parser cannot read all that fits, or a grammar cannot say what the schema
             does.
     """
     types = single_types(schema)
-    reading = read(schema).beside({single["type"] for single in types} - {"string"})
+    syntax = syntax.beside({single["type"] for single in types} - {"string"})
     written = []
     for single in types:
         if single["type"] == "string":
-            written.append(text(rules, single, place, reading))
-        elif single["type"] not in reading.types:
+            written.append(text(rules, single, delimiters, syntax))
+        elif single["type"] not in syntax.types:
             kind = single["type"]
             raise ValueError(f"the parser of this form reads no {kind} of such a schema")
         else:
-            written.append(f"{_other(rules, single, reading)} {place.closing(rules)}")
+            written.append(f"{_other(rules, single, syntax)} {delimiters.closing(rules)}")
     return " | ".join(written)
 
 
 def text(
-    rules: CallRules, schema: Schema, place: ValuePlace, reading: Reading = _AS_WRITTEN
+    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax = _AS_WRITTEN
 ) -> str:
     """The expression of a text without quotes, and of the mark behind it.
 
@@ -188,21 +189,20 @@ def text(
     """
     require_known(schema)
     if "enum" in schema:
-        constants = (literal(_constant(value, place, reading)) for value in schema["enum"])
-        return f"({' | '.join(constants)}) {place.closing(rules)}"
-    patterns = text_patterns(schema)
-    trimmed = [*patterns, TRIMMED] if place.trims and _LENGTHS & schema.keys() else patterns
-    begin, end = place.wrapping or ("", "")
-    never = (*place.never, begin) if begin else place.never
-    written = [rules.text(trimmed, place.end, never, reading.misread, place.before)]
+        constants = (literal(_constant(value, delimiters, syntax)) for value in schema["enum"])
+        return f"({' | '.join(constants)}) {delimiters.closing(rules)}"
+    patterns, ambiguous = text_patterns(schema), syntax.ambiguous_literals
+    trimmed = [*patterns, TRIMMED] if delimiters.trims and _LENGTHS & schema.keys() else patterns
+    mark, never, before = delimiters.end, delimiters.never, delimiters.before
+    begin, end = delimiters.wrapping or ("", "")
+    outside = (*never, begin) if begin else never
+    written = [rules.text(trimmed, mark, outside, ambiguous, before)]
     if begin:
-        inner = rules.text(patterns, place.end, place.never, reading.misread, end)
-        written.append(f"{literal(begin)} {inner}")
-    if reading.takes_quotes:
-        before = _QUOTE + place.before
-        inner = rules.text([*patterns, _UNESCAPED], place.end, place.never, before=before)
-        written.append(f"{literal(_QUOTE)} {inner}")
-    return f"({' | '.join(written)}) {literal(place.after)}"
+        written.append(f"{literal(begin)} {rules.text(patterns, mark, never, ambiguous, end)}")
+    if syntax.takes_quotes:
+        quoted = rules.text([*patterns, _UNESCAPED], mark, never, before=_QUOTE + before)
+        written.append(f"{literal(_QUOTE)} {quoted}")
+    return f"({' | '.join(written)}) {literal(delimiters.after)}"
 
 
 def require_known(schema: Schema) -> None:
@@ -213,20 +213,20 @@ def require_known(schema: Schema) -> None:
         raise ValueError(f"texts without quotes cannot fit enum and {', '.join(sorted(both))}")
 
 
-def _constant(value: str, place: ValuePlace, reading: Reading) -> str:
+def _constant(value: str, delimiters: ValueDelimiters, syntax: ValueSyntax) -> str:
     """A text as it stands, between quotes if it must."""
-    has_mark = any(mark in value for mark in (place.end, *place.never))
-    is_trimmed = place.trims and value != value.strip()
-    is_misread = any(re.fullmatch(pattern, value) for pattern in reading.misread)
-    if not (has_mark or is_trimmed or is_misread):
+    has_mark = any(mark in value for mark in (delimiters.end, *delimiters.never))
+    is_trimmed = delimiters.trims and value != value.strip()
+    is_ambiguous = any(re.fullmatch(pattern, value) for pattern in syntax.ambiguous_literals)
+    if not (has_mark or is_trimmed or is_ambiguous):
         return value
-    if has_mark or not reading.takes_quotes:
+    if has_mark or not syntax.takes_quotes:
         raise ValueError(f"{value!r} cannot be written in this form")
     return json.dumps(value, ensure_ascii=False)
 
 
-def _other(rules: CallRules, schema: dict[str, Any], reading: Reading) -> str:
-    if reading.has_python_words and schema["type"] == "boolean":
+def _other(rules: CallRules, schema: dict[str, Any], syntax: ValueSyntax) -> str:
+    if syntax.has_python_words and schema["type"] == "boolean":
         values = schema.get("enum", [True, False])
         return f"({' | '.join(literal(str(value)) for value in values)})"
     return rules.json(schema)
