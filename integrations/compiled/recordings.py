@@ -171,14 +171,11 @@ class Recordings:
                 return None
             if layers is None or step is None:
                 return None
-            try:
+            with step:
                 recordable = RecordableStep.of(step, layers)
                 if recordable is None:
                     return None
                 return self._take(entry, call, tokens, caches, recordable)
-            except BaseException:
-                step.undo()
-                raise
 
     def _take(
         self,

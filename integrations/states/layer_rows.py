@@ -33,7 +33,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
 from paged_kv.recognition.latent_arrays import FollowedArray
-from paged_kv.steps.read import UncountedRead
+from paged_kv.steps.read import GatheredRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
 from paged_kv.steps.unwritten import GroupInputs
@@ -132,11 +132,11 @@ class RowArray(GrowingArray):
         layout: how tokens share a row.
     """
 
-    read: UncountedRead
+    read: GatheredRead
     layout: AppendedRows
 
     @classmethod
-    def of(cls, read: UncountedRead, layout: AppendedRows, count: int) -> RowArray:
+    def of(cls, read: GatheredRead, layout: AppendedRows, count: int) -> RowArray:
         keys, values = [each[:, :, : count * layout.rate] for each in read.gathered]
         array = cls(layout.rows(keys, values))
         array.read, array.layout = read, layout
@@ -159,7 +159,7 @@ class RowArray(GrowingArray):
 class RowMatrix(FollowedArray):
     """The same rows as a matrix [count, dim]."""
 
-    read: UncountedRead
+    read: GatheredRead
     layout: AppendedRows
 
     def __getitem__(self, index: Any) -> mx.array:
@@ -350,7 +350,7 @@ class LayerRows(CacheList):
         if not count:
             return None
         with cache.pool.lock:
-            read = UncountedRead(cache.batch.page_read(cache.layer))
+            read = GatheredRead(cache.batch.page_read(cache.layer), counted=False)
         array = RowArray.of(read, rows, count)
         array.note = partial(self._noted.__setitem__, rows.name)
         return array
@@ -376,18 +376,14 @@ class LayerRows(CacheList):
             )
         start, stop = closed.start * rows.rate, closed.stop * rows.rate
         base = start - start % PAGE_SIZE
-        with cache.pool.lock:
+        with cache.pool.lock, step:
             group = cache.pool.group_of(cache.layer)
             # The step owns the page in which the open group begins, as it writes in it too.
             blocks = sequence.table(group).blocks_of(base, stop)
             pages = group.pages[cache.layer]
-            try:
-                pages.note_thread()
-                keys, values = rows.shares(new)
-                pages.write(keys, values, AttentionMetadata((blocks,), (stop - base,), (0,)))
-            except BaseException:
-                step.undo()
-                raise
+            pages.note_thread()
+            keys, values = rows.shares(new)
+            pages.write(keys, values, AttentionMetadata((blocks,), (stop - base,), (0,)))
         self._assigned.add(rows.name)
 
     def _inputs(self, cache: PagedKVCache, rows: AppendedRows, given: RowInput) -> mx.array:
@@ -413,7 +409,7 @@ class LayerRows(CacheList):
         step = self._step
         if step is None or step is not self.caches[0].batch.step:
             return None
-        return step if step.transaction.is_open else None
+        return step if step.is_open else None
 
     def _known(self, cache: PagedKVCache, name: str) -> int:
         """The tokens of which a name holds all that there is: in a step, those before it until

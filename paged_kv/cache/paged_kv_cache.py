@@ -26,7 +26,6 @@ from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.batch import Batch
 from paged_kv.steps.masks import step_mask
-from paged_kv.steps.read import GatheredRead, UncountedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_row import offset_of
 
@@ -74,7 +73,7 @@ class PagedKVCache:
     def offset(self) -> int | mx.array:
         """The position of the next token: a number for one sequence, int32 [B] for a batch."""
         layer, step = self.layer, self.batch.step
-        if step is not None and step.transaction.is_open:
+        if step is not None and step.is_open:
             if layer in step.waiting:
                 return step.offset_before
             if layer in step.layers:
@@ -107,21 +106,6 @@ class PagedKVCache:
         """
         if self._dependency is not None:
             keys = mx.depends(keys, self._dependency)
-        step = self.batch.step
-        if (
-            step is not None
-            and self.layer in step.waiting
-            and step.shape == keys.shape[::2]
-            and step.transaction.is_open
-        ):
-            arrays = step.write(self.layer, keys, values)
-        else:
-            arrays = self._append(keys, values)
-        self._dependency = None
-        return arrays
-
-    def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """Begin a step with these tokens."""
         batch = self.batch
         if keys.shape[0] > 1 == len(batch.sequences) and self.empty():
             # A new prompt cache takes a batch of any size.
@@ -129,6 +113,7 @@ class PagedKVCache:
         arrays = batch.append(self.layer, keys, values)
         # Not earlier: after a failed step, this is still a new cache.
         self.batch = batch
+        self._dependency = None
         return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
@@ -405,7 +390,7 @@ class PagedKVCache:
 
     def _looked_at(self) -> tuple[PagedKeys, PagedValues]:
         """As `keys_and_values`, which count as gathered for attention only within a model."""
-        return self.batch.read(self.layer, GatheredRead if this_thread.in_model else UncountedRead)
+        return self.batch.read(self.layer, counted=this_thread.in_model)
 
     def _depend_on_assigned(self, array: mx.array) -> None:
         # Without a factory nobody knows when a model runs.

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
-from paged_kv.steps.read import GatheredRead, PagedRead, UncountedRead
+from paged_kv.steps.read import GatheredRead, PagedRead
 
 
 def contents_refused() -> ValueError:
@@ -38,7 +38,7 @@ class _PagedArray(ReadArray):
     tiles = 1
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(self.read, UncountedRead):
+        if isinstance(self.read, GatheredRead) and not self.read.counted:
             raise contents_refused()
         super().__setitem__(index, value)
 
@@ -115,11 +115,10 @@ class PagedValues(_PagedArray):
         return PositionKeys.of(swapped, self.read)
 
 
-def gathered_arrays(
-    read: PagedRead, kind: type[GatheredRead] = GatheredRead
-) -> tuple[PagedKeys, PagedValues]:
-    """Keys and values that stand for the pages of a read, and are gathered when computed."""
-    gathered = kind(read)
+def gathered_arrays(read: PagedRead, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
+    """Keys and values that stand for the pages of a read, and are gathered when computed; see
+    `GatheredRead`."""
+    gathered = GatheredRead(read, counted=counted)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered
     # These live as long as the read, and so as any array that was made of the keys or values.

@@ -13,15 +13,16 @@ from functools import partial
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import full_blocks, make_room
-from paged_kv.steps.read import GatheredRead, PagedRead
+from paged_kv.steps.read import PagedRead
 from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step import Step, unwritten_step
+from paged_kv.steps.step import Step
 from paged_kv.steps.step_row import StepRow, layers_of_step
 
 
@@ -84,7 +85,7 @@ class Batch:
         that other layers have begun, or else a new one, which all layers with as many tokens take.
         That closes any other step of these sequences."""
         step = self.step
-        if step is None or not step.transaction.is_open:
+        if step is None or not step.is_open:
             return self._begin(layer, count)
         if layer in step.waiting and step.shape[1] == count:
             return step
@@ -95,7 +96,7 @@ class Batch:
             rows = []
             for sequence, _, end, padding, _ in step.rows:
                 rows.append(StepRow.after(sequence, end, padding, count))
-            self.step = Step(self.pool, rows, count, step.layers)
+            self.step = Step(self.pool, rows, count, step.layers).begin()
             return self.step
 
     def append(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -110,25 +111,39 @@ class Batch:
             PoolExhausted: the budget does not hold the blocks.
             ThreadConflict: another thread has not yet computed its reads of these pages.
         """
-        if keys.shape[0] != len(self.sequences):
+        batch, count = keys.shape[::2]
+        if batch != len(self.sequences):
             raise ValueError(
                 f"layer {layer} holds {counted(len(self.sequences), 'sequence')}, got a batch of "
-                f"{keys.shape[0]}"
+                f"{batch}"
             )
-        if keys.shape[2] == 0:
+        if count == 0:
             return self.read(layer)
-        return self.begin(layer, keys.shape[2]).write(layer, keys, values)
+        step = self.begin(layer, count)
+        with self.pool.lock, step:
+            group_step, pages = step.before_write(layer, keys, values)
+            if group_step.needs_step:
+                group_step.write_apart(layer, pages, (keys, values))
+                read = PagedRead(step, group_step, pages, (keys, values))
+            else:
+                pages.write_later(keys, values, group_step.metadata)
+                read = PagedRead(step, group_step, pages, None)
+            if layer not in step.attending:
+                return gathered_arrays(read)
+            arrays = group_step.stand_ins[id(pages.geometry)]
+        step.is_unread = self.pool.attends_in_order
+        paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
+        paged_keys.read = paged_values.read = read
+        return paged_keys, paged_values
 
-    def read(
-        self, layer: int, kind: type[GatheredRead] = GatheredRead
-    ) -> tuple[PagedKeys, PagedValues]:
-        """All keys and values of the sequences in one layer; an `UncountedRead` is no fallback.
+    def read(self, layer: int, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
+        """All keys and values of the sequences in one layer; see `GatheredRead`.
 
         Raises:
             ValueError: the layer has not been written yet.
         """
         with self.pool.lock:
-            return gathered_arrays(self.page_read(layer), kind)
+            return gathered_arrays(self.page_read(layer), counted=counted)
 
     def page_read(self, layer: int) -> PagedRead:
         """As `read`, as pages."""
@@ -136,14 +151,15 @@ class Batch:
         with pool.lock:
             if layer not in pool.group_of(layer).pages:
                 raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-            unwritten = unwritten_step(layer, self.sequences)
-            is_open = step is not None and step.transaction.is_open
-            if step is None or not is_open or layer not in step.layers - step.waiting:
+            unwritten = _unwritten_step(layer, self.sequences)
+            if step is None or not step.is_open or layer not in step.layers - step.waiting:
                 if unwritten is None:
                     commit(self.sequences, {layer})
                 rows = [StepRow.latest(sequence, layer) for sequence in self.sequences]
-                step = self.step = Step(pool, rows, 0, {layer})
-            return step.read(layer, unwritten)
+                step = self.step = Step(pool, rows, 0, {layer}).begin()
+            group_step = step.group_step(layer, read_first=unwritten is not None)
+            group_step.follow_moves()
+            return PagedRead(step, group_step, group_step.group.pages[layer], unwritten)
 
     def convert(self, page_format: PageFormat) -> None:
         """Convert all full pages of the sequences to a format, but for those of rings, and first
@@ -181,7 +197,7 @@ class Batch:
         with self.pool.lock:
             layers = layers_of_step(self.sequences, layer, self.pool.num_layers)
             rows = [StepRow.next(sequence, layer, count) for sequence in self.sequences]
-            self.step = Step(self.pool, rows, count, layers)
+            self.step = Step(self.pool, rows, count, layers).begin()
             return self.step
 
 
@@ -207,3 +223,16 @@ def _full_blocks(
         table: [block for page, block in enumerate(blocks) if table.full_format(page) == name]
         for table, blocks in tables.items()
     }
+
+
+def _unwritten_step(layer: int, sequences: Iterable[Sequence]) -> Unwritten | None:
+    """The unwritten step of exactly these sequences; None if there is none, or if the batch was
+    rearranged since."""
+    steps = [sequence.unwritten.get(layer) for sequence in sequences]
+    first = steps[0] if steps else None
+    if first is not None and all(
+        each is not None and each.step is first.step and each.row == row
+        for row, each in enumerate(steps)
+    ):
+        return first.step
+    return None

@@ -26,10 +26,9 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.masks import PagedMask, step_mask
-from paged_kv.steps.read import GroupStep, PagedRead
-from paged_kv.steps.step import Step
+from paged_kv.steps.read import PagedRead
+from paged_kv.steps.step import GroupStep, Step
 from paged_kv.steps.step_row import StepRow
-from paged_kv.steps.transaction import Transaction
 
 # Beyond all contexts: a recording with the number of its step in it differs at once from a step by
 # Python, also where it compares the number with a threshold. A prime and one: a remainder differs.
@@ -161,7 +160,7 @@ class RecordableStep:
             at = end
         for group, group_step in self.group_steps.items():
             if group.read_tokens is not None and self.leaves_out(group):
-                group_step.note_choice(group.read_tokens)
+                group_step.count_choice(self.step.pool, group.read_tokens)
         self.step.take(written)
 
 
@@ -185,6 +184,7 @@ class RecordedStep:
             row._replace(before=FAR_TOKENS, end=FAR_TOKENS + 1, offset=FAR_TOKENS)
             for row in step.rows
         ]
+        self._step = Step(step.pool, self._rows, 1, step.layers)  # No sequence takes part in it.
         self._groups = {
             group: _recorded(
                 recordable,
@@ -232,15 +232,16 @@ class RecordedStep:
         Raises:
             NotRecordable: the layer has no pages, has written already, or gets another number of
                 tokens.
-            ValueError: see `GroupStep.arrays_for`.
+            ValueError: see `GroupStep.make_stand_ins`.
         """
         if layer in self._reads or layer not in self._layers or keys.shape[::2] != self._shape:
             raise NotRecordable(f"layer {layer} does not take one step like the others")
         _, group, pages, _ = self._layers[layer]
         group_step = self._groups[group]
-        arrays = group_step.stand_ins_for(layer, keys, values)
+        arrays = group_step.make_stand_ins(layer, keys, values)
         pages.write_later(keys, values, group_step.metadata)
-        self._reads[layer] = _RecordedRead(group_step, pages, None), arrays.keys, arrays.values
+        read = _RecordedRead(self._step, group_step, pages, None)
+        self._reads[layer] = read, arrays.keys, arrays.values
         return self.read(layer)
 
     def read(self, layer: int) -> tuple[PagedKeys, PagedValues]:
@@ -305,12 +306,11 @@ def _recorded(
     recordable: RecordableStep, group: LayerGroup, rows: list[StepRow], tables: Tables
 ) -> GroupStep:
     """A group's part of a step whose tables are those."""
-    pool = recordable.step.pool
-    group_step = GroupStep(pool, group, rows, Transaction(), read_first=False, count=1)
+    group_step = GroupStep(group, rows, read_first=False, count=1)
     metadata: AttentionMetadata = group_step.metadata
     # Pages that it fills are summarised after it, and what it leaves out is counted then.
     metadata.memo.update({TABLES: tables, WRITABLE: True, filled_key(1): []})
     if group.read_tokens is not None:
         metadata.memo[exceeds_key(group.read_tokens)] = recordable.leaves_out(group)
-    group_step.has_noted_choice = True
+    group_step.has_counted_choice = True
     return group_step

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import Thread, current_thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -21,8 +21,15 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.progress import NO_PADDING, LayerProgress, Padding, Progress
 from paged_kv.steps.rollback_bounds import RollbackBounds
-from paged_kv.steps.transaction import Transaction
 from paged_kv.steps.unwritten import UnwrittenStep, write_to_ring
+
+
+class OpenStep(Protocol):
+    """What a sequence changes of its current step, a `Step`, when it closes it. The step holds the
+    sequence, so the sequence does not hold the step."""
+
+    is_open: bool
+    scratch: Any
 
 
 class _Before(NamedTuple):
@@ -115,7 +122,7 @@ class Sequence:
         self.prompt_states: PromptStates | None = None
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
-        self._step: Transaction | None = None
+        self._step: weakref.ref[OpenStep] | None = None
         self._before: _Before
         self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
@@ -172,8 +179,8 @@ class Sequence:
                 table.page_format = page_format.name
                 table.first_format = page_format.first.name
 
-    def begin_step(self, step: Transaction, *, grows: bool) -> dict[int, Progress]:
-        """Take part in a step, which adds tokens if it `grows`; returns where it notes the layers
+    def begin_step(self, step: OpenStep, *, grows: bool) -> dict[int, Progress]:
+        """Take part in a step, which adds tokens if it `grows`; returns where it records the layers
         that have taken it. Closes any other step."""
         self.close_step()
         if grows:
@@ -182,22 +189,22 @@ class Sequence:
         if layers.others:
             layers.fold()
         others = layers.others
-        self._step = step
+        self._step = weakref.ref(step)
         self._before = _Before(layers.most, others, self.bounds, self.unwritten)
         layers.others = dict(others)
         return layers.others
 
     def close_step(self) -> None:
         """Close the current step, before a change that is not its next layer's write."""
-        step = self._step
-        if step is not None:
-            self._step = step.scratch = None
-            step.is_open = False
+        if self._step is not None:
+            step, self._step = self._step(), None
+            if step is not None:
+                step.is_open, step.scratch = False, None
 
-    def undo(self, step: Transaction) -> bool:
+    def undo(self, step: OpenStep) -> bool:
         """Undo the writes of all layers in a step, and close it; returns whether it was the current
         one. `shrink` then gives back its blocks."""
-        if self._step is not step:
+        if self._step is None or self._step() is not step:
             return False
         self.close_step()
         self.prompt_states = None

@@ -1,4 +1,4 @@
-"""Writes and reads a step: the next tokens of some sequences, in all their layers.
+"""Plans a step: the next tokens of some sequences, in all their layers.
 
 Layers write one after the other, and the plan is the same for each: the tokens of each sequence,
 their blocks, and the visible tokens. So the first layer that writes, or the model's request for a
@@ -8,26 +8,27 @@ one of the sequences closes the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from functools import cached_property
 from itertools import count as numbers
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.choice import tokens_read
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import LayerGeometry
+from paged_kv.kernels.pages.placeholder import placeholder
+from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
-from paged_kv.steps.blocks import reserve
-from paged_kv.steps.metadata import StepPart
-from paged_kv.steps.out_of_window_pages import is_read_first, reserve_skipped
+from paged_kv.steps.blocks import Scratch, is_read_first, reserve, reserve_skipped
+from paged_kv.steps.masks import Visibility
+from paged_kv.steps.metadata import StepPart, attention_metadata, step_parts
 from paged_kv.steps.progress import Progress
-from paged_kv.steps.read import GroupStep, PagedRead
-from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step_row import StepRow, offset_of, undo_step
-from paged_kv.steps.transaction import Transaction
+from paged_kv.steps.step_row import StepRow, offset_of
 from paged_kv.steps.unwritten import UnwrittenStep
 
 step_numbers = numbers()
@@ -36,6 +37,9 @@ step_numbers = numbers()
 
 class Step:
     """S tokens of some sequences. `Batch` makes steps.
+
+    As a context, it undoes the step if the block raises, Ctrl-C included. The caller holds the
+    pool's lock.
 
     Args:
         pool: the sequences' pool.
@@ -47,29 +51,45 @@ class Step:
         number: of `step_numbers`.
         shape: numbers of sequences and of tokens.
         waiting: the layers that have not taken the step yet.
-        transaction: whether the step still holds.
+        is_open: whether the step still holds: no sequence has changed in another way since it
+            began.
+        is_unread: whether attention has not read the latest layer's keys and values yet, where it
+            must.
+        scratch: blocks that an open step needs beside the block tables.
         attending: in a model's step, the layers whose arrays only attention can read.
     """
 
     def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
         self.number = next(step_numbers)
         self.pool = pool
-        self.lock = pool.lock
         self.rows = rows
         self.shape = (len(rows), count)
         self.layers = layers
         self.waiting: set[int] = set(layers) if count else set()
-        self.transaction = Transaction()
+        self.is_open = True
+        self.is_unread = False
+        self.scratch: Scratch | None = None
         self.attending: frozenset[int] = frozenset()
         self._reserved_groups = 0
         self._groups: dict[int, GroupStep] = {}
-        # Where each sequence notes the layers that have taken the step, and what it notes.
-        self._notes: list[tuple[dict[int, Progress], Progress]] = []
+        # Where each sequence records the layers that have taken the step, and what it records.
+        self._taken: list[tuple[dict[int, Progress], Progress]] = []
         self._keeps_skipped = False
-        for sequence, before, end, padding, _ in rows:
-            taken = sequence.begin_step(self.transaction, grows=end > before)
-            self._notes.append((taken, Progress(end, end - before, padding)))
+
+    def begin(self) -> Step:
+        """Let the sequences take part in the step, which closes any other of theirs."""
+        for sequence, before, end, padding, _ in self.rows:
+            taken = sequence.begin_step(self, grows=end > before)
+            self._taken.append((taken, Progress(end, end - before, padding)))
             self._keeps_skipped |= sequence.caches_out_of_window
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.undo()
 
     @cached_property
     def offset_before(self) -> int | mx.array:
@@ -80,80 +100,74 @@ class Step:
     @cached_property
     def offset_after(self) -> int | mx.array:
         """The position after the last token."""
-        return offset_of([progress.offset for _, progress in self._notes])
+        return offset_of([progress.offset for _, progress in self._taken])
 
     def begin_in_model(self) -> None:
-        """Note that a model takes the step, and reserve blocks for it.
+        """Let a model take the step, and reserve blocks for it.
 
         Raises:
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
-        try:
+        with self.pool.lock, self:
             self.group_steps()
-        except BaseException:
-            self.undo()
-            raise
         pool, is_decode = self.pool, self.shape[1] == 1
         self.attending = pool.attending_in_decode if is_decode else pool.attending
 
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """Take the step in one layer; see `Batch.append`."""
-        with self.lock:
-            try:
-                if self.transaction.is_unread:
-                    raise PagesNotRead(self.pool.name)
-                step = self._groups.get(layer)
-                pages = None if step is None else step.group.pages.get(layer)
-                if step is None or pages is None:
-                    step, pages = self._prepare(layer, keys, values)
-                if self._keeps_skipped:
-                    self._reserve_skipped()
-                arrays = step.stand_ins.get(id(pages.geometry))
-                given = keys.shape, values.shape, keys.dtype, values.dtype
-                if arrays is None or arrays.given != given:
-                    arrays = step.stand_ins_for(layer, keys, values)
-                if step.moves != step.group.moves:
-                    step.locate()
-                # Before the write: one that fails may have overwritten a ring's tokens.
-                self.waiting.discard(layer)
-                for taken, progress in self._notes:
-                    taken[layer] = progress
-                if step.read_first:
-                    keep_unwritten(layer, self.rows, (keys, values), step.metadata)
-                elif step.parts:
-                    write_parts(pages, step.parts, (keys, values))
-                else:
-                    pages.write_later(keys, values, step.metadata)
-                read = PagedRead(step, pages, (keys, values) if step.needs_step else None)
-                if layer not in self.attending:
-                    return gathered_arrays(read)
-            except BaseException:
-                self.undo()
-                raise
-            self.transaction.is_unread = self.pool.attends_in_order
-            paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
-            paged_keys.read = paged_values.read = read
-            return paged_keys, paged_values
+    def before_write(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[GroupStep, LayerPages]:
+        """Take the step in a layer that is about to write these keys and values; returns its
+        group's part of the step, and its pages.
+
+        Raises:
+            PagesNotRead: attention has not read the keys and values of the layer before.
+            ValueError: shapes or dtypes do not fit the layer.
+            PoolExhausted: the budget does not hold the step's blocks.
+        """
+        if self.is_unread:
+            raise PagesNotRead(self.pool.name)
+        step = self._groups.get(layer)
+        pages = None if step is None else step.group.pages.get(layer)
+        if step is None or pages is None:
+            # It was never written, or begins a step for which no mask was made.
+            group = self.pool.group_of(layer)
+            pages = group.pages.get(layer)
+            pages = pages or group.open_layer(layer, LayerGeometry.of(keys, values))
+            step = self.group_steps()[layer]
+        if self._keeps_skipped:
+            self._reserve_skipped()
+        given = keys.shape, values.shape, keys.dtype, values.dtype
+        arrays = step.stand_ins.get(id(pages.geometry))
+        if arrays is None or arrays.given != given:
+            step.make_stand_ins(layer, keys, values)
+        if step.moves != step.group.moves:
+            step.locate()
+        # Before the write: one that fails may have overwritten a ring's tokens.
+        self.waiting.discard(layer)
+        for taken, progress in self._taken:
+            taken[layer] = progress
+        return step, pages
 
     def undo(self) -> None:
         """Let the sequences be as they were before the step, which has failed in some layer, unless
         they have changed in another way since."""
-        with self.lock:
+        with self.pool.lock:
             for step in set(self._groups.values()):
                 step.forget_unwritten()
-            undo_step(self.rows, self.transaction)
+            sequences = [row.sequence for row in self.rows]
+            # All numbers first: giving back blocks may fail too, and does no harm if it comes
+            # later.
+            for sequence in [each for each in sequences if each.undo(self)]:
+                sequence.shrink()
 
-    def read(self, layer: int, unwritten: Unwritten | None) -> PagedRead:
-        """A read of all tokens so far, in a layer that has taken the step; `unwritten` are those
-        that no page holds."""
+    def group_step(self, layer: int, *, read_first: bool) -> GroupStep:
+        """The step in the group of a layer that has taken it, to be read. With `read_first`, no
+        page holds it."""
         step = self._groups.get(layer)
         if step is None:
             group = self.pool.group_of(layer)
-            read_first = unwritten is not None
-            step = GroupStep(self.pool, group, self.rows, self.transaction, read_first=read_first)
-            self._groups[layer] = step
-        step.follow_moves()
-        return PagedRead(step, step.group.pages[layer], unwritten)
+            step = self._groups[layer] = GroupStep(group, self.rows, read_first=read_first)
+        return step
 
     def group_steps(self) -> dict[int, GroupStep]:
         """The step in each layer's group, for groups that are open, with all blocks that it needs.
@@ -173,33 +187,25 @@ class Step:
             for row in self.rows:
                 if row.sequence.unwritten:
                     row.sequence.write_unwritten(self.waiting)
-            self.transaction.scratch = reserve(pool, self.rows)
+            self.scratch = reserve(pool, self.rows)
             self._reserved_groups = opened
             steps.clear()
         for group in pool.groups:
             if group.is_open and group.layers[0] not in steps:
                 window = group.window
                 read_first = window is not None and is_read_first(window, self.rows, count)
+                scratch = None if self.scratch is None else self.scratch.get(group)
                 step = GroupStep(
-                    pool, group, self.rows, self.transaction, read_first=read_first, count=count
+                    group, self.rows, read_first=read_first, count=count, scratch=scratch
                 )
                 steps.update(dict.fromkeys(group.layers, step))
         return steps
 
     def take(self, layers: Iterable[int]) -> None:
-        """Note that these layers have taken the step."""
+        """Record that these layers have taken the step."""
         self.waiting.difference_update(layers)
-        for taken, progress in self._notes:
+        for taken, progress in self._taken:
             taken.update(dict.fromkeys(layers, progress))
-
-    def _prepare(
-        self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[GroupStep, LayerPages]:
-        """The step and the pages of a layer that was never written, or that begins a step for which
-        no mask was made."""
-        group = self.pool.group_of(layer)
-        pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
-        return self.group_steps()[layer], pages
 
     def _reserve_skipped(self) -> None:
         """Allocate blocks for pages that rings never hold, before the first write: only a step that
@@ -212,33 +218,126 @@ class Step:
         return any(row.sequence.length for row in self.rows)
 
 
-def write_parts(pages: LayerPages, parts: list[StepPart], step: Unwritten) -> None:
-    """Write a step to the pages of a layer, and recode the pages that it fills and leaves."""
-    keys, values = step
-    for tokens, metadata, resumed, recoded in parts:
-        pages.copy(resumed)
-        pages.write(keys[:, :, tokens], values[:, :, tokens], metadata)
-        pages.copy(recoded)
+class StandIns(NamedTuple):
+    """Arrays with the shapes of all keys and values of a layer, which cannot be computed, and the
+    shapes and dtypes of the step's own that they were made for."""
+
+    given: tuple[Any, ...]
+    keys: mx.array
+    values: mx.array
 
 
-def keep_unwritten(
-    layer: int, rows: list[StepRow], step: Unwritten, metadata: AttentionMetadata
-) -> None:
-    """Keep the step of one layer at its sequences until it is written; `metadata` tells valid
-    tokens from padding."""
-    owned = metadata.valid_tokens(step[0].shape[2])
-    for at, (row, own) in enumerate(zip(rows, owned, strict=True)):
-        row.sequence.keep_unwritten(layer, UnwrittenStep(step, at, own))
+class Seen(NamedTuple):
+    """What the queries of a step see by a mask, see `visible`."""
+
+    mask: object
+    queries: int
+    visibility: Visibility | None
 
 
-def unwritten_step(layer: int, sequences: Iterable[Sequence]) -> Unwritten | None:
-    """The unwritten step of exactly these sequences; None if there is none, or if the batch was
-    rearranged since."""
-    steps = [sequence.unwritten.get(layer) for sequence in sequences]
-    first = steps[0] if steps else None
-    if first is not None and all(
-        each is not None and each.step is first.step and each.row == row
-        for row, each in enumerate(steps)
-    ):
-        return first.step
-    return None
+class GroupStep:
+    """What kernels need of a step in the layers of one group. It does not hold the step, which
+    holds it.
+
+    Args:
+        group: the layers.
+        rows: the step's rows.
+        read_first: whether the step's queries attend before any page holds it.
+        count: S of a step that is to be written, 0 of one that is only read.
+        scratch: the scratch blocks of the group, see `step_parts`.
+
+    Attributes:
+        metadata: where the tokens are after the step, the same object for all layers.
+        parts: the parts that the step is written and attended to in; none if it need not be cut.
+        needs_step: whether reads need the step's keys and values besides its pages.
+        moves: the group's `moves` when the metadata was made.
+        stand_ins: of layers, by the id of their geometry object, which layers share.
+        has_counted_choice: whether the tokens that it chose were counted.
+        seen: what the latest mask lets the queries see: layers usually get the same one.
+    """
+
+    metadata: AttentionMetadata
+    needs_step: bool
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        rows: list[StepRow],
+        *,
+        read_first: bool,
+        count: int = 0,
+        scratch: Mapping[str, BlockTable] | None = None,
+    ) -> None:
+        self.group = group
+        self.read_first = read_first
+        self.parts: list[StepPart] = []
+        self.stand_ins: dict[int, StandIns] = {}
+        self.seen = Seen(None, 0, None)
+        self.has_counted_choice = False
+        self._count = count
+        self._rows = rows
+        self._scratch = scratch or {}
+        self.locate()
+
+    def locate(self) -> None:
+        """Find where the tokens are; again, if pages have moved."""
+        group, rows = self.group, self._rows
+        self.moves = group.moves
+        self.metadata = attention_metadata(group, rows, read_first=self.read_first)
+        if self._count > 1 and group.window is None:
+            self.parts = step_parts(group, rows, self._count, self._scratch)
+        self.needs_step = self.read_first or bool(self.parts)
+
+    def follow_moves(self) -> None:
+        """Find where the tokens are if pages have moved; what each layer does asks by itself."""
+        if self.moves != self.group.moves:
+            self.locate()
+
+    def make_stand_ins(self, layer: int, keys: mx.array, values: mx.array) -> StandIns:
+        """Stand-ins for a layer that gets these keys and values; layers of its geometry share them.
+
+        Raises:
+            ValueError: they do not fit the layer.
+        """
+        geometry = self.group.pages[layer].geometry
+        if not geometry.fits(keys, values):
+            self.group.open_layer(layer, LayerGeometry.of(keys, values))
+        batch, length = keys.shape[0], max(self.metadata.ends, default=0)
+        all_keys = placeholder((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
+        all_values = all_keys
+        if not geometry.is_alike:
+            shape = (batch, geometry.v_heads, length, geometry.v_dim)
+            all_values = placeholder(shape, geometry.v_dtype)
+        given = keys.shape, values.shape, keys.dtype, values.dtype
+        found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
+        return found
+
+    def write_apart(self, layer: int, pages: LayerPages, step: Unwritten) -> None:
+        """Write a step that `needs_step`: keep it until its queries have attended, or write it in
+        parts, and recode the pages that it fills and leaves."""
+        keys, values = step
+        if self.read_first:
+            owned = self.metadata.valid_tokens(keys.shape[2])
+            for at, (row, own) in enumerate(zip(self._rows, owned, strict=True)):
+                row.sequence.keep_unwritten(layer, UnwrittenStep(step, at, own))
+            return
+        for tokens, metadata, resumed, recoded in self.parts:
+            pages.copy(resumed)
+            pages.write(keys[:, :, tokens], values[:, :, tokens], metadata)
+            pages.copy(recoded)
+
+    def count_choice(self, pool: PagePool, read_tokens: int) -> None:
+        """Count the tokens that a step which chooses reads and leaves out, once for all layers."""
+        if self.has_counted_choice:
+            return
+        self.has_counted_choice = True
+        for length in self.metadata.context_lens:
+            read = tokens_read(length, read_tokens)
+            if read < length:
+                pool.counts.tokens_chosen += read
+                pool.counts.tokens_left_out += length - read
+
+    def forget_unwritten(self) -> None:
+        """Do not write what layers have not written yet, which was undone."""
+        for pages in self.group.pages.values():
+            pages.forget_unwritten(self.metadata)

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from paged_kv.steps.progress import NO_PADDING, Padding
 from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.transaction import Transaction
 
 
 class StepRow(NamedTuple):
@@ -55,15 +54,6 @@ def offset_of(positions: list[int]) -> int | mx.array:
     """The positions of a batch as models take them: a number for one sequence, int32 [B] for
     several."""
     return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
-
-
-def undo_step(rows: Iterable[StepRow], transaction: Transaction) -> None:
-    """Let sequences be as they were before a step that failed. Does nothing in those that have
-    changed in another way since."""
-    sequences = [row.sequence for row in rows]
-    # All numbers first: giving back blocks may fail too, and does no harm if it comes later.
-    for sequence in [each for each in sequences if each.undo(transaction)]:
-        sequence.shrink()
 
 
 def layers_of_step(sequences: Iterable[Sequence], layer: int, num_layers: int) -> Set[int]:
