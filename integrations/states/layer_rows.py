@@ -34,9 +34,9 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
 from paged_kv.recognition.latent_arrays import FollowedArray
 from paged_kv.steps.read import GatheredRead
+from paged_kv.steps.rollback_bounds import GroupInputs
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
-from paged_kv.steps.unwritten import GroupInputs
 
 # Rates are powers of two, so that no group reaches into the next page.
 _RATES = [1 << bits for bits in range(PAGE_SIZE.bit_length())]
@@ -381,7 +381,6 @@ class LayerRows(CacheList):
             # The step owns the page in which the open group begins, as it writes in it too.
             blocks = sequence.table(group).blocks_of(base, stop)
             pages = group.pages[cache.layer]
-            pages.note_thread()
             keys, values = rows.shares(new)
             pages.write(keys, values, AttentionMetadata((blocks,), (stop - base,), (0,)))
         self._assigned.add(rows.name)

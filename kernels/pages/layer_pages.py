@@ -66,7 +66,7 @@ class LayerPages(LayerMemory):
         self.lazy_reads = LazyReads()
         self.backend = backend
         self._unwritten: _UnwrittenStep | None = None
-        self._thread: int | None = None  # the thread of the last step that is written later
+        self._thread: int | None = None  # that wrote the last step
         self._is_shared = False
         self.attentions: dict[tuple[Any, ...], Attention] = {}
 
@@ -119,18 +119,13 @@ class LayerPages(LayerMemory):
         another's lazy arrays).
 
         Raises:
-            ThreadConflict: see `write_back` and `LazyReads.compute`.
+            ThreadConflict: see `begin_write`.
         """
-        if self._unwritten is not None:
-            self.write_back()
-        if self._thread != get_ident():
-            self.note_thread()
-        if self._is_shared or not self.backend.writes_in_place:
-            self.write(keys, values, metadata)
-            return
         # Not later: until then, reads of the same batch get the step as `unwritten`.
-        if self.lazy_reads.noted:
-            self._compute_lazy_reads(metadata, keys.shape[2])
+        self.begin_write(metadata, keys.shape[2])
+        if self._is_shared or not self.backend.writes_in_place:
+            self.backend.write(self, keys, values, metadata)
+            return
         self.backend.begin(keys, values)
         self._unwritten = _UnwrittenStep((keys, values), metadata)
 
@@ -140,20 +135,14 @@ class LayerPages(LayerMemory):
             self._unwritten = None
 
     def begin_write(self, metadata: AttentionMetadata, count: int) -> None:
-        """Do what must be done before a step of `count` tokens is written.
+        """Do what must be done before this thread writes a step of `count` tokens.
 
         Raises:
             ThreadConflict: see `write_back` and `LazyReads.compute`.
         """
-        if self._unwritten is not None:
-            self.write_back()
-        if self.lazy_reads.noted:
-            self._compute_lazy_reads(metadata, count)
-
-    def note_thread(self) -> None:
-        """Note that this thread writes a step."""
+        self._before_change(lambda: metadata.last_entries(count))
         if self._thread != get_ident():
-            self._is_shared |= self._thread is not None
+            self._is_shared = self._thread is not None
             self._thread = get_ident()
 
     def write_back(self) -> None:
@@ -171,7 +160,7 @@ class LayerPages(LayerMemory):
 
     def write(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """See `Backend.write`."""
-        self.begin_write(metadata, keys.shape[2])
+        self._before_change(lambda: metadata.last_entries(keys.shape[2]))
         self.backend.write(self, keys, values, metadata)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
@@ -301,12 +290,9 @@ class LayerPages(LayerMemory):
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the unwritten step, and compute lazy reads before these entries change."""
-        self.write_back()
+        if self._unwritten is not None:
+            self.write_back()
         self.lazy_reads.compute(entries if self.backend.writes_in_place else set)
-
-    def _compute_lazy_reads(self, metadata: AttentionMetadata, count: int) -> None:
-        in_place = self.backend.writes_in_place
-        self.lazy_reads.compute(lambda: metadata.last_entries(count) if in_place else set())
 
     def _write_back_before_unmapping(self, slab: int) -> None:
         """Write an unwritten step that goes to this slab, which holds no used block any more. If

@@ -10,7 +10,7 @@ metadata         where kernels find the tokens of a step, and of its parts
 read             all tokens of a layer at one step, as attention asks for them
 arrays           arrays that stand for pages
 masks            the masks that a cache makes, and what a mask lets queries see
-unwritten        what no page holds yet: long steps over rings, inputs of open groups
+unwritten        long steps over rings, which no page holds yet
 rollback_bounds  how far a sequence can be rolled back
 recorded         a step that `mx.compile` records
 """

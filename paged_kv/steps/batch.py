@@ -21,7 +21,7 @@ from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import full_blocks, make_room
 from paged_kv.steps.read import PagedRead
-from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.sequence import LayerwiseSequences, Sequence
 from paged_kv.steps.step import Step
 from paged_kv.steps.step_row import StepRow, layers_of_step
 
@@ -39,7 +39,7 @@ class Batch:
         self.sequences = sequences
         self.step: Step | None = None
         self._wider: weakref.ref[Batch] | None = None
-        self._newcomers: list[tuple[list[weakref.ref[Sequence]], set[int]]] = []
+        self._newcomers = LayerwiseSequences()
 
     @classmethod
     def of(cls, pool: PagePool, sequences: Iterable[Sequence]) -> Batch:
@@ -66,19 +66,9 @@ class Batch:
         return wider
 
     def newcomers(self, layer: int, count: int) -> list[Sequence]:
-        """New sequences for tokens that are to come beside these. The first layer that asks makes
-        them, and the other layers get the same ones, as with `Sequence.fork`."""
+        """New sequences for tokens that are to come beside these; see `LayerwiseSequences`."""
         with self.pool.lock:
-            for refs, layers in self._newcomers:
-                known = [each for ref in refs if (each := ref()) is not None]
-                if layer not in layers and len(known) == len(refs) == count:
-                    layers.add(layer)
-                    return known
-            new = [Sequence(self.pool) for _ in range(count)]
-            # Without those that nobody holds any more: a batch may be merged again and again.
-            living = [each for each in self._newcomers if any(ref() for ref in each[0])]
-            self._newcomers = [*living, ([weakref.ref(each) for each in new], {layer})]
-            return new
+            return self._newcomers.get(layer, count, partial(Sequence, self.pool))
 
     def begin(self, layer: int, count: int) -> Step:
         """The step of each sequence's next `count` tokens, padding included, in one layer: the one

@@ -153,7 +153,6 @@ class RecordableStep:
         in their order."""
         at = 0
         for _, group, pages, recorder in self.layers:
-            pages.note_thread()
             end = at + recorder.changes(self.tables[group])
             filled = self.group_steps[group].metadata.filled_entries(1)
             recorder.keep(pages, self.tables[group], changed[at:end], filled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import Thread, current_thread
@@ -72,6 +72,33 @@ class PromptStates(NamedTuple):
         return deepcopy([each.extract(self.row) for each in self.batch.caches])
 
 
+class LayerwiseSequences:
+    """Sequences that all layers of a prompt cache ask for, one layer after the other: the first one
+    makes them, and the others get the same ones. A layer that asks a second time gets others, and
+    so does each thread."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Thread, list[weakref.ref[Sequence]], set[int]]] = []
+
+    def get(self, layer: int, count: int, make: Callable[[], Sequence]) -> list[Sequence]:
+        """Those that a layer gets, `count` in number."""
+        me = current_thread()
+        for thread, refs, layers in self._made:
+            known = [each for ref in refs if (each := ref()) is not None]
+            if thread is me and layer not in layers and len(known) == len(refs) == count:
+                layers.add(layer)
+                return known
+        made = [make() for _ in range(count)]
+        # Without those that nobody holds any more: a batch may be merged again and again.
+        self._made = [entry for entry in self._made if any(ref() for ref in entry[1])]
+        self._made.append((me, [weakref.ref(each) for each in made], {layer}))
+        return made
+
+    def clear(self) -> None:
+        """Give no layer those that were made so far."""
+        self._made.clear()
+
+
 class Sequence:
     """Owns blocks, and frees them when no cache refers to it any more.
 
@@ -125,7 +152,7 @@ class Sequence:
         self._step: weakref.ref[OpenStep] | None = None
         self._before: _Before
         self.tables: dict[LayerGroup, BlockTable] = {}
-        self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
+        self._forks = LayerwiseSequences()
         weakref.finalize(self, _drop_tables, self.tables).atexit = False
 
     @property
@@ -315,20 +342,8 @@ class Sequence:
 
     @locked
     def fork(self, layer: int) -> Sequence:
-        """A sequence that shares all present blocks with this one.
-
-        The first layer that asks makes the fork, and the other layers get the same one. A layer
-        that asks a second time gets a second fork. Each thread gets forks of its own.
-        """
-        me = current_thread()
-        for thread, ref, layers in self._forks:
-            fork = ref()
-            if fork is not None and thread is me and layer not in layers:
-                layers.add(layer)
-                return fork
-        fork = self._copy()
-        self._forks = [entry for entry in self._forks if entry[1]() is not None]
-        self._forks.append((me, weakref.ref(fork), {layer}))
+        """A sequence that shares all present blocks with this one; see `LayerwiseSequences`."""
+        (fork,) = self._forks.get(layer, 1, self._copy)
         return fork
 
     @locked

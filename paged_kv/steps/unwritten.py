@@ -1,20 +1,15 @@
-"""Holds what no page holds yet: steps that their rings do not hold, and inputs of open groups.
+"""Holds steps that their rings do not hold yet, and writes them.
 
 A step longer than `write_chunk` would overwrite tokens that some of its queries still see. Those
 queries come later, from this layer or from layers that share its keys. So they attend to the ring
 as it was and to the unwritten step. The step is written when the next one comes, or when another
 operation needs it in pages.
-
-Rows of layers that append them at rates of their own are computed from groups of tokens. What the
-open group of a layer is computed from is kept here: see `AppendedRows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
@@ -89,49 +84,3 @@ def _fill_skipped(
             pages.copy({in_ring: cached.block})
         keys, values = step.between(first - start, last - start)
         pages.write(keys, values, AttentionMetadata(((cached.block,),), (last - base,), (0,)))
-
-
-@dataclass(frozen=True, eq=False)
-class GroupInputs:
-    """The inputs of a sequence's latest tokens, more of them than are in an open group: a trim may
-    open an earlier one again.
-
-    Attributes:
-        step: the tokens' inputs, in order, each array [1, tokens, dim].
-    """
-
-    step: tuple[mx.array, ...] = ()
-
-    def __len__(self) -> int:
-        return sum(each.shape[1] for each in self.step)
-
-    def followed_by(self, inputs: mx.array, most: int) -> GroupInputs:
-        """These and those of the next tokens, the last `most` of them or a few more."""
-        known, steps = inputs.shape[1], [inputs[:, -most:]]
-        for each in reversed(self.step):
-            if known >= most:
-                break
-            steps.append(each)
-            known += each.shape[1]
-        return GroupInputs(tuple(reversed(steps)))
-
-    def without_last(self, count: int) -> GroupInputs:
-        """These but for those of the last `count` tokens."""
-        steps = list(self.step)
-        while count and steps:
-            last = steps.pop()
-            if last.shape[1] > count:
-                steps.append(last[:, :-count])
-                break
-            count -= last.shape[1]
-        return GroupInputs(tuple(steps))
-
-    def last(self, count: int) -> mx.array:
-        """Those of the last `count` tokens, at least 1, [1, count, dim]."""
-        known = 0
-        for index, each in enumerate(reversed(self.step), 1):
-            known += each.shape[1]
-            if known >= count:
-                steps = list(self.step[-index:])
-                return (mx.concatenate(steps, axis=1) if index > 1 else steps[0])[:, -count:]
-        raise AssertionError(f"the inputs of {count} tokens were asked for, {known} are kept")

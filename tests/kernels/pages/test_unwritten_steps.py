@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
-from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -16,7 +15,6 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, LayerGeometry
-from paged_kv.steps.recorded import RecordableLayer, RecordableStep
 from tests.support.arrays import normal
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import native_library
@@ -215,16 +213,10 @@ def test_once_two_threads_have_come_steps_are_written_at_once(
 def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None:
     """Otherwise a thread defers a step that the other one cannot compute."""
     pages = new_pages(NativeBackend(native_library()))
-    one_token(pages, 2)
+    metadata = one_token(pages, 2)
     assert pages.unwritten
     mx.eval(pages.page(1))
-    group, recorder, step = (Mock(name=name) for name in ("group", "recorder", "step"))
-    recorder.changes.return_value = 0
-    group.read_tokens = None
-    layer = RecordableLayer(0, group, pages, recorder)
-    recorded = RecordableStep(step, [layer], {group: Mock()}, {group: Mock()})
-    in_another_thread(recorded.keep, [], [0])
-    step.take.assert_called_once_with([0])
+    in_another_thread(pages.begin_write, metadata, 1)
     one_token(pages, 3, 301)
     assert not pages.unwritten
 

@@ -100,7 +100,7 @@ def test_a_batch_remembers_no_sequences_that_nobody_holds(pool: PagePool) -> Non
     (cache, *_) = sequence_of(pool, 3)
     for _ in range(3):
         cache.merge([cache, stock_like(3)])
-    assert len(cache.batch._newcomers) == 1
+    assert len(cache.batch._newcomers._made) == 1
 
 
 def test_what_does_not_hold_all_tokens_in_arrays_is_refused(pool: PagePool) -> None:
