@@ -75,12 +75,14 @@ class _Caches:
 
     Attributes:
         first: the factory's first.
+        pool: of the first, if it has pages.
         known: all of them.
         others: what those hold that have no pages.
     """
 
     def __init__(self, first: Any, known: Iterable[Any], others: list[_SavedCache]) -> None:
         self.first = first
+        self.pool: PagePool | None = first.pool if isinstance(first, PagedKVCache) else None
         self.known = known
         self.others = others
         self._began = 0
@@ -151,15 +153,13 @@ def _call_of(kind: Any) -> Any:
             return one_after_another(model, tokens, given)
         _note_version(caches.first, tokens)
         with caches:
-            output = None
-            if isinstance(caches.first, PagedKVCache):
-                pool = caches.first.pool
-                if is_separate or pool.rows:
-                    output = _separately(partial(stock, model), tokens, given, caches)
-                elif len(args) == 1 and options.keys() == {"cache"} and tokens.shape[1:] == (1,):
-                    recordings = _recordings.get(pool)
-                    if recordings is not None and recordings.model is model:
-                        output = recordings.take(kind, partial(own, model), tokens, given)
+            output, pool = None, caches.pool
+            if pool is not None and (is_separate or pool.rows):
+                output = _separately(partial(stock, model), tokens, given, caches)
+            elif pool is not None and len(args) == 1 and options.keys() == {"cache"}:
+                recordings = _recordings_of(model, pool)
+                if recordings is not None and tokens.shape[1:] == (1,):
+                    output = recordings.take(kind, partial(own, model), tokens, given)
             if output is None:
                 output = stock(model, *args, **options)
         caches.note_step(tokens, given)
@@ -168,6 +168,11 @@ def _call_of(kind: Any) -> Any:
         return output
 
     return call
+
+
+def _recordings_of(model: Module, pool: PagePool) -> Recordings | None:
+    recordings = _recordings.get(pool)
+    return None if recordings is None or recordings.model is not model else recordings
 
 
 def _separately(step: Any, tokens: mx.array, given: Any, caches: _Caches) -> mx.array | None:

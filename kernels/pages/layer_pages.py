@@ -122,7 +122,8 @@ class LayerPages(LayerMemory):
             ThreadConflict: see `begin_write`.
         """
         # Not later: until then, reads of the same batch get the step as `unwritten`.
-        self.begin_write(metadata, keys.shape[2])
+        if self._unwritten is not None or self.lazy_reads.noted or self._thread != get_ident():
+            self.begin_write(metadata, keys.shape[2])
         if self._is_shared or not self.backend.writes_in_place:
             self.backend.write(self, keys, values, metadata)
             return
@@ -290,8 +291,7 @@ class LayerPages(LayerMemory):
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the unwritten step, and compute lazy reads before these entries change."""
-        if self._unwritten is not None:
-            self.write_back()
+        self.write_back()
         self.lazy_reads.compute(entries if self.backend.writes_in_place else set)
 
     def _write_back_before_unmapping(self, slab: int) -> None:

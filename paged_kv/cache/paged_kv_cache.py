@@ -24,7 +24,7 @@ from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.arrays import PagedKeys, PagedValues
-from paged_kv.steps.batch import Batch
+from paged_kv.steps.batch import Batch, write
 from paged_kv.steps.masks import step_mask
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_row import offset_of
@@ -106,6 +106,17 @@ class PagedKVCache:
         """
         if self._dependency is not None:
             keys = mx.depends(keys, self._dependency)
+        step, layer = self.batch.step, self.layer
+        is_begun = step is not None and step.is_open and layer in step.waiting
+        if step is not None and is_begun and step.shape == keys.shape[::2]:
+            arrays = write(step, layer, keys, values)
+        else:
+            arrays = self._append(keys, values)
+        self._dependency = None
+        return arrays
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Begin a step with these tokens."""
         batch = self.batch
         if keys.shape[0] > 1 == len(batch.sequences) and self.empty():
             # A new prompt cache takes a batch of any size.
@@ -113,7 +124,6 @@ class PagedKVCache:
         arrays = batch.append(self.layer, keys, values)
         # Not earlier: after a failed step, this is still a new cache.
         self.batch = batch
-        self._dependency = None
         return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:

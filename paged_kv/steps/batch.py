@@ -109,22 +109,7 @@ class Batch:
             )
         if count == 0:
             return self.read(layer)
-        step = self.begin(layer, count)
-        with self.pool.lock, step:
-            group_step, pages = step.before_write(layer, keys, values)
-            if group_step.needs_step:
-                group_step.write_apart(layer, pages, (keys, values))
-                read = PagedRead(step, group_step, pages, (keys, values))
-            else:
-                pages.write_later(keys, values, group_step.metadata)
-                read = PagedRead(step, group_step, pages, None)
-            if layer not in step.attending:
-                return gathered_arrays(read)
-            arrays = group_step.stand_ins[id(pages.geometry)]
-        step.is_unread = self.pool.attends_in_order
-        paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
-        paged_keys.read = paged_values.read = read
-        return paged_keys, paged_values
+        return write(self.begin(layer, count), layer, keys, values)
 
     def read(self, layer: int, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
         """All keys and values of the sequences in one layer; see `GatheredRead`.
@@ -195,6 +180,26 @@ class Batch:
 _batches: weakref.WeakValueDictionary[tuple[PagePool, tuple[Sequence, ...]], Batch] = (
     weakref.WeakValueDictionary()
 )
+
+
+def write(
+    step: Step, layer: int, keys: mx.array, values: mx.array
+) -> tuple[PagedKeys, PagedValues]:
+    """Write a step that waits for a layer; see `Batch.append`."""
+    with step.pool.lock, step:
+        group_step, pages, arrays = step.before_write(layer, keys, values)
+        if group_step.needs_step:
+            group_step.write_apart(layer, pages, (keys, values))
+            read = PagedRead(step, group_step, pages, (keys, values))
+        else:
+            pages.write_later(keys, values, group_step.metadata)
+            read = PagedRead(step, group_step, pages, None)
+        if layer not in step.attending:
+            return gathered_arrays(read)
+        step.is_unread = step.pool.attends_in_order
+    paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
+    paged_keys.read = paged_values.read = read
+    return paged_keys, paged_values
 
 
 def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> None:

@@ -177,18 +177,17 @@ class RecordedStep:
         self._offset = next(given)
         self._offset_after = self._offset + 1
         self._reads: dict[int, tuple[PagedRead, mx.array, mx.array]] = {}
-        self._shape, self._windows = step.shape, step.pool.windows
         self._tables = recordable.tables
-        self._rows = [
+        rows = [
             row._replace(before=FAR_TOKENS, end=FAR_TOKENS + 1, offset=FAR_TOKENS)
             for row in step.rows
         ]
-        self._step = Step(step.pool, self._rows, 1, step.layers)  # No sequence takes part in it.
+        self._step = Step(step.pool, rows, 1, step.layers)  # No sequence takes part in it.
         self._groups = {
             group: _recorded(
                 recordable,
                 group,
-                _in_window(self._rows, group.window),
+                _in_window(rows, group.window),
                 tables.with_arrays(given),
             )
             for group, tables in recordable.tables.items()
@@ -216,8 +215,8 @@ class RecordedStep:
         Raises:
             NotRecordable: the model asked for an array.
         """
-        window = self._windows.get(layer)
-        rows = _in_window(self._rows, window)
+        window = self._step.pool.windows.get(layer)
+        rows = _in_window(self._step.rows, window)
         mask = step_mask(rows, 1, window, return_array=return_array, window_size=window_size)
         if not isinstance(mask, PagedMask):
             return None
@@ -233,7 +232,8 @@ class RecordedStep:
                 tokens.
             ValueError: see `GroupStep.make_stand_ins`.
         """
-        if layer in self._reads or layer not in self._layers or keys.shape[::2] != self._shape:
+        is_known = layer in self._layers and layer not in self._reads
+        if not is_known or keys.shape[::2] != self._step.shape:
             raise NotRecordable(f"layer {layer} does not take one step like the others")
         _, group, pages, _ = self._layers[layer]
         group_step = self._groups[group]

@@ -87,7 +87,7 @@ class Step:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             self.undo()
 
@@ -115,9 +115,9 @@ class Step:
 
     def before_write(
         self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[GroupStep, LayerPages]:
+    ) -> tuple[GroupStep, LayerPages, StandIns]:
         """Take the step in a layer that is about to write these keys and values; returns its
-        group's part of the step, and its pages.
+        group's part of the step, its pages, and what stands for all its tokens.
 
         Raises:
             PagesNotRead: attention has not read the keys and values of the layer before.
@@ -139,14 +139,14 @@ class Step:
         given = keys.shape, values.shape, keys.dtype, values.dtype
         arrays = step.stand_ins.get(id(pages.geometry))
         if arrays is None or arrays.given != given:
-            step.make_stand_ins(layer, keys, values)
+            arrays = step.make_stand_ins(layer, keys, values)
         if step.moves != step.group.moves:
             step.locate()
         # Before the write: one that fails may have overwritten a ring's tokens.
         self.waiting.discard(layer)
         for taken, progress in self._taken:
             taken[layer] = progress
-        return step, pages
+        return step, pages, arrays
 
     def undo(self) -> None:
         """Let the sequences be as they were before the step, which has failed in some layer, unless
