@@ -15,7 +15,7 @@ class BlockTable:
 
     Copy on write: a block is written only if it has one reference and the right format, see
     `Write.format_of`. Before its first write to any other block, a table replaces it by a copy:
-    see `reserve`.
+    see `reserve_all`.
 
     Attributes:
         blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
@@ -77,7 +77,7 @@ class BlockTable:
         return tuple([self.blocks[self.ring.entry(block)] for block in range(first, last)])
 
     def is_reserved(self, end: int) -> bool:
-        """Whether `reserve` covered `end`, with no fork or truncation since."""
+        """Whether a reservation covered `end`, with no fork or truncation since."""
         return end <= self._reserved_end
 
     def forget_reserved(self) -> None:

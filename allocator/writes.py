@@ -208,21 +208,6 @@ def reserve_all(writes: Iterable[tuple[list[Write], CopyPages]]) -> None:
         change.commit()
 
 
-def reserve(
-    table: BlockTable, start: int, end: int, copy_pages: CopyPages = lambda copies: None
-) -> Mapping[int, int]:
-    """Reserve blocks of one table for the tokens at [start, end); see `reserve_all`. Returns the
-    copies (from block, to block)."""
-    copies: dict[int, int] = {}
-
-    def record(made: Mapping[int, int]) -> None:
-        copy_pages(made)
-        copies.update(made)
-
-    reserve_all([([Write(table, start, end)], record)])
-    return copies
-
-
 def _allocated(plans: list[WritePlan]) -> list[_Change]:
     """The plans, of one allocator, with blocks.
 

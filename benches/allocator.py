@@ -18,7 +18,7 @@ from time import perf_counter_ns
 from benches.results_file import write_result
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.writes import reserve
+from tests.support.reserving import reserve
 
 BLOCKS = 100_000
 BULK_BLOCKS = BLOCKS // 2

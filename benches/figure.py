@@ -13,8 +13,8 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import block_range, page_of, slab_of
-from paged_kv.allocator.writes import reserve
 from paged_kv.sizes import counted
+from tests.support.reserving import reserve
 
 FIGURE = Path(__file__).parents[1] / "docs" / "pictures" / "blocks.svg"
 WIDTH, HEIGHT = 820, 420

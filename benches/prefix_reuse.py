@@ -34,9 +34,9 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.writes import reserve
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
+from tests.support.reserving import reserve
 
 COMMON, NEW = 3500, 32
 TURNS, ASKED, ANSWERED = 20, 32, 64

@@ -29,9 +29,9 @@ from benches.whole_model import filled, stdlib_llama, step
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.writes import reserve
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.monitor.publisher import publisher
+from tests.support.reserving import reserve
 
 INTERVAL_S = 0.5
 WATCH = """

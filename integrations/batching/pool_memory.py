@@ -12,7 +12,8 @@ def pool_size(pool: PagePool) -> PoolSize:
     """The memory that a pool can promise, once it knows its layers' geometry. With "auto" pages
     promises count 16 bits: requantisation makes room for cached pages, never for a promise."""
     groups = [_group_size(group) for group in pool.groups if group.is_open]
-    return PoolSize(pool.budget.max_bytes, pool.slack, tuple(groups), PAGE_SIZE)
+    slack = pool.reclaimer.slack(pool.budget)
+    return PoolSize(pool.budget.max_bytes, slack, tuple(groups), PAGE_SIZE)
 
 
 def _group_size(group: LayerGroup) -> GroupSize:

@@ -257,11 +257,6 @@ class PagePool:
         tokens is open there."""
         return max((each.rate for each in self.rows.values()), default=1)
 
-    @property
-    def slack(self) -> int:
-        """Bytes of the budget that may stay unused because memory is mapped in slabs."""
-        return self.reclaimer.slack(self.budget)
-
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
         return self._group_of[layer]

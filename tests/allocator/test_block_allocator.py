@@ -12,7 +12,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import slab_of
-from paged_kv.allocator.writes import reserve
+from tests.support.reserving import reserve
 
 # The id of the first block of slab 1; those of slab 0 begin at 0.
 S1 = 65536

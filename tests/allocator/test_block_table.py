@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.writes import Write, blocks_needed, reserve
+from paged_kv.allocator.writes import Write, blocks_needed
 from tests.support.examples import examples
+from tests.support.reserving import reserve
 
 # The id of the first block of slab 1; those of slab 0 begin at 0.
 S1 = 65536

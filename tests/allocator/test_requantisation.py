@@ -6,7 +6,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.requantisation import full_blocks
-from paged_kv.allocator.writes import reserve
+from tests.support.reserving import reserve
 
 PAGE = 4
 

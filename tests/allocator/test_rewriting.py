@@ -8,7 +8,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import IDLE_STEPS, FormatSlabs, block_range
-from paged_kv.allocator.writes import reserve
+from tests.support.reserving import reserve
 
 BLOCK_BYTES, LAYERS = 12, 4
 

@@ -19,9 +19,10 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.rewriting import Rewrite, joining
 from paged_kv.allocator.slabs import block_range, slab_of
-from paged_kv.allocator.writes import Write, blocks_needed, reserve
+from paged_kv.allocator.writes import Write, blocks_needed
 from tests.support.examples import examples
 from tests.support.invariants import assert_invariants, live_rows, used_rows
+from tests.support.reserving import reserve
 
 PAGE_SIZE, BUDGET_BYTES, MAX_TABLES, MAX_SLABS = 4, 320, 6, 5
 BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}

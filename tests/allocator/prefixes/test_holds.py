@@ -109,7 +109,7 @@ def test_beyond_the_bound_the_namespace_that_holds_most_gives_way() -> None:
     assert held == [12, 16, 4, 8]
 
 
-def test_eviction_ends_pins_when_nothing_else_is_left_the_first_to_end_before_others() -> None:
+def test_eviction_ends_holds_when_nothing_else_is_left_the_first_to_end_before_others() -> None:
     cached = Cached()
     for first, until in ((0, 9.0), (1, 5.0), (2, 7.0)):
         cached.insert([first, *ALL[1:16]])

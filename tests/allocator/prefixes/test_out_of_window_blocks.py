@@ -10,7 +10,7 @@ from paged_kv.allocator.prefixes.eviction import LeastRecentlyUsed
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import WindowSlots
-from paged_kv.allocator.writes import reserve
+from tests.support.reserving import reserve
 
 
 class Retired:

@@ -13,8 +13,8 @@ from paged_kv.allocator.errors import UnknownSession
 from paged_kv.allocator.prefixes.owners import Owner, Owners
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
+from tests.support.reserving import reserve
 
 PAGE = 4
 Page = tuple[str, tuple[int, ...]]

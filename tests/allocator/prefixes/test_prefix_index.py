@@ -13,8 +13,8 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import Match
-from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
+from tests.support.reserving import reserve
 
 PAGE = 4
 

@@ -19,8 +19,8 @@ from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range, slab_of
-from paged_kv.allocator.writes import reserve
 from tests.support.examples import examples
+from tests.support.reserving import reserve
 
 PAGE, MAX_TABLES, BLOCKS = 4, 4, 48
 FREED = -2
