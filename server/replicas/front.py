@@ -192,6 +192,7 @@ class _Answer:
         self._send = send
         self._start: Message = {}
         self._is_last = False
+        self._is_done = False
         self._events = 0
 
     def restart(self, *, is_last: bool) -> None:
@@ -210,11 +211,14 @@ class _Answer:
             if not self.has_begun:
                 self.has_begun = True
                 await self._send(self._start)
-            self._events += message.get("body", b"").count(b"\ndata: {")
+            body = message.get("body", b"")
+            self._events += body.count(b"\ndata: {")
+            self._is_done |= body.endswith(b"data: [DONE]\n\n")
             await self._send(message)
 
     async def break_off(self) -> None:
-        """End a stream whose replica has died with an error in the form of its interface.
+        """End a stream whose replica has died with an error in the form of its interface, unless
+        the client has got all of it.
 
         Raises:
             APIError: the answer is no stream; the connection is closed.
@@ -226,7 +230,7 @@ class _Answer:
         )
         if dict(self._start["headers"]).get(b"content-type") != b"text/event-stream":
             raise error
-        body = b"%bdata: %b\n\n" % self._event(error)
+        body = b"" if self._is_done else b"%bdata: %b\n\n" % self._event(error)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _event(self, error: APIError) -> tuple[bytes, bytes]:

@@ -214,6 +214,12 @@ def test_a_stream_that_has_begun_ends_with_an_error(path: str, end: bytes) -> No
     assert last["body"].endswith(b"\n\n")
 
 
+def test_no_error_follows_a_stream_that_is_whole() -> None:
+    begun = [[start(200, STREAM), part(b"data: {}\n\ndata: [DONE]\n\n")]]
+    got = ask(FakeReplicas({"a": [*begun, DIED]}, in_turn("a")), "/v1/completions")
+    assert (got.messages[-1]["body"], got.messages[-1]["more_body"]) == (b"", False)
+
+
 def test_an_answer_that_is_no_stream_is_not_ended_as_if_it_were_whole() -> None:
     replicas = FakeReplicas({"a": [[start(), part(b'{"half')], DIED]}, in_turn("a"))
     with pytest.raises(Exception, match="response already started"):
