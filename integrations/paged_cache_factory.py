@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
-from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
@@ -31,7 +30,7 @@ from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_f
 from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
-from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
+from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.options import AUTO
 from paged_kv.pool.page_pool import PagePool
@@ -237,11 +236,6 @@ class PagedCacheFactory:
         """
         known, owner = self._media.keyed(tokens, media), _owner(salt, session)
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
-        if self._model.head is not None:
-            # Where it cannot be read, because a page that others share has no room for a copy, or
-            # because another thread reads it, later drafts are worse, and nothing else.
-            with suppress(PoolExhausted, ThreadConflict):
-                self._model.head.read_waiting([sequence])
         if sequence.model_version is None:
             warn_once(
                 "insert_cache keeps nothing of this prompt cache: another model, or one that has "

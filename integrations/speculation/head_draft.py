@@ -10,17 +10,12 @@ from paged_kv.integrations.batching.short_memory import Shortage
 from paged_kv.integrations.heads.model_head import head_of
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import DraftRow, within_memory
-from paged_kv.steps.sequence import Sequence
-
-# A draft reads so many tokens beside its first one, in hardly more time.
-_FEW = 8
 
 
 class HeadDraft:
     """Proposes the tokens that a model's head expects.
 
-    The head reads what the model has read since the last draft. When there is no memory for drafted
-    tokens, nothing is drafted.
+    When there is no memory for drafted tokens, nothing is drafted.
 
     Args:
         factory: a factory of the model, with a `head`.
@@ -46,18 +41,14 @@ class HeadDraft:
         return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
-        """Read what rows without drafts have left unread."""
-        within_memory(partial(self._head.read_waiting, _sequences(rows), _FEW))
+        """Nothing is missing: a head reads each step of its model."""
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row the next tokens of the head; none if there is no memory."""
+        sequences = [row.sequence for row in rows if row.sequence is not None]
         last, count = [row.last for row in rows], max(row.most for row in rows)
-        drafted = within_memory(partial(self._head.draft, _sequences(rows), last, count))
+        drafted = within_memory(partial(self._head.draft, sequences, last, count))
         if isinstance(drafted, Shortage):
             return [[] for _ in rows]
         tokens: Any = drafted.tolist()
         return [each[: row.most] for row, each in zip(rows, tokens, strict=True)]
-
-
-def _sequences(rows: list[DraftRow]) -> list[Sequence]:
-    return [row.sequence for row in rows if row.sequence is not None]

@@ -121,7 +121,7 @@ class Sequence:
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
         bounds: how far the sequence can be rolled back.
-        of_head: what a prediction head keeps of the latest tokens, or None; forks get copies.
+        of_head: what a prediction head keeps of the latest tokens, or None; forks share it.
         hooks: what stays replaced in the model's modules while the sequence exists.
         tables: the sequence's block tables; `table` makes those of other groups.
 
@@ -383,7 +383,7 @@ class Sequence:
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         copy.layers = self.layers.without_latest()
         copy.bounds = self.bounds
-        copy.of_head = None if self.of_head is None else self.of_head.copy()
+        copy.of_head = self.of_head
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)

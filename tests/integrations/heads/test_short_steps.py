@@ -1,4 +1,4 @@
-"""A head that has left tokens unread reads them later as if it had read them at once."""
+"""A head reads short steps as it reads a long one, whatever was trimmed, padded or forked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.heads.latest_tokens import MOST_UNREAD
 from paged_kv.integrations.heads.model_head import ModelHead, head_of
 from tests.support.heads import random_head
 from tests.support.zoo import small_model
@@ -30,7 +29,6 @@ def factory_and_head(
 
 def at_once(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> PagedKVCache:
     """The cache of the head's layer that has read all of these in one step."""
-    assert len(tokens) > MOST_UNREAD
     cache = factory.make_cache()
     model(mx.array([tokens]), cache=cache)
     own: PagedKVCache = cache[-1]
@@ -70,32 +68,19 @@ def is_read(own: PagedKVCache, model: Any, factory: PagedCacheFactory, tokens: l
     ],
 )
 @pytest.mark.slow
-def test_steps_of_one_token_are_read_when_they_are_needed(name: str, length: int) -> None:
-    """Before a page is full, after so many tokens, and for a draft."""
+def test_steps_of_one_token_are_read_as_one_long_step(name: str, length: int) -> None:
     model, factory, head = factory_and_head(name)
-    cache = cache_of(model, factory, PROMPT[:length])
-    own, unread = cache[-1], 0
-    chunks = [window.write_chunk - 1 for window in factory.pool.windows.values()]
-    most = min([MOST_UNREAD, *chunks])
-    for at in range(length, length + 40):
-        model(mx.array([PROMPT[at : at + 1]]), cache=cache)
-        unread = (unread + 1) * (unread < most and (at + 1) % 256 != 0)
-        if unread < 2 or unread == most:
-            assert is_read(own, model, factory, PROMPT[: at + 1]) == (unread == 0), at
-    assert unread
-    expected = at_once(model, factory, PROMPT[: length + 40])
+    cache = cache_of(model, factory, PROMPT[:length], *one_by_one(PROMPT[length : length + 40]))
+    own, expected = cache[-1], at_once(model, factory, PROMPT[: length + 40])
     assert_same_drafts(head, own.sequences, expected.sequences)
     assert is_read(own, model, factory, PROMPT[: length + 40])
     assert {each.offset for each in cache if isinstance(each, PagedKVCache)} == {length + 40}
     factory.pool.check()
 
 
-@pytest.mark.parametrize("is_read_before", [True, False])
-def test_tokens_in_the_place_of_trimmed_ones_are_read(is_read_before: bool) -> None:
+def test_tokens_in_the_place_of_trimmed_ones_are_read() -> None:
     model, factory, head = factory_and_head()
     cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
-    if is_read_before:
-        head.read_waiting(cache[-1].sequences)
     for each in cache:
         each.trim(4)
     for token in PROMPT[70:73]:
@@ -107,7 +92,7 @@ def test_tokens_in_the_place_of_trimmed_ones_are_read(is_read_before: bool) -> N
 
 @pytest.mark.parametrize("count", [12, 40])
 def test_padding_is_not_read(count: int) -> None:
-    """On the left of one row, and on the right of the other, in a step that waits or does not."""
+    """On the left of one row, and on the right of the other, in a short step and in a long one."""
     model, factory, _ = factory_and_head()
     caches = zip(factory.make_cache(), factory.make_cache(), strict=True)
     batch = [layers[0].merge(list(layers)) for layers in caches]
@@ -120,53 +105,26 @@ def test_padding_is_not_read(count: int) -> None:
         layer.finalize()
     for at in range(30):
         model(mx.array([[PROMPT[at]], [PROMPT[at + 5]]]), cache=batch)
-    head = head_of(factory.pool)
-    assert head is not None
-    head.read_waiting(batch[-1].sequences)
     for row, text in enumerate(texts):
         text += PROMPT[5 * row : 5 * row + 30]
         assert is_read(batch[-1].extract(row), model, factory, text)
 
 
-def test_forks_read_what_was_left_unread() -> None:
-    model, factory, head = factory_and_head()
-    cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
-    (fork,) = cache[-1].extract(0).sequences
-    model(mx.array([PROMPT[70:75]]), cache=cache)  # the fork does not take these
-    head.read_waiting([fork])
-    assert is_read(PagedKVCache(factory.pool, cache[-1].layer, [fork]), model, factory, PROMPT[:60])
-    head.read_waiting(cache[-1].sequences)
-    assert is_read(cache[-1], model, factory, [*PROMPT[:60], *PROMPT[70:75]])
-
-
-def test_cached_prompts_are_read() -> None:
-    model, factory, _ = factory_and_head()
-    cache = cache_of(model, factory, PROMPT[:300], *one_by_one(PROMPT[300:310]))
-    factory.insert_cache(PROMPT[:310], cache)
-    found, count = factory.fetch_cache(PROMPT[:320])
-    assert count == 310
-    assert is_read(found[-1], model, factory, PROMPT[:310])
-
-
-def test_reads_that_find_no_memory_change_nothing() -> None:
-    """A page that others share needs a copy."""
+def test_drafts_that_find_no_memory_change_nothing() -> None:
+    """A page that others share needs a copy; the fork does not take later tokens."""
     model, factory, head = factory_and_head(max_bytes=4 << 20)
     cache = cache_of(model, factory, PROMPT[:50], PROMPT[50:60])
     fork = [each.extract(0) for each in cache]
     held: list[Any] = []
     while factory.can_admit(1):
         held.append(cache_of(model, factory, PROMPT[:1]))
-    before = fork[-1].keys
-    for work in (
-        lambda: head.read_waiting(fork[-1].sequences),
-        lambda: head.draft(fork[-1].sequences, [7], 4),
-    ):
-        with pytest.raises(PoolExhausted):
-            work()
-        assert {each.offset for each in fork} == {60}
-        assert mx.array_equal(fork[-1].keys, before)
+    with pytest.raises(PoolExhausted):
+        head.draft(fork[-1].sequences, [7], 4)
+    assert {each.offset for each in fork} == {60}
     held.clear()
-    head.read_waiting(fork[-1].sequences)
+    model(mx.array([PROMPT[70:75]]), cache=cache)
+    expected = at_once(model, factory, PROMPT[:60])
+    assert_same_drafts(head, fork[-1].sequences, expected.sequences)
     assert is_read(fork[-1], model, factory, PROMPT[:60])
 
 
@@ -195,7 +153,7 @@ def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPa
         assert mx.allclose(python, repeated, **CLOSE)
 
 
-def test_rows_leave_other_numbers_of_tokens_unread() -> None:
+def test_rows_keep_other_numbers_of_tokens() -> None:
     """In a batch whose rows came at other times, after trims of each row."""
     model, factory, head = factory_and_head()
     caches = []
