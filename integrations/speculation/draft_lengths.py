@@ -22,57 +22,6 @@ _SAMPLES = 5
 _LEAST_SAMPLES = 2
 # Older times are forgotten: contexts grow, and a machine gets busy.
 _KEPT_STEPS = 400
-
-
-class _Recent:
-    """The latest times of one kind of step."""
-
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=_SAMPLES)
-        self.at_step = 0
-
-
-class StepTimes:
-    """What a step with drafts costs, in steps without them of as many rows."""
-
-    def __init__(self) -> None:
-        self._recent: defaultdict[int, dict[int, _Recent]] = defaultdict(dict)
-        self._steps = 0
-
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Count a step."""
-        self._steps += 1
-        recent = self._recent[rows].setdefault(tokens, _Recent())
-        recent.seconds.append(seconds)
-        recent.at_step = self._steps
-
-    def ratios(self, rows: int) -> list[float]:
-        """The times of steps that draft 0, 1, .. tokens, in steps without drafts, up to one token
-        more than in the longest step that is known. What is not known is taken to cost what the
-        longest shorter one does. Empty while no step without drafts is known."""
-        known = self._known(rows)
-        if 1 not in known:
-            return []
-        found: list[float] = []
-        for tokens in range(1, max(known) + 2):
-            found.append(known[tokens] / known[1] if tokens in known else found[-1])
-        return found
-
-    def _known(self, rows: int) -> dict[int, float]:
-        """The least seconds by tokens; those that are too old are forgotten."""
-        kept = {
-            tokens: each
-            for tokens, each in self._recent[rows].items()
-            if self._steps - each.at_step <= _KEPT_STEPS
-        }
-        self._recent[rows] = kept
-        return {
-            tokens: min(each.seconds)
-            for tokens, each in kept.items()
-            if tokens == 1 or len(each.seconds) >= _LEAST_SAMPLES
-        }
-
-
 # A row begins with a chance at which drafts usually pay, so that it is tried.
 _FIRST_CHANCE = 0.8
 # Of the latest drafted token, in the running mean of a row's acceptance.
@@ -144,13 +93,17 @@ class AdaptiveLengths:
     """Drafts as many tokens as gain most, and none while drafts do not pay."""
 
     def __init__(self) -> None:
-        self._times = StepTimes()
+        # When the latest steps of so many rows and tokens were, and how long they took.
+        self._recent: defaultdict[tuple[int, int], deque[tuple[int, float]]] = defaultdict(
+            lambda: deque(maxlen=_SAMPLES)
+        )
+        self._steps = 0
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
         """The length with most tokens a second. A length is tried after all shorter ones."""
         most = max(each.most for each in candidates)
         best, best_rate = 0, rows * _LEAST_GAIN
-        for length, ratio in enumerate(self._times.ratios(rows)[: most + 1]):
+        for length, ratio in enumerate(self.ratios(rows)[: most + 1]):
             rate = _emitted(rows, candidates, length) / ratio
             if length and rate > best_rate:
                 best, best_rate = length, rate
@@ -161,7 +114,32 @@ class AdaptiveLengths:
 
     def record(self, rows: int, tokens: int, seconds: float) -> None:
         """Learn the time of a step."""
-        self._times.record(rows, tokens, seconds)
+        self._steps += 1
+        self._recent[rows, tokens].append((self._steps, seconds))
+
+    def ratios(self, rows: int) -> list[float]:
+        """The times of steps that draft 0, 1, .. tokens, in steps without drafts, up to one token
+        more than in the longest step that is known. What is not known is taken to cost what the
+        longest shorter one does. Empty while no step without drafts is known."""
+        known = self._known(rows)
+        if 1 not in known:
+            return []
+        found: list[float] = []
+        for tokens in range(1, max(known) + 2):
+            found.append(known[tokens] / known[1] if tokens in known else found[-1])
+        return found
+
+    def _known(self, rows: int) -> dict[int, float]:
+        """The least seconds by tokens; those that are too old are forgotten."""
+        known = {}
+        for (of_rows, tokens), recent in list(self._recent.items()):
+            if of_rows != rows:
+                continue
+            if self._steps - recent[-1][0] > _KEPT_STEPS:
+                del self._recent[of_rows, tokens]
+            elif tokens == 1 or len(recent) >= _LEAST_SAMPLES:
+                known[tokens] = min(seconds for _, seconds in recent)
+        return known
 
 
 def _emitted(rows: int, candidates: Sequence[Candidate], length: int) -> float:

@@ -8,7 +8,6 @@ from paged_kv.integrations.speculation.draft_lengths import (
     Acceptance,
     AdaptiveLengths,
     Candidate,
-    StepTimes,
 )
 
 MOST = 4
@@ -115,7 +114,7 @@ def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
 def test_steps_are_timed() -> None:
     """A step that is not known is taken to cost what the longest shorter one does, and one that
     waited for another process does not count."""
-    times = StepTimes()
+    times = AdaptiveLengths()
     assert times.ratios(2) == []
     for tokens, seconds in ((1, 2.0), (3, 5.0), (3, 5.0)):
         times.record(2, tokens, seconds)
