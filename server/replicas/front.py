@@ -111,9 +111,8 @@ class Front:
                     progress.has_begun = answer.has_begun
             except FAILURES as error:
                 log.warning("a replica has failed: %s", error)
-                if answer.has_begun:
+                if answer.has_begun and not progress.has_ended:
                     await answer.break_off()
-                    return
             if answer.has_begun:
                 return
         raise busy(f"{len(tried)} replicas have failed to answer: ask again later")

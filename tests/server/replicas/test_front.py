@@ -226,6 +226,11 @@ def test_an_answer_that_is_no_stream_is_not_ended_as_if_it_were_whole() -> None:
         ask(replicas)
 
 
+def test_an_answer_whose_replica_dies_after_its_end_is_whole() -> None:
+    replicas = FakeReplicas({"a": [*whole(b"{}"), DIED]}, in_turn("a"))
+    assert ask(replicas).body == b"{}"
+
+
 def test_a_replica_that_refuses_is_passed_over() -> None:
     plays = {"a": whole(b"busy", 503), "b": whole(b"busy", 503), "c": whole(b"{}")}
     replicas = FakeReplicas(plays, not_avoided("a", "b", "c"))
