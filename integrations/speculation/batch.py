@@ -27,7 +27,6 @@ from paged_kv.integrations.batching.short_memory import (
     make_room,
 )
 from paged_kv.integrations.distributed.sharded_model import ranks_of
-from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_processors
 from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
@@ -176,7 +175,8 @@ class SpeculativeBatch(MaskedBatch):
         """Emit one token of each row, and the drafted tokens that follow it and are accepted."""
         if not self.uids:
             return []
-        most = self._most_drafts()
+        in_rings = longest_draft(self.prompt_cache)
+        most = [self._draft_length(row, in_rings) for row in range(len(self.uids))]
         candidates = [
             Candidate(row.drafting, count)
             for row, count in zip(self._rows, most, strict=True)
@@ -233,10 +233,12 @@ class SpeculativeBatch(MaskedBatch):
         drafts = self._draft.propose(list(requests.values())) if requests else []
         drafts = self._ranks.broadcast("drafts", drafts)
         proposed = dict(zip(requests, drafts, strict=True))
-        inputs = [
-            [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]
-            for row, token in enumerate(emitting)
-        ]
+        inputs = []
+        for row, token in enumerate(emitting):
+            drafted = proposed.get(row, [])
+            if row in grammars and counts[row]:
+                drafted = grammars[row].drafted(drafted, counts[row])
+            inputs.append([token, *drafted[: counts[row]]])
         if max(map(len, inputs)) == 1:
             return None
         try:
@@ -268,14 +270,9 @@ class SpeculativeBatch(MaskedBatch):
             response.speculation = count
         return responses
 
-    def _most_drafts(self) -> list[int]:
-        """The most tokens that each row may draft: 0 if the draft has nothing to say."""
-        most = longest_draft(self.prompt_cache)
-        return [self._draft_length(row, most) for row in range(len(self.uids))]
-
     def _draft_length(self, row: int, most: int | None) -> int:
-        """The most tokens to draft for a row, whose cache can roll back `most`; None for any
-        number."""
+        """The most tokens to draft for a row, 0 if the draft has nothing to say. Its cache can roll
+        back `most`; None for any number."""
         each = self._rows[row]
         left: int = self.max_tokens[row] - self.parts.num_tokens[row] - 1
         count = min(left, each.options.num_draft_tokens, left if most is None else most)
@@ -286,14 +283,6 @@ class SpeculativeBatch(MaskedBatch):
         if each.is_forced:
             return min(count, forced)
         return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
-
-    def _drafted(
-        self, grammar: FollowedGrammar | None, proposed: list[int], count: int
-    ) -> list[int]:
-        """What a row drafts, of what is proposed, and of what its grammar forces."""
-        if grammar is None or not count:
-            return proposed[:count]
-        return grammar.drafted(proposed, count)
 
     def _choosers(self) -> list[Chooser]:
         rows = zip(
