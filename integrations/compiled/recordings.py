@@ -27,7 +27,7 @@ from paged_kv.integrations.compiled.recording import (
     unpaged,
 )
 from paged_kv.integrations.heads.model_head import ModelHead
-from paged_kv.integrations.heads.noted_outputs import note_outputs
+from paged_kv.integrations.heads.recorded_outputs import record_outputs
 from paged_kv.kernels.backends import device_name, variant, verdict_on
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
@@ -216,7 +216,7 @@ class Recordings:
         self.repeated += 1
         comparisons = self._comparisons[entry, place, tokens.shape]
         if not (self.compares and comparisons.is_due(is_first=is_first)):
-            note_outputs(self._modules, found.outputs)
+            record_outputs(self._modules, found.outputs)
             return found.keep(caches, step)
         return self._compared(comparisons, found, partial(call, stock_tokens, cache=caches), step)
 

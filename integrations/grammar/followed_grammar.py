@@ -143,8 +143,8 @@ class FollowedGrammar:
         forced = self.forced[: self.allowed(self.forced)]
         return max(fitting, forced, key=len)[:most]
 
-    def note_errors(self) -> None:
-        """Note if the matcher could not go on."""
+    def record_errors(self) -> None:
+        """Record why the matcher could not go on, if so."""
         if self.matcher.is_error():
             self.error = one_line(self.matcher.get_error())
 
@@ -171,7 +171,7 @@ class FollowedGrammar:
         if self.matcher.is_stopped():
             return  # only the token that ends a text can come, and a stopped matcher refuses it
         if tokens and not self.matcher.consume_tokens(tokens):
-            self.note_errors()
+            self.record_errors()
         elif self._repeats and self.matcher.is_stopped():
             self.matcher.reset()
             self.is_free = True

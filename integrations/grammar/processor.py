@@ -118,7 +118,7 @@ def _masks(
     for row, grammar in masking.items():
         if (opening := grammar.opening) is not None:
             masks[row, 0].view(np.uint32)[opening // 32] |= np.uint32(1 << opening % 32)
-        grammar.note_errors()
+        grammar.record_errors()
     return masks.view(np.uint8)
 
 

@@ -21,8 +21,8 @@ from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.heads.model_parts import ModelParts
-from paged_kv.integrations.heads.noted_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.heads.prediction_head import PredictionHead
+from paged_kv.integrations.heads.recorded_outputs import hook_outputs, outputs_of
 from paged_kv.integrations.model_hooks import Undo, call_all
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.pool.page_pool import PagePool
@@ -91,7 +91,7 @@ class ModelHead:
         return shown.geometry
 
     def hook(self) -> Undo:
-        """Let the modules that the head reads note what they return."""
+        """Let the modules that the head reads record what they return."""
         return partial(call_all, [hook_outputs(kind) for kind in set(map(type, self.modules))])
 
     @contextmanager
@@ -225,7 +225,7 @@ def _alone(cache: PagedKVCache) -> Iterator[None]:
 
 
 class _Shown:
-    """A cache that notes the geometry of what it is given."""
+    """A cache that records the geometry of what it is given."""
 
     offset = 0
     geometry: LayerGeometry | None = None

@@ -1,4 +1,4 @@
-"""Notes what modules of a model return while the model is called."""
+"""Records what modules of a model return while the model is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _hooked = SharedChanges()
 
 
 def hook_outputs(kind: Any) -> Undo:
-    """Let calls of a class note what they return, until what is returned was called for each time
+    """Let calls of a class record what they return, until what is returned was called for each time
     that it was replaced."""
     return _hooked.hold(kind, partial(_hook, kind))
 
@@ -45,13 +45,13 @@ def outputs_of(modules: Sequence[Module]) -> Iterator[list[mx.array]]:
         _this_thread.found = outer
 
 
-def note_outputs(modules: Sequence[Module], outputs: Sequence[mx.array]) -> None:
-    """Note what modules would have returned."""
+def record_outputs(modules: Sequence[Module], outputs: Sequence[mx.array]) -> None:
+    """Record what modules would have returned."""
     for module, output in zip(modules, outputs, strict=True):
-        _note(module, output)
+        _record(module, output)
 
 
-def _note(module: Module, output: mx.array) -> None:
+def _record(module: Module, output: mx.array) -> None:
     found = _this_thread.found
     if found is not None and id(module) in found:
         found[id(module)].append(output)
@@ -63,7 +63,7 @@ def _hook(kind: Any) -> Undo:
     @wraps(stock)
     def call(module: Module, *args: Any, **options: Any) -> Any:
         output = stock(module, *args, **options)
-        _note(module, output)
+        _record(module, output)
         return output
 
     return replace_call(kind, call)
