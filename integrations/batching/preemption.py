@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -236,8 +236,12 @@ class Preemption:
         tokens, salt = self._queue[number].all_tokens, self._salt(number)
         cached, _ = self._factory.peek(tokens, salt=salt)
         step = self._generator.prefill_step_size
-        for uid, other, computed in self._prompts(running):
-            missing = shared_beyond(cached, tokens, other[:-1]) if self._is_of(uid, salt) else 0
+        for uid, parts, computed in self._prompts(running):
+            # Before all of a long prompt is joined.
+            begins_alike = tokens[:WORTH_SHARING] == [*islice(chain(*parts), WORTH_SHARING)]
+            if not begins_alike or not self._is_of(uid, salt):
+                continue
+            missing = shared_beyond(cached, tokens, joined(parts)[:-1])
             if missing and self._end_near(uid, computed, cached + missing) <= missing + step:
                 return True
         return False
@@ -281,16 +285,16 @@ class Preemption:
         yield from growths(self._generator)
         yield from ((each.uid, each.growth) for each in self._queue if each.uid in running)
 
-    def _prompts(self, running: list[int]) -> Iterator[tuple[int, Tokens, int]]:
-        """The prompts that are being computed: uid, tokens, and how many are computed."""
+    def _prompts(self, running: list[int]) -> Iterator[tuple[int, list[Tokens], int]]:
+        """The prompts that are being computed: uid, tokens in parts, and how many are computed."""
         batch = self._parts.reading
         for uid, tokens, (segments, *_) in zip(
             batch.uids, batch.tokens, self._parts.processing, strict=True
         ):
-            yield uid, [*tokens, *joined(segments)], len(tokens)
+            yield uid, [tokens, *segments], len(tokens)
         for each in self._queue:
             if each.uid in running:
-                yield each.uid, each.all_tokens, len(each.tokens)
+                yield each.uid, [each.tokens, *each.segments], len(each.tokens)
 
     def _order(self, uid: int) -> tuple[int, tuple[int, int]]:
         """What sequences are sorted by: priority and arrival."""
@@ -393,8 +397,7 @@ class Preemption:
         others = (
             each.all_tokens
             for each in self._queue
-            if each.uid in self._new - {uid}
-            and inner_salt(self._salt(each.uid)) == inner_salt(salt)
+            if each.uid in self._new - {uid} and self._is_of(each.uid, salt)
         )
         shared = max([common_prefix(tokens, other) for other in others], default=0)
         goals = {shared, self._factory.parting(tokens, salt=salt)}
