@@ -182,6 +182,9 @@ class Preemption:
         self._queue.sort()
         waiting = [each.uid for each in self._queue]
         places, fixed = free_places(self._generator), set(running) - self._known
+        if self.chunk_tokens is not None:
+            # Of prompts that come together the first ones answer earlier, and none answers later.
+            places = min(places, 1)
         self._divide_chunk(len(self._parts.reading))
         if not self._scheduler.schedule(running, waiting, places, fixed):
             error, self._error = self._error, None
