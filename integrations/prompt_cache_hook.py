@@ -22,10 +22,11 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.cache_rows import copied_to_pages
-from paged_kv.integrations.batching.preemption import PagedFactory, Request, attach
+from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.prompt_segments import (
     joined,
 )
+from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.rebinding import Hooks
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache

@@ -20,11 +20,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice
-from math import inf
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
@@ -32,18 +29,16 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
-from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.prompt_segments import (
-    WORTH_SHARING,
     Reuses,
     Tokens,
-    cut_at,
-    joined,
-    shared_beyond,
 )
+from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (
+    NO_REQUEST,
+    Request,
     Waiting,
     WaitingQueue,
     chunk_length,
@@ -62,7 +57,7 @@ from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.keeping import LookedUp, inner_salt
+from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
@@ -90,35 +85,6 @@ class PagedFactory(Reuses, Protocol):
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
 
     def can_admit(self, tokens: int) -> bool: ...
-
-    def peek(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[int, int]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What a sequence is for, which BatchGenerator does not know.
-
-    Attributes:
-        priority: sequences with the lowest begin first.
-        arrival: the uid that it is sorted by among those of its priority; None for its own.
-        salt: it shares prompts with sequences of the same salt only.
-        session: that its prompt is part of.
-        since: when it arrived, by `time.monotonic`.
-        when_begun: called with the number of its cached tokens when it begins for the first time.
-        keep: called with tokens and a cache that holds them, where a segment of its prompt ends and
-            where its answer ends; None to keep no more than what others wait for.
-    """
-
-    priority: int = 0
-    arrival: int | None = None
-    salt: Hashable = None
-    session: Hashable = None
-    since: float = field(default_factory=monotonic)
-    when_begun: Callable[[int], object] = lambda cached: None
-    keep: Callable[[Tokens, list[Any]], object] | None = None
-
-
-_NO_REQUEST = Request()
 
 
 class Preemption:
@@ -152,17 +118,14 @@ class Preemption:
         self.reserve_share = 0.0
         self.chunk_tokens: int | None = None
         self._queue = WaitingQueue(self._generator, self._order)
+        self._sharing = PromptSharing(self._generator, factory, self._queue, self.requests)
         self._last_responses = LastResponses(self._pool)
         self._scheduler = Scheduler(self, self._order)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
         # Sequences that wait without pages: the tokens that each held when it was preempted.
         self._held: dict[int, int] = {}
-        # New ones of these, whose prompts were not looked up yet.
-        self._new: set[int] = set()
         self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
-        # Where prompts that are being computed will be cached for others, in tokens.
-        self._ends: dict[int, set[int]] = {}
         self._error: PoolExhausted | OutOfMemory | None = None
         recorder = factory.recorder
         self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
@@ -196,19 +159,17 @@ class Preemption:
         self._divide_chunk(len(self._parts.reading) + len(begun))
         prompts, generated = self._timed_step(begun)
         for response in prompts:
-            self._keep_prompt(response)
+            self._sharing.keep(response)
         for response in generated:
-            self._keep_answer(response)
+            self._record_token(response)
         self._last_responses.note(generated)
-        for response in generated:
-            self._note_token(response)
         return [self._of_whole_prompt(each) for each in prompts], generated
 
     def begin_later(self, uid: int) -> None:
         """Look up what is cached of a sequence's prompt when it begins. It was inserted with an
         empty cache."""
         self._held[uid] = 0
-        self._new.add(uid)
+        self._sharing.new.add(uid)
 
     def has_room(self, number: int, running: list[int]) -> bool:
         while not self._ranks.all_true("room", self._has_room(number, running)):
@@ -225,45 +186,8 @@ class Preemption:
         return self._ranks.all_true("way", fits)
 
     def awaits(self, number: int, running: list[int]) -> bool:
-        return not self._ranks.all_true("ready", not self._awaits(number, running))
-
-    def _awaits(self, number: int, running: list[int]) -> bool:
-        """Whether a prompt that runs is about to have computed and cached what a waiting sequence
-        begins with, beyond what is cached now.
-
-        A prompt that waits for that is not computed twice, and begins at most one step later than
-        it would have been computed.
-        """
-        if number not in self._held:
-            return False
-        tokens, salt = self._queue[number].all_tokens, self._salt(number)
-        cached, _ = self._factory.peek(tokens, salt=salt)
-        step = self._generator.prefill_step_size
-        for uid, parts, computed in self._prompts(running):
-            # Before all of a long prompt is joined.
-            begins_alike = tokens[:WORTH_SHARING] == [*islice(chain(*parts), WORTH_SHARING)]
-            if not begins_alike or not self._is_of(uid, salt):
-                continue
-            missing = shared_beyond(cached, tokens, joined(parts)[:-1])
-            if missing and self._end_near(uid, computed, cached + missing) <= missing + step:
-                return True
-        return False
-
-    def _end_near(self, uid: int, computed: int, goal: int) -> float:
-        """How many tokens of a prompt that runs must be computed until its first `goal` tokens are
-        cached, but for a few. A prompt that is being computed is cut there; infinite if they are
-        computed already, or if it begins in this step."""
-        ends = self._ends.setdefault(uid, set())
-        near = [end for end in ends if computed < end <= goal and goal - end < WORTH_SHARING]
-        if near:
-            return max(near) - computed
-        reading = self._parts.reading.uids
-        if computed >= goal or uid not in reading:
-            return inf
-        segments = self._parts.processing[reading.index(uid)][0]
-        segments[:] = cut_at(segments, [goal - computed])
-        ends.add(goal)
-        return goal - computed
+        awaits = number in self._held and self._sharing.awaits(number, running)
+        return not self._ranks.all_true("ready", not awaits)
 
     def _has_room(self, number: int, running: list[int]) -> bool:
         shared = 0
@@ -288,29 +212,14 @@ class Preemption:
         yield from growths(self._generator)
         yield from ((each.uid, each.growth) for each in self._queue if each.uid in running)
 
-    def _prompts(self, running: list[int]) -> Iterator[tuple[int, list[Tokens], int]]:
-        """The prompts that are being computed: uid, tokens in parts, and how many are computed."""
-        batch = self._parts.reading
-        for uid, tokens, (segments, *_) in zip(
-            batch.uids, batch.tokens, self._parts.processing, strict=True
-        ):
-            yield uid, [tokens, *segments], len(tokens)
-        for each in self._queue:
-            if each.uid in running:
-                yield each.uid, [each.tokens, *each.segments], len(each.tokens)
-
     def _order(self, uid: int) -> tuple[int, tuple[int, int]]:
         """What sequences are sorted by: priority and arrival."""
-        request = self.requests.get(uid, _NO_REQUEST)
+        request = self.requests.get(uid, NO_REQUEST)
         arrival = uid if request.arrival is None else request.arrival
         return request.priority, (arrival, uid)
 
     def _salt(self, uid: int) -> Hashable:
-        return self.requests.get(uid, _NO_REQUEST).salt
-
-    def _is_of(self, uid: int, salt: Hashable) -> bool:
-        """Whether a sequence shares prompts with those of a salt."""
-        return inner_salt(self._salt(uid)) == inner_salt(salt)
+        return self.requests.get(uid, NO_REQUEST).salt
 
     def _divide_chunk(self, prompts: int) -> None:
         """Divide the tokens of prompts that a step computes among so many. So the time to the next
@@ -372,7 +281,7 @@ class Preemption:
         # A reserved block that was not written is not worth keeping.
         for sequence in cache.sequences:
             sequence.shrink()
-        request = self.requests.get(waiting.uid, _NO_REQUEST)
+        request = self.requests.get(waiting.uid, NO_REQUEST)
         self._factory.insert_cache(
             waiting.tokens, waiting.cache, salt=request.salt, session=request.session
         )
@@ -386,32 +295,11 @@ class Preemption:
         counts = self._pool.counts
         read_before = counts.tokens_read
         salt = self._salt(waiting.uid)
-        is_new = waiting.uid in self._new
+        is_new = waiting.uid in self._sharing.new
         cache, cached = self._factory.fetch_cache(tokens, salt=salt if is_new else LookedUp(salt))
         counts.tokens_reread += counts.tokens_read - read_before
         found = waiting.starting_with(cache, cached)
-        return self._cut(found) if is_new else found
-
-    def _cut(self, waiting: Waiting) -> Waiting:
-        """A sequence that begins, whose prompt is also cut where other prompts are known to part
-        from it: what it shares with them is cached there."""
-        uid, tokens, cached = waiting.uid, waiting.all_tokens, len(waiting.tokens)
-        salt = self._salt(uid)
-        others = (
-            each.all_tokens
-            for each in self._queue
-            if each.uid in self._new - {uid} and self._is_of(each.uid, salt)
-        )
-        shared = max([common_prefix(tokens, other) for other in others], default=0)
-        goals = {shared, self._factory.parting(tokens, salt=salt)}
-        ends = {
-            end for each in goals if (end := min(each, len(tokens) - 1)) >= cached + WORTH_SHARING
-        }
-        segments = cut_at(waiting.segments, [end - cached for end in ends])
-        if self.requests.get(uid, _NO_REQUEST).keep is not None:
-            ends.update(cached + end for end in accumulate(map(len, segments[:-1])))
-        self._ends[uid] = ends
-        return waiting._replace(segments=segments)
+        return self._sharing.cut(found) if is_new else found
 
     def _give_back(self, waiting: Waiting) -> None:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
@@ -426,9 +314,9 @@ class Preemption:
     def _record_begun(self, waiting: Waiting) -> None:
         uid, cached = waiting.uid, len(waiting.tokens)
         self._pool.counts.tokens_recomputed += max(0, self._held.pop(uid, 0) - cached)
-        if uid in self._new:
-            self._new.discard(uid)
-            self.requests.get(uid, _NO_REQUEST).when_begun(cached)
+        if uid in self._sharing.new:
+            self._sharing.new.discard(uid)
+            self.requests.get(uid, NO_REQUEST).when_begun(cached)
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -520,38 +408,23 @@ class Preemption:
             uids = {each.uid for each in line}.union(running)
             for uid in self._known - uids:
                 self._end_record(uid)
-            for kept in (self._known, self._new):
-                kept &= uids
-            held = self._held, self._ends, self._prompt_tokens
-            for gone in (self.requests, self._generating, *held):
+            self._known &= uids
+            self._sharing.forget_all_but(uids)
+            for gone in (self.requests, self._generating, self._held, self._prompt_tokens):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 
-    def _keep_prompt(self, response: Any) -> None:
-        """Keep what is computed of a prompt where one of its segments ends."""
-        ends = self._ends.get(response.uid)
-        if not ends or response.end_of_prompt or not response.end_of_segment:
-            return
-        cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
-        # Of a prompt of two tokens there are no states yet.
-        if len(tokens) in ends and len(tokens) > 1:
-            request = self.requests.get(response.uid, _NO_REQUEST)
-            salt, session = request.salt, request.session
-            insert = partial(self._factory.insert_cache, salt=salt, session=session)
-            (request.keep or insert)(tokens[:], cache)
-
-    def _keep_answer(self, response: Any) -> None:
-        """Keep an answer with its prompt."""
-        request = self.requests.get(response.uid, _NO_REQUEST)
-        if response.finish_reason is not None and request.keep is not None:
-            request.keep(response.all_tokens[:], response.prompt_cache)
-
-    def _note_token(self, response: Any) -> None:
-        self._scheduler.note_token(response.uid)
-        if (recorded := self._recorded.get(response.uid)) is not None:
+    def _record_token(self, response: Any) -> None:
+        """Let an answer have one more token, and keep it with its prompt if that is the last."""
+        uid, has_ended = response.uid, response.finish_reason is not None
+        keep = self.requests.get(uid, NO_REQUEST).keep
+        if has_ended and keep is not None:
+            keep(response.all_tokens[:], response.prompt_cache)
+        self._scheduler.note_token(uid)
+        if (recorded := self._recorded.get(uid)) is not None:
             recorded.answer.append(response.token)
-            if response.finish_reason is not None:
-                self._end_record(response.uid)
+            if has_ended:
+                self._end_record(uid)
 
     def _record(self, new: Waiting) -> None:
         """Begin to record the request of a sequence, if requests are recorded."""

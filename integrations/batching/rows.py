@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
+from time import monotonic
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -58,6 +60,33 @@ class Waiting(NamedTuple):
         """The same sequence with a prompt cache that holds its first `cached` tokens."""
         segments = without_first([self.tokens, *self.segments], cached)
         return self._replace(segments=segments, cache=cache, tokens=self.all_tokens[:cached])
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a sequence is for, which BatchGenerator does not know.
+
+    Attributes:
+        priority: sequences with the lowest begin first.
+        arrival: the uid that it is sorted by among those of its priority; None for its own.
+        salt: it shares prompts with sequences of the same salt only.
+        session: that its prompt is part of.
+        since: when it arrived, by `time.monotonic`.
+        when_begun: called with the number of its cached tokens when it begins for the first time.
+        keep: called with tokens and a cache that holds them, where a segment of its prompt ends and
+            where its answer ends; None to keep no more than what others wait for.
+    """
+
+    priority: int = 0
+    arrival: int | None = None
+    salt: Hashable = None
+    session: Hashable = None
+    since: float = field(default_factory=monotonic)
+    when_begun: Callable[[int], object] = lambda cached: None
+    keep: Callable[[Tokens, list[Any]], object] | None = None
+
+
+NO_REQUEST = Request()
 
 
 class WaitingQueue:

@@ -28,7 +28,8 @@ from tqdm import tqdm
 
 from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy
 from paged_kv.integrations.batching.pool_memory import pool_size
-from paged_kv.integrations.batching.preemption import Request, attach
+from paged_kv.integrations.batching.preemption import attach
+from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory

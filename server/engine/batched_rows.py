@@ -10,7 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.integrations.batching.preemption import Request, attach
+from paged_kv.integrations.batching.preemption import attach
+from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.batch import RowOptions
