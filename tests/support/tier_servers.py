@@ -120,3 +120,18 @@ def s3_credentials() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def redis(shared_redis: RedisServer) -> RedisServer:
+    """The server that the tests of a module share, empty."""
+    if shared_redis.process is None or shared_redis.process.poll() is not None:
+        shared_redis.start()
+    shared_redis.client().flushall()
+    return shared_redis

@@ -1,7 +1,6 @@
 """`paged-kv store` lists, verifies and cleans what servers hold."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,11 @@ import pytest
 from paged_kv.command_line import main
 from paged_kv.store.entry_file import Seal, encode
 from tests.support.store_entries import entry, links, prompt
-from tests.support.tier_servers import SECRET, RedisServer, redis_server
+from tests.support.tier_servers import SECRET, RedisServer
+from tests.support.tier_servers import redis as redis
+from tests.support.tier_servers import shared_redis as shared_redis
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def redis(server: RedisServer) -> RedisServer:
-    server.client().flushall()
-    return server
 
 
 @pytest.fixture

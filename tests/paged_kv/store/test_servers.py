@@ -4,7 +4,6 @@ miss."""
 import logging
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,8 @@ from tests.support.stored_prompts import (
     warm,
 )
 from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def redis(server: RedisServer) -> RedisServer:
-    if server.process is None or server.process.poll() is not None:
-        server.start()
-    server.client().flushall()
-    return server
+from tests.support.tier_servers import redis as redis
+from tests.support.tier_servers import shared_redis as shared_redis
 
 
 @pytest.fixture
