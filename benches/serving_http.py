@@ -204,9 +204,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": median(values), "p95": cuts[94], "p99": cuts[98]}
 
 
-def write_float32(folder: Path) -> None:
-    """A copy of the model whose weights have 32 bits: mlx_lm.server has no option for that."""
-    source = model_folder(MODEL)
+def write_float32(folder: Path, source: Path | None = None) -> None:
+    """A copy of a model whose weights have 32 bits: mlx_lm.server has no option for that."""
+    source = source or model_folder(MODEL)
     shutil.copytree(source, folder, dirs_exist_ok=True)
     weights: Any = mx.load(str(source / "model.safetensors"))
     wide = {name: array.astype(mx.float32) for name, array in weights.items()}

@@ -78,6 +78,9 @@ class PagedCacheFactory:
         recordings: the recorded steps of each pool, if steps are compiled.
         prompt_step: the most tokens of a prompt step, such as mlx-lm's `prefill_step_size`, for
             which `max_bytes` "auto" leaves memory; None with any other.
+        decode_share: the share of the time that the answers of a `BatchGenerator` have a right to
+            while it computes prompts, 0 to 1, of which the shortest come first; None for mlx-lm's
+            order. A generator asks for it at its first prompt.
         store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:
@@ -106,6 +109,7 @@ class PagedCacheFactory:
         options = replace(options, **keywords)
         self._media = MediaKeys(model, processor)
         self.prompt_step: int | None = None
+        self.decode_share: float | None = None
         if options.max_bytes == AUTO:
             measure = partial(measured_step, model, options.page_format, options.write_chunk)
             budget = automatic_budget(model, measure)

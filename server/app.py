@@ -111,7 +111,8 @@ def _status_routes(service: Service) -> list[Route]:
     """The routes for operators and monitoring."""
 
     async def health(_: Request) -> Response:
-        return _state(service.is_healthy, "ok", "unavailable")
+        age_s = round(service.thread.watch.age_s, 3)
+        return _state(service.is_healthy, "ok", "unavailable", step_seconds=age_s)
 
     async def ready(_: Request) -> Response:
         return _state(service.is_ready, "ready", "not ready")
@@ -157,8 +158,8 @@ def error_response(request: Request, error: Exception) -> Response:
     return answered.response()
 
 
-def _state(is_good: bool, good: str, bad: str) -> Response:
-    return JSONResponse({"status": good if is_good else bad}, 200 if is_good else 503)
+def _state(is_good: bool, good: str, bad: str, **more: float) -> Response:
+    return JSONResponse({"status": good if is_good else bad, **more}, 200 if is_good else 503)
 
 
 def _cors(options: ServerOptions) -> Middleware:

@@ -84,6 +84,9 @@ log = logging.getLogger(__name__)
 # How long /health reports a dead generation thread before the exit, so that a probe can see it.
 DEATH_NOTICE_S = 3.0
 
+# How often the server looks whether its step hangs.
+LOOKED_S = 5.0
+
 # How long the server has after the time for running requests: to refuse those that are left, to end
 # its step, and to write what is queued for the store.
 LAST_S = 5.0
@@ -159,6 +162,7 @@ class PagedServer:
         await self._import_all()
         thread.start()
         telling = asyncio.ensure_future(self._tell_when_ready())
+        watching = asyncio.ensure_future(self._tell_when_hanging())
         serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
         ending = asyncio.ensure_future(self._ending.wait())
         died = asyncio.wrap_future(thread.ended)
@@ -173,6 +177,7 @@ class PagedServer:
             await died
         ending.cancel()
         telling.cancel()
+        watching.cancel()
         self._uvicorn.should_exit = True
         await serving
         self.service.workers.close()
@@ -192,6 +197,16 @@ class PagedServer:
         if loaded.exception() is None:
             name, provider = self.service.names.public_name(None), self.service.thread.provider
             log.info(ready_line(self.service.options.host, self.port, name, provider))
+
+    async def _tell_when_hanging(self) -> None:
+        """Log what a step computes that hangs, once for each such step."""
+        thread = self.service.thread
+        told = False
+        while True:
+            await asyncio.sleep(LOOKED_S)
+            if (hangs := thread.watch.is_hanging) and not told:
+                log.error("%s", thread.described_step())
+            told = hangs
 
     async def _import_all(self) -> None:
         """Import what the first requests would, before the generation thread does imports too."""

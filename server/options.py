@@ -56,6 +56,11 @@ def _reserved(text: str) -> float:
     return words[text] if text in words else share(text)
 
 
+def _wired(text: str) -> int | None:
+    """Bytes of wired memory: 0 for "off", and None for "auto"."""
+    return None if text == "auto" else 0 if text == "off" else parse_size(text)
+
+
 def _alias(text: str) -> tuple[str, str]:
     name, _, model = text.partition("=")
     if not name or not model:
@@ -138,10 +143,19 @@ class ServerOptions(ModelOptions):
             a few tokens, for a request to begin. With 0 (or: optimistic) most requests run at a
             time; if memory gets short later, the latest ones wait, and continue where they were.
             With 1 (or: reserve) none is interrupted.
+        decode_share: the share of the time that running answers have a right to while prompts are
+            computed, or the share that they are of the requests if that is less. So nobody's answer
+            stands still for a long prompt of somebody else. With 0 a step computes as much of the
+            prompts as --prefill-step-size says.
         model_ttl: unload the model after this time without a request; the next request loads it
             again.
         admission_timeout: seconds that a request waits for its turn before it gets 503; 0 refuses
             requests that cannot begin at once.
+        step_timeout: a step that takes longer, and 20 times as long as the latest ones, hangs:
+            /health answers 503, and the log names the step's sequences.
+        wired_limit: how much memory to keep wired: "off", "auto" for as much as Metal recommends,
+            or a size. Wired memory is not compressed or swapped, but panics of macOS's kernel were
+            traced to it, under loads of several clients.
         held_share: the largest share of the memory that marks of /v1/messages (cache_control) may
             hold until their ttl ends; one API key or cache_salt may hold half of it. Requests that
             need the memory get it all the same. 0 holds nothing.
@@ -223,8 +237,11 @@ class ServerOptions(ModelOptions):
     prefill_key: str | None = option(None, metavar="FILE", needs="prefill_from")
     prefill_over: int = option(2000, parse=positive, metavar="TOKENS", needs="prefill_from")
     admission: float = option(0.0, parse=_reserved, group="limits", metavar="SHARE")
+    decode_share: float = option(0.5, parse=share, metavar="SHARE")
     model_ttl: float | None = option(None, parse=duration, usual="it stays", metavar="SECONDS")
     admission_timeout: float = option(60.0, parse=duration)
+    step_timeout: float = option(120.0, parse=duration, metavar="SECONDS")
+    wired_limit: int | None = option(0, parse=_wired, usual="off", metavar="off|auto|BYTES")
     held_share: float = option(0.5, parse=share, metavar="SHARE")
     max_requests_per_key: int | None = option(
         None, parse=positive, usual="any number", metavar="NUMBER"

@@ -41,6 +41,8 @@ class _Collector(Collector):
         yield _gauge("num_requests_running", "Choices that are computed", running)
         yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
         yield _counter("num_requests_refused", "Requests refused with 503", counted.refused)
+        age_s = self._service.thread.watch.age_s
+        yield _gauge("step_age_seconds", "Time that the present step has taken", age_s)
         yield _by_label("http_requests", "Requests for completions", "status", counted.answered)
         yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)
         yield _counter("prompt_tokens_cached", "Those not computed", counted.cached_tokens)

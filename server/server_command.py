@@ -93,17 +93,36 @@ def require_servable_by(options: ServerOptions, ranks: int) -> None:
 
 def prepare_process(options: ServerOptions) -> None:
     """Let a process that will serve write log lines to standard error, each with the id of its
-    request, and keep as much memory wired as Metal recommends."""
-    import logging
+    request, and keep as much memory wired as it may.
 
-    from mlx_lm.utils import maybe_set_recommended_wired_limit
+    Raises:
+        ValueError: `--wired-limit` is more than Metal allows.
+    """
+    import logging
 
     from paged_kv.server.http.request_log import OneLine
 
-    maybe_set_recommended_wired_limit()
+    _limit_wired_memory(options.wired_limit)
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     logging.basicConfig(level=options.log_level, handlers=[handler], force=True)
+
+
+def _limit_wired_memory(nbytes: int | None) -> None:
+    """Keep so many bytes wired, whatever mlx-lm asks for later; None leaves it to mlx-lm."""
+    import mlx.core as mx
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+    if nbytes is None:
+        maybe_set_recommended_wired_limit()
+        return
+    if nbytes:
+        try:
+            mx.set_wired_limit(nbytes)
+        except ValueError as error:
+            raise ValueError(f"--wired-limit {nbytes} is too much: {error}") from error
+    # Its batch generators set the recommended limit, and take it back when they end.
+    mx.set_wired_limit = lambda limit: nbytes
 
 
 def _serve(options: ServerOptions) -> int:

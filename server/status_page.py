@@ -9,7 +9,7 @@ need one, as they tell of all clients' requests.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from time import monotonic
 from types import ModuleType
@@ -77,6 +77,7 @@ def columns() -> list[dict[str, str]]:
 def requests(service: Service) -> dict[str, Any]:
     """Waiting and running requests, the oldest first, and the counts of all."""
     jobs, counted = list(service.thread.jobs.values()), service.metrics
+    hit = service.short_hits.last
     return {
         "waiting": choices_in(jobs, Stage.WAITING),
         "running": choices_in(jobs, Stage.RUNNING),
@@ -85,6 +86,7 @@ def requests(service: Service) -> dict[str, Any]:
         "prompt_tokens": counted.prompt_tokens,
         "cached_tokens": counted.cached_tokens,
         "generation_tokens": counted.generation_tokens,
+        "short_hit": None if hit is None else asdict(hit),
         "listed": [_described(job) for job in jobs[:MOST_LISTED]],
     }
 

@@ -19,26 +19,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from paged_kv.admission.growth import Growth, has_room
+from paged_kv.admission.prompt_turns import PromptTurns
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.prompt_choice import PromptChoice
 from paged_kv.integrations.batching.prompt_segments import (
     Reuses,
     Tokens,
 )
 from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (
-    NO_REQUEST,
     Request,
+    Requests,
+    Responses,
     Waiting,
     WaitingQueue,
     chunk_length,
@@ -51,11 +53,11 @@ from paged_kv.integrations.batching.rows import (
     prompt_chunks,
     row_as_waiting,
     running_uids,
-    step_with,
 )
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -64,14 +66,11 @@ from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder
 
-Responses = tuple[list[Any], list[Any]]
 Work = Callable[[], None]
 
 logger = logging.getLogger("paged_kv")
 
 _ATTACHED = "paged_kv_preemption"
-# With fewer tokens of prompts, a step's time is that of the tokens that others generate in it.
-_FEW_TOKENS = 16
 
 
 class PagedFactory(Reuses, Protocol):
@@ -81,6 +80,7 @@ class PagedFactory(Reuses, Protocol):
     prefixes: PrefixCache
     ranks: Ranks
     recorder: RequestRecorder | None
+    decode_share: float | None
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
 
@@ -102,8 +102,7 @@ class Preemption:
         requests: of the sequences that are for one, by uid.
         reserve_share: the share of an answer's tokens that memory is reserved for when a sequence
             begins, 0 to 1.
-        chunk_tokens: the most tokens of prompts that a step computes in all; None for the
-            generator's `prefill_step_size` of each prompt.
+        prompts: the prompts that each step computes.
     """
 
     def __init__(self, generator: BatchGenerator, factory: PagedFactory) -> None:
@@ -114,18 +113,30 @@ class Preemption:
         self._factory = factory
         self._pool = factory.pool
         self._ranks = factory.ranks
-        self.requests: dict[int, Request] = {}
+        self.requests = Requests()
         self.reserve_share = 0.0
-        self.chunk_tokens: int | None = None
-        self._queue = WaitingQueue(self._generator, self._order)
+        self._queue = WaitingQueue(self._generator, self.requests.order)
         self._sharing = PromptSharing(self._generator, factory, self._queue, self.requests)
         self._last_responses = LastResponses(self._pool)
-        self._scheduler = Scheduler(self, self._order)
+        self._scheduler = Scheduler(self, self.requests.order)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
         # Sequences that wait without pages: the tokens that each held when it was preempted.
         self._held: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
+        self.prompts = PromptChoice(
+            self._generator,
+            self._queue,
+            self.requests,
+            self._sharing,
+            self._generating,
+            self._pause,
+            factory.prefixes.rates,
+            factory.ranks,
+        )
+        if factory.decode_share is not None:
+            most = generator.prefill_step_size, generator.prefill_batch_size
+            self.prompts.turns = PromptTurns(*most, PAGE_SIZE, factory.decode_share)
         self._error: PoolExhausted | OutOfMemory | None = None
         recorder = factory.recorder
         self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
@@ -141,14 +152,12 @@ class Preemption:
         """
         self._learn()
         self._rejoin()
-        running = sorted(running_uids(self._generator), key=self._order)
+        running = sorted(running_uids(self._generator), key=self.requests.order)
         self._queue.sort()
-        waiting = [each.uid for each in self._queue]
-        places, fixed = free_places(self._generator), set(running) - self._known
-        if self.chunk_tokens is not None:
-            # Of prompts that come together the first ones answer earlier, and none answers later.
-            places = min(places, 1)
-        self._divide_chunk(len(self._parts.reading))
+        self._sharing.begin_step()
+        waiting = self.prompts.begin_step()
+        places = free_places(self._generator, in_turns=self.prompts.turns is not None)
+        fixed = set(running) - self._known
         if not self._scheduler.schedule(running, waiting, places, fixed):
             error, self._error = self._error, None
             assert error is not None, "schedule stops only after a failed reservation"
@@ -156,8 +165,7 @@ class Preemption:
                 error = OutOfMemory(error.why, running[0] if running else waiting[0])
             raise error
         begun = {each.uid for each in self._queue}.intersection(running)
-        self._divide_chunk(len(self._parts.reading) + len(begun))
-        prompts, generated = self._timed_step(begun)
+        prompts, generated = self.prompts.step(begun)
         for response in prompts:
             self._sharing.keep(response)
         for response in generated:
@@ -186,15 +194,16 @@ class Preemption:
         return self._ranks.all_true("way", fits)
 
     def awaits(self, number: int, running: list[int]) -> bool:
-        awaits = number in self._held and self._sharing.awaits(number, running)
+        awaits = not self.prompts.is_turn(number, running) or (
+            number in self._held and self._sharing.awaits(number, running)
+        )
         return not self._ranks.all_true("ready", not awaits)
 
     def _has_room(self, number: int, running: list[int]) -> bool:
         shared = 0
         if number in self._held:
-            tokens = self._queue[number].all_tokens
-            _, in_use = self._factory.peek(tokens, salt=self._salt(number))
-            shared = min(in_use, len(tokens) - 1)
+            _, in_use = self._sharing.cached(number)
+            shared = min(in_use, len(self._queue[number].all_tokens) - 1)
         return self._fits(number, [*self._running(running)], self._pool.bytes_active, shared)
 
     def _fits(
@@ -211,24 +220,6 @@ class Preemption:
         """The tokens of the sequences that run, and of those that begin in this step."""
         yield from growths(self._generator)
         yield from ((each.uid, each.growth) for each in self._queue if each.uid in running)
-
-    def _order(self, uid: int) -> tuple[int, tuple[int, int]]:
-        """What sequences are sorted by: priority and arrival."""
-        request = self.requests.get(uid, NO_REQUEST)
-        arrival = uid if request.arrival is None else request.arrival
-        return request.priority, (arrival, uid)
-
-    def _salt(self, uid: int) -> Hashable:
-        return self.requests.get(uid, NO_REQUEST).salt
-
-    def _divide_chunk(self, prompts: int) -> None:
-        """Divide the tokens of prompts that a step computes among so many. So the time to the next
-        token of an answer does not grow with the number of prompts."""
-        if self.chunk_tokens is not None:
-            size = max(1, self.chunk_tokens // max(1, prompts))
-            shortages = Shortages.of(self._generator)
-            longest = None if shortages is None else shortages.longest
-            self._generator.prefill_step_size = size if longest is None else min(size, longest)
 
     def reserve(self, running: list[int]) -> bool:
         return self._try(self._reserve_step, behind=None)
@@ -258,6 +249,16 @@ class Preemption:
         self._pool.counts.preemptions += 1
         logger.info("sequence %d is preempted, after %d tokens", number, len(each.tokens))
 
+    def _pause(self, uid: int) -> None:
+        """Let a sequence whose prompt is being computed wait with its pages."""
+        _, at = self._parts.place_of(uid)
+        each = self._interrupted(at)
+        self._generator.remove([uid])
+        if cache := first_paged(each.cache):
+            for sequence in cache.sequences:
+                sequence.shrink()
+        self._queue.put(each)
+
     def _paused(self, at: int) -> Waiting:
         """A generating sequence as one that waits. Its kept token stands for the last of its
         prompt."""
@@ -281,7 +282,7 @@ class Preemption:
         # A reserved block that was not written is not worth keeping.
         for sequence in cache.sequences:
             sequence.shrink()
-        request = self.requests.get(waiting.uid, NO_REQUEST)
+        request = self.requests.of(waiting.uid)
         self._factory.insert_cache(
             waiting.tokens, waiting.cache, salt=request.salt, session=request.session
         )
@@ -294,7 +295,7 @@ class Preemption:
         tokens = waiting.all_tokens
         counts = self._pool.counts
         read_before = counts.tokens_read
-        salt = self._salt(waiting.uid)
+        salt = self.requests.of(waiting.uid).salt
         is_new = waiting.uid in self._sharing.new
         cache, cached = self._factory.fetch_cache(tokens, salt=salt if is_new else LookedUp(salt))
         counts.tokens_reread += counts.tokens_read - read_before
@@ -316,7 +317,7 @@ class Preemption:
         self._pool.counts.tokens_recomputed += max(0, self._held.pop(uid, 0) - cached)
         if uid in self._sharing.new:
             self._sharing.new.discard(uid)
-            self.requests.get(uid, NO_REQUEST).when_begun(cached)
+            self.requests.of(uid).when_begun(cached)
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -387,7 +388,7 @@ class Preemption:
         holders = [
             each
             for each in self._queue
-            if (behind is None or self._order(each.uid) > self._order(behind))
+            if (behind is None or self.requests.order(each.uid) > self.requests.order(behind))
             and each.tokens
             and each.uid in self._known
         ]
@@ -417,7 +418,7 @@ class Preemption:
     def _record_token(self, response: Any) -> None:
         """Let an answer have one more token, and keep it with its prompt if that is the last."""
         uid, has_ended = response.uid, response.finish_reason is not None
-        keep = self.requests.get(uid, NO_REQUEST).keep
+        keep = self.requests.of(uid).keep
         if has_ended and keep is not None:
             keep(response.all_tokens[:], response.prompt_cache)
         self._scheduler.note_token(uid)
@@ -434,19 +435,7 @@ class Preemption:
 
     def _end_record(self, uid: int) -> None:
         if self._recorder is not None and (recorded := self._recorded.pop(uid, None)) is not None:
-            self._recorder.end(recorded, self._salt(uid), self._factory.prefixes.rates)
-
-    def _timed_step(self, begun: set[int]) -> Responses:
-        """As `step_with`; records how long it takes."""
-        tokens, began = self._parts.counters.prompt_tokens, perf_counter()
-        responses = step_with(self._generator, begun)
-        rates, seconds = self._factory.prefixes.rates, perf_counter() - began
-        tokens = self._parts.counters.prompt_tokens - tokens
-        if tokens > _FEW_TOKENS:
-            rates.computing.record(tokens, seconds)
-        else:
-            rates.decoding.record(1, seconds)
-        return responses
+            self._recorder.end(recorded, self.requests.of(uid).salt, self._factory.prefixes.rates)
 
     def _of_whole_prompt(self, response: Any) -> Any:
         """A response about a prompt, with the progress in the whole prompt."""

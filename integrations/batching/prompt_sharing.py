@@ -6,7 +6,7 @@ it has computed is cached there. Those that wait for that begin then, with what 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from functools import partial
 from itertools import accumulate, chain, islice
 from math import inf
@@ -21,7 +21,7 @@ from paged_kv.integrations.batching.prompt_segments import (
     joined,
     shared_beyond,
 )
-from paged_kv.integrations.batching.rows import NO_REQUEST, Request, Waiting, WaitingQueue
+from paged_kv.integrations.batching.rows import Requests, Waiting, WaitingQueue
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.prefix.keeping import inner_salt
 
@@ -44,7 +44,7 @@ class PromptSharing:
         generator: Any,
         factory: Reuses,
         queue: WaitingQueue,
-        requests: Mapping[int, Request],
+        requests: Requests,
     ) -> None:
         self._generator = generator
         self._parts = GeneratorParts(generator)
@@ -52,6 +52,7 @@ class PromptSharing:
         self._queue = queue
         self._requests = requests
         self.new: set[int] = set()
+        self._cached: dict[int, tuple[int, int]] = {}  # in this step
         # Where prompts that are being computed will be cached for others, in tokens.
         self._ends: dict[int, set[int]] = {}
 
@@ -60,11 +61,22 @@ class PromptSharing:
         self.new &= uids
         self._ends = {uid: ends for uid, ends in self._ends.items() if uid in uids}
 
+    def begin_step(self) -> None:
+        """Forget what was cached in the step before."""
+        self._cached.clear()
+
+    def cached(self, uid: int) -> tuple[int, int]:
+        """How many tokens of a waiting prompt are cached, and how many of these are in use."""
+        if uid not in self._cached:
+            tokens = self._queue[uid].all_tokens
+            self._cached[uid] = self._factory.peek(tokens, salt=self._requests.of(uid).salt)
+        return self._cached[uid]
+
     def cut(self, waiting: Waiting) -> Waiting:
         """A sequence that begins, whose prompt is also cut where other prompts are known to part
         from it: what it shares with them is cached there."""
         uid, tokens, cached = waiting.uid, waiting.all_tokens, len(waiting.tokens)
-        salt = self._salt(uid)
+        salt = self._requests.of(uid).salt
         others = (
             each.all_tokens
             for each in self._queue
@@ -76,7 +88,7 @@ class PromptSharing:
             end for each in goals if (end := min(each, len(tokens) - 1)) >= cached + WORTH_SHARING
         }
         segments = cut_at(waiting.segments, [end - cached for end in ends])
-        if self._requests.get(uid, NO_REQUEST).keep is not None:
+        if self._requests.of(uid).keep is not None:
             ends.update(cached + end for end in accumulate(map(len, segments[:-1])))
         self._ends[uid] = ends
         return waiting._replace(segments=segments)
@@ -88,8 +100,8 @@ class PromptSharing:
         A prompt that waits for that is not computed twice, and begins at most one step later than
         it would have been computed.
         """
-        tokens, salt = self._queue[number].all_tokens, self._salt(number)
-        cached, _ = self._factory.peek(tokens, salt=salt)
+        tokens, salt = self._queue[number].all_tokens, self._requests.of(number).salt
+        cached, _ = self.cached(number)
         step = self._generator.prefill_step_size
         for uid, parts, computed in self._prompts(running):
             # Before all of a long prompt is joined.
@@ -125,7 +137,7 @@ class PromptSharing:
         cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
         # Of a prompt of two tokens there are no states yet.
         if len(tokens) in ends and len(tokens) > 1:
-            request = self._requests.get(response.uid, NO_REQUEST)
+            request = self._requests.of(response.uid)
             salt, session = request.salt, request.session
             insert = partial(self._factory.insert_cache, salt=salt, session=session)
             (request.keep or insert)(tokens[:], cache)
@@ -141,9 +153,6 @@ class PromptSharing:
             if each.uid in running:
                 yield each.uid, [each.tokens, *each.segments], len(each.tokens)
 
-    def _salt(self, uid: int) -> Hashable:
-        return self._requests.get(uid, NO_REQUEST).salt
-
     def _is_of(self, uid: int, salt: Hashable) -> bool:
         """Whether a sequence shares prompts with those of a salt."""
-        return inner_salt(self._salt(uid)) == inner_salt(salt)
+        return inner_salt(self._requests.of(uid).salt) == inner_salt(salt)

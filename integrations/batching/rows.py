@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from time import monotonic
@@ -16,6 +17,8 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.prompt_segments import Tokens, without_first
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of
+
+Responses = tuple[list[Any], list[Any]]
 
 
 class Waiting(NamedTuple):
@@ -89,6 +92,20 @@ class Request:
 NO_REQUEST = Request()
 
 
+class Requests(dict[int, Request]):
+    """What sequences are for, by uid: of those that are for a request."""
+
+    def of(self, uid: int) -> Request:
+        """What a sequence is for."""
+        return self.get(uid, NO_REQUEST)
+
+    def order(self, uid: int) -> tuple[int, tuple[int, int]]:
+        """What sequences are sorted by: priority and arrival."""
+        request = self.of(uid)
+        arrival = uid if request.arrival is None else request.arrival
+        return request.priority, (arrival, uid)
+
+
 class WaitingQueue:
     """The sequences of a BatchGenerator that wait.
 
@@ -147,12 +164,13 @@ def prompt_chunks(generator: BatchGenerator) -> list[int]:
     return [chunk_length(each[0], size) for each in GeneratorParts(generator).processing]
 
 
-def free_places(generator: BatchGenerator) -> int:
-    """The number of sequences that may begin."""
+def free_places(generator: BatchGenerator, *, in_turns: bool) -> int:
+    """The number of sequences that may begin. In turns, they take the places of prompts that are
+    being computed."""
     parts = GeneratorParts(generator)
     reading = len(parts.reading)
     rows = generator.completion_batch_size - len(parts.generating) - reading
-    return min(generator.prefill_batch_size - reading, rows)
+    return min(generator.prefill_batch_size - (0 if in_turns else reading), rows)
 
 
 def running_uids(generator: BatchGenerator) -> list[int]:
@@ -161,7 +179,21 @@ def running_uids(generator: BatchGenerator) -> list[int]:
     return [*parts.generating.uids, *parts.reading.uids]
 
 
-def step_with(generator: BatchGenerator, begun: set[int]) -> tuple[list[Any], list[Any]]:
+@contextmanager
+def hidden_prompts(generator: Any) -> Iterator[None]:
+    """Lets BatchGenerator's steps compute nothing of the prompts that have begun before."""
+    parts = GeneratorParts(generator)
+    hidden, processing = parts.reading, parts.processing
+    parts.reading = hidden.empty(generator.model, hidden.fallback_sampler)
+    parts.processing = []
+    try:
+        yield
+    finally:
+        hidden.extend(parts.reading)
+        parts.reading, parts.processing = hidden, [*processing, *parts.processing]
+
+
+def step_with(generator: BatchGenerator, begun: set[int]) -> Responses:
     """BatchGenerator's step, in which these of the waiting sequences begin, and no others."""
     parts = GeneratorParts(generator)
     waiting = [each for each in parts.waiting if each[0] not in begun]

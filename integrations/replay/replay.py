@@ -100,10 +100,14 @@ class _Replay:
         self._arriving = deque(trace.requests)
         self._requests: dict[int, TracedRequest] = {}  # that wait or run, by uid
         self._generator: Any = BatchGenerator(
-            model, completion_batch_size=PLACES, prefill_batch_size=PROMPTS_AT_ONCE
+            model,
+            completion_batch_size=PLACES,
+            prefill_batch_size=PROMPTS_AT_ONCE,
+            prefill_step_size=STEP_TOKENS,
         )
+        # No time passes here, so nobody can be owed any.
+        factory.decode_share = 0
         self._preemption = attach(self._generator, factory)
-        self._preemption.chunk_tokens = STEP_TOKENS
 
     def run(self) -> Outcome:
         """Serve all requests."""

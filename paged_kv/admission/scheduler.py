@@ -38,8 +38,8 @@ class Runner(Protocol):
         ...
 
     def awaits(self, number: int, running: list[int]) -> bool:
-        """Whether a waiting sequence is better off if a running one computes what both begin with;
-        others may begin before it until then."""
+        """Whether it is not a waiting sequence's turn, or a running one computes what both begin
+        with; others may begin before it until then."""
         ...
 
     def has_room(self, number: int, running: list[int]) -> bool:
@@ -57,7 +57,7 @@ class Runner(Protocol):
 
 
 # Sequences that may begin before others in the line, which await what a running one computes.
-_HEAD = 8
+HEAD = 8
 
 
 class Scheduler:
@@ -86,9 +86,10 @@ class Scheduler:
         places: int,
         fixed: Set[int] = frozenset(),
     ) -> bool:
-        """Choose the sequences of the next step: moves numbers between these two sorted lists.
-        `places` is the number of sequences that may begin, and `fixed` those that cannot be
-        preempted. False if memory does not hold the next step of the first and of these.
+        """Choose the sequences of the next step: moves numbers between these lists. `running` is
+        sorted, and of `waiting` the first may begin first. `places` is the number of sequences that
+        may begin, and `fixed` those that cannot be preempted. False if memory does not hold the
+        next step of the first and of these.
 
         O(running sequences) if nothing is preempted and nothing waits.
         """
@@ -97,7 +98,8 @@ class Scheduler:
             victim = self._victim(running, fixed)
             if victim is None:
                 return False
-            self._preempt(victim, running, waiting)
+            self._preempt(victim, running)
+            waiting.insert(0, victim)
         while waiting and places > 0:
             preempted = self.preemptions
             number = self._next(running, waiting)
@@ -108,14 +110,13 @@ class Scheduler:
             places += self.preemptions - preempted - 1
         return bool(running) or not waiting or places <= 0
 
-    def _preempt(self, number: int, running: list[int], waiting: list[int]) -> None:
+    def _preempt(self, number: int, running: list[int]) -> None:
         """Take a running sequence out of the batch; it comes back when it is its turn."""
         self._runner.preempt(number)
         self._preempted.add(number)
         self._returned.discard(number)
         self.preemptions += 1
         running.remove(number)
-        insort(waiting, number, key=self._order)
 
     def note_token(self, number: int) -> None:
         """Note that a sequence has generated a token: it may be preempted again."""
@@ -132,7 +133,7 @@ class Scheduler:
 
     def _next(self, running: list[int], waiting: list[int]) -> int | None:
         """The first that awaits nothing, of those at the head of the line."""
-        head = waiting[:_HEAD]
+        head = waiting[:HEAD]
         return next((each for each in head if not self._runner.awaits(each, running)), None)
 
     def _begin(self, number: int, running: list[int], waiting: list[int], fixed: Set[int]) -> bool:
@@ -160,7 +161,8 @@ class Scheduler:
         if not victims or not self._runner.would_have_room(number, running, victims):
             return False
         while victims:
-            self._preempt(victims.pop(), running, waiting)
+            waiting.append(victims[-1])
+            self._preempt(victims.pop(), running)
             if self._runner.has_room(number, running):
                 return True
         return False

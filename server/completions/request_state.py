@@ -169,6 +169,7 @@ class RequestState:
         tools: list[dict[str, Any]] = []
         if isinstance(self._body, ChatBody):
             self._service.system_texts.record(self._body.messages, job)
+            self._service.short_hits.record(self._body, job, loaded.tokenizer)
             if self._body.tool_choice != "none":
                 tools = self._body.tools or []
         for number in job.numbers:

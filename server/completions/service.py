@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.output_constraint import GrammarCompiler
+from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.workers import WorkerThreads
@@ -42,11 +43,12 @@ class Service:
     gate: Gate
     place: str = ""
     system_texts: SystemTexts = field(default_factory=SystemTexts)
+    short_hits: ShortHits = field(default_factory=ShortHits)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the generation thread is alive."""
-        return self.thread.is_alive
+        """Whether the generation thread is alive, and its step does not hang."""
+        return self.thread.is_alive and not self.thread.watch.is_hanging
 
     @property
     def is_ready(self) -> bool:
@@ -86,5 +88,5 @@ class Service:
 
     def require_healthy(self) -> None:
         """Raise APIError 503 if the generation thread has died."""
-        if not self.is_healthy:
+        if not self.thread.is_alive:
             raise APIError(503, "the generation thread has died", code="dead")

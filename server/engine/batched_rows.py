@@ -84,8 +84,8 @@ class BatchedRows:
             )
         )
         (self._factory, *_) = provider.factories
+        self._factory.decode_share = options.decode_share
         self._preemption = attach(self._generator, self._factory)
-        self._preemption.chunk_tokens = provider.prompt_step
         self._preemption.reserve_share = options.admission
         shortages = Shortages.of(self._generator)
         assert shortages is not None, "`attach` makes them"

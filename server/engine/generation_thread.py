@@ -42,6 +42,7 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.engine.step_watch import StepWatch
 from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class GenerationThread:
     Attributes:
         loaded: done when the first model is loaded, or has failed to load.
         ended: done when the thread has ended; false if it has died.
+        watch: of its steps.
         jobs: the waiting and running jobs, by number; other threads may read it.
     """
 
@@ -80,6 +82,7 @@ class GenerationThread:
         self.metrics = metrics
         self.loaded: Future[None] = Future()
         self.ended: Future[bool] = Future()
+        self.watch = StepWatch(provider.options.step_timeout)
         self.jobs: dict[int, Job] = {}
         self._options = provider.options
         self._ranks = provider.ranks
@@ -104,6 +107,16 @@ class GenerationThread:
     def is_alive(self) -> bool:
         """Whether the thread runs, so that it will serve submitted jobs."""
         return self._thread.is_alive() and not self.ended.done()
+
+    def described_step(self) -> str:
+        """How long the present step has taken, and what it computes."""
+        # One that begins in this step still counts as waiting.
+        jobs = "; ".join(
+            f"{job.request_id}: {job.stage}, {len(job.prompt.tokens) if job.prompt else 0} prompt "
+            f"tokens, {job.generated_tokens} generated"
+            for job in tuple(self.jobs.values())
+        )
+        return f"a step hangs: it has taken {self.watch.age_s:.0f} s so far. The requests: {jobs}"
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; their events go to their channels."""
@@ -404,7 +417,7 @@ class GenerationThread:
         if self._rows is None or not len(self._rows):
             return
         try:
-            with self._ranks.computing():
+            with self.watch.step(), self._ranks.computing():
                 for job, event in self._rows.step():
                     if isinstance(event, Begun):
                         self._record_begun(job)

@@ -83,10 +83,10 @@ class Replica:
             raise
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the generation thread has died: Ray Serve then starts another
-        replica in the place of this one."""
+        """Raise RuntimeError if the generation thread has died or its step hangs: Ray Serve then
+        starts another replica in the place of this one."""
         if not self._service.is_healthy:
-            raise RuntimeError("the generation thread has died")
+            raise RuntimeError("the generation thread has died, or its step hangs")
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[str | list[Message]]:
         """Yields the name of this replica, and then messages of ASGI. If the caller cancels, the

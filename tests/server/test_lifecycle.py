@@ -6,13 +6,15 @@ import signal
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 from paged_kv.server import lifecycle
+from paged_kv.server.engine import step_watch
 from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.rows import Rows
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.grids import plain_only
 from tests.support.running_server import PATIENCE_S, PagedRunningServer, wait_until
@@ -120,6 +122,46 @@ def status_of(port: int, path: str) -> int:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     client.request("GET", path)
     return client.getresponse().status
+
+
+def test_a_step_that_hangs_is_seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, step = Event(), Rows.step
+
+    def late(rows: Rows) -> Any:
+        assert goes_on.wait(PATIENCE_S)
+        return step(rows)
+
+    monkeypatch.setattr(lifecycle, "LOOKED_S", 0.01)
+    monkeypatch.setattr(Rows, "step", late)
+    running = PagedRunningServer(*OPTIONS, "--step-timeout", "0.1")
+    assert status_of(running.port, "/health") == 200
+    answer = started(running, 3)
+    wait_until(lambda: status_of(running.port, "/health") == 503)
+    wait_until(lambda: "a step hangs" in caplog.text)
+    (job,) = running.service.thread.jobs.values()
+    assert caplog.text.count(f"{job.request_id}: waiting, 1 prompt tokens") == 1
+    goes_on.set()
+    assert answer.result(PATIENCE_S).usage.completion_tokens == 3
+    assert status_of(running.port, "/health") == 200
+    running.end()
+    assert running.join() == 0
+
+
+def test_a_step_hangs_if_it_takes_much_longer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(step_watch, "monotonic", lambda: now)
+    watch = step_watch.StepWatch(120)
+    with watch.step():
+        now = 10.0
+    with watch.step():
+        now += 190
+        assert not watch.is_hanging
+        now += 20
+        assert watch.is_hanging
+    assert not watch.is_hanging
+    assert watch.age_s == 0
 
 
 def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(

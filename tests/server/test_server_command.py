@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentParser
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -12,7 +13,9 @@ import mlx.core as mx
 import mlx_lm.server
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
 
+from paged_kv.server import server_command
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import parsed_server_options
 from tests.support.folders import MODEL_FOLDERS
@@ -48,6 +51,27 @@ def test_all_options_of_mlx_lm_are_taken_with_its_defaults(monkeypatch: pytest.M
     # Here None means as many as memory allows.
     assert theirs.pop("prompt_cache_size") is not ours.prompt_cache_size is None
     assert {name: getattr(ours, name) for name in theirs} == theirs | {"allowed_origins": ("*",)}
+
+
+@pytest.mark.parametrize(
+    ("option", "limits"), [("off", []), ("auto", [7, 7, 0]), ("3MB", [3_000_000])]
+)
+def test_wired_memory_is_a_choice(
+    option: str, limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm's generator would set the recommended limit, and take it back when it ends."""
+    set_to: list[int] = []
+
+    def set_limit(nbytes: int) -> int:
+        set_to.append(nbytes)
+        return 0
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 7})
+    server_command._limit_wired_memory(parsed_server_options(["--wired-limit", option]).wired_limit)
+    model: Any = SimpleNamespace()
+    BatchGenerator(model).close()
+    assert set_to == limits
 
 
 def test_the_model_and_its_draft_are_converted_to_another_number_format() -> None:

@@ -128,7 +128,7 @@ class Machine:
         self._reserved = []
         places = self.places - len(self.running)
         assert self.scheduler.schedule(self.running, self.waiting, places)
-        assert self.waiting == sorted(self.waiting, key=self.order)
+        self.waiting.sort(key=self.order)
         free = self.pool.promisable - self._bytes_after(self.running)
         for number in self.waiting:  # What the running ones need is evicted.
             sequence = self.sequences[number]

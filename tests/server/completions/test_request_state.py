@@ -13,6 +13,7 @@ from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.handler import CompletionHandler, EventStream
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.request_state import RequestState
+from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.completions.system_texts import SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.workers import WorkerThreads
@@ -28,13 +29,14 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}
 
 def begun(count: int, body: Body) -> tuple[RequestState, Job]:
     """A request for so many choices that has begun."""
-    prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
+    prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal", media=None)
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(
         metrics=ServerMetrics(),
         call_parser=CallParser(WorkerThreads()),
         system_texts=SystemTexts(),
+        short_hits=ShortHits(),
     )
     put(job, Begun(job, loaded()))
     return RequestState(service, APIRequest(body, 0), [job], stop_machine([])), job
@@ -126,7 +128,7 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal", held=())
+        prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal", held=(), media=None)
         arguments: Any = SimpleNamespace(max_tokens=9)
         anything: Any = None
         job = Job("a", anything, anything, arguments, 1, 0, None, Channel(), prompt)
@@ -150,6 +152,7 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
             workers=SimpleNamespace(read=at_once, write=at_once),
             call_parser=SimpleNamespace(parse=partial(later, 9)),
             system_texts=SystemTexts(),
+            short_hits=ShortHits(),
             require_healthy=lambda: None,
         )
 

@@ -26,7 +26,8 @@ CLIENTS = 4
 
 @pytest.fixture(scope="module")
 def server(tiny: str) -> Iterator[PagedRunningServer]:
-    options = ["--max-kv-bytes", "64MB", "--prefill-step-size", "128"]
+    # A step computes two of `prompts`.
+    options = ["--max-kv-bytes", "64MB", "--prefill-step-size", "1300"]
     with paged_server("--model", tiny, *options) as started:
         yield started
 
@@ -58,14 +59,13 @@ def test_users_of_other_salts_do_not_wait_for_each_other(
     with ThreadPoolExecutor(2) as clients:
         bodies = [{"cache_salt": salt} for salt in salts]
         list(clients.map(lambda body: completion(running, prompts()[0], extra_body=body), bodies))
-    # A prompt takes 5 steps. One request begins in each.
-    assert (begun[1] - begun[0] > 1) == waits
+    assert (begun[1] > begun[0]) == waits
 
 
-def test_a_prompt_waits_for_what_it_shares_with_a_much_longer_one(
+def test_a_much_longer_prompt_waits_for_what_it_shares_with_a_shorter_one(
     running: PagedRunningServer,
 ) -> None:
-    """And not for the other's end."""
+    """Though it came first: the one with the least to compute goes first."""
     long = [*SHARED, *[(7 * i * i + i) % 500 + 1 for i in range(1000)]]
     running.hold_until_submitted(2)
     mailbox = running.service.thread._mailbox
@@ -74,7 +74,7 @@ def test_a_prompt_waits_for_what_it_shares_with_a_much_longer_one(
         first = clients.submit(completion, running, long)
         wait_until(lambda: len(mailbox._commands) == 1)
         second = clients.submit(completion, running, prompts()[0])
-    assert (first.result()[1], second.result()[1]) == (0, len(SHARED))
+    assert (first.result()[1], second.result()[1]) == (len(SHARED), 0)
 
 
 @pytest.mark.slow
