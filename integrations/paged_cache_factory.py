@@ -79,8 +79,8 @@ class PagedCacheFactory:
         prompt_step: the most tokens of a prompt step, such as mlx-lm's `prefill_step_size`, for
             which `max_bytes` "auto" leaves memory; None with any other.
         decode_share: the share of the time that the answers of a `BatchGenerator` have a right to
-            while it computes prompts, 0 to 1, of which the shortest come first; None for mlx-lm's
-            order. A generator asks for it at its first prompt.
+            beside a prompt, from 0 to less than 1, while short prompts come before long ones; None
+            for mlx-lm's order. A generator asks for it at its first prompt.
         store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:

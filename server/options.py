@@ -56,6 +56,13 @@ def _reserved(text: str) -> float:
     return words[text] if text in words else share(text)
 
 
+def _part(text: str) -> float:
+    """A share that is less than the whole."""
+    if (value := share(text)) < 1:
+        return value
+    raise ValueError(f"a number from 0 to less than 1 is needed, got {text!r}")
+
+
 def _wired(text: str) -> int | None:
     """Bytes of wired memory: 0 for "off", and None for "auto"."""
     return None if text == "auto" else 0 if text == "off" else parse_size(text)
@@ -143,10 +150,10 @@ class ServerOptions(ModelOptions):
             a few tokens, for a request to begin. With 0 (or: optimistic) most requests run at a
             time; if memory gets short later, the latest ones wait, and continue where they were.
             With 1 (or: reserve) none is interrupted.
-        decode_share: the share of the time that running answers have a right to while prompts are
-            computed, or the share that they are of the requests if that is less. So nobody's answer
-            stands still for a long prompt of somebody else. With 0 a step computes as much of the
-            prompts as --prefill-step-size says.
+        decode_share: the share of the time that running answers have a right to while a prompt is
+            computed, from 0 to less than 1; with 0.5 a third beside two prompts, and so on. So
+            nobody's answer stands still for a long prompt of somebody else. With 0 a step computes
+            as much of the prompts as --prefill-step-size says.
         model_ttl: unload the model after this time without a request; the next request loads it
             again.
         admission_timeout: seconds that a request waits for its turn before it gets 503; 0 refuses
@@ -237,7 +244,7 @@ class ServerOptions(ModelOptions):
     prefill_key: str | None = option(None, metavar="FILE", needs="prefill_from")
     prefill_over: int = option(2000, parse=positive, metavar="TOKENS", needs="prefill_from")
     admission: float = option(0.0, parse=_reserved, group="limits", metavar="SHARE")
-    decode_share: float = option(0.5, parse=share, metavar="SHARE")
+    decode_share: float = option(0.5, parse=_part, metavar="SHARE")
     model_ttl: float | None = option(None, parse=duration, usual="it stays", metavar="SECONDS")
     admission_timeout: float = option(60.0, parse=duration)
     step_timeout: float = option(120.0, parse=duration, metavar="SECONDS")

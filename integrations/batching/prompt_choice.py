@@ -65,8 +65,7 @@ class PromptChoice:
         self._rates, self._ranks = rates, ranks
         self.turns: PromptTurns | None = None
         self._waiting: dict[int, Prompt] = {}
-        # Seconds of the last steps without prompts: many are quick, and one may be slow for a
-        # reason of its own.
+        # Seconds of the last steps without prompts.
         self._seconds: deque[float] = deque(maxlen=_STEPS)
         self._had_prompts = False
 
@@ -124,6 +123,7 @@ class PromptChoice:
     @property
     def _step_s(self) -> float:
         """Seconds of a step without prompts; 0 if none was taken."""
+        # Some are slow for reasons of their own.
         return median(self._seconds) if self._seconds else 0.0
 
     def _in_order(self) -> list[int]:

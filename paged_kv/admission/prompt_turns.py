@@ -2,8 +2,8 @@
 
 Between two tokens of the answers that run, a step can compute a part of a prompt. Answers have a
 right to a share of the time: what a step takes beyond that is owed to them, and a part of a long
-prompt waits until it is paid for. With more prompts than answers, the share is that of the answers
-among all, so that a batch fills quickly.
+prompt waits until it is paid for. The share is meant beside one prompt. Each one that waits has the
+same right as that one, so beside many prompts answers have less, and a batch fills quickly.
 
     part    as many tokens as take `PART_STEPS` steps without prompts, by the speeds that were
             measured: a part costs about one such step besides, as it reads the weights once more.
@@ -52,10 +52,11 @@ class PromptTurns:
         most_tokens: the most tokens of prompts in a step.
         most_prompts: the most prompts in a step.
         page_size: tokens of a page, at whose borders parts end.
-        share: the share of the time that running answers have a right to, 0 to 1.
+        share: the share of the time that running answers have a right to beside one prompt, from 0
+            to less than 1.
 
     Raises:
-        ValueError: the share is none.
+        ValueError: there is no such share.
 
     Attributes:
         part: the tokens of prompts that a step computes at most.
@@ -63,8 +64,8 @@ class PromptTurns:
     """
 
     def __init__(self, most_tokens: int, most_prompts: int, page_size: int, share: float) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"decode_share is {share}: give a number from 0 to 1")
+        if not 0 <= share < 1:
+            raise ValueError(f"decode_share is {share}: give a number from 0 to less than 1")
         self._most_tokens, self._most_prompts = most_tokens, most_prompts
         self._page_size, self._share = page_size, share
         self._share_now = self._step_s = self._part_s = 0.0
@@ -89,9 +90,9 @@ class PromptTurns:
         if not answers or not self._share:
             self._share_now = self._part_s = self.owed_s = 0.0
             return
-        self._share_now = min(self._share, answers / (answers + prompts))
+        self._share_now = self._share / (self._share + (1 - self._share) * max(1, prompts))
         fitting = PART_STEPS * step_s / token_s if token_s else 0
-        part = 1 << round(log2(max(_LEAST_PART, fitting))) if fitting else self._page_size
+        part = 1 << int(log2(max(_LEAST_PART, fitting))) if fitting else self._page_size
         self.part = min(self._most_tokens, part)
         self._part_s = self.part * token_s
         self.owed_s = max(self._paid_for, owed_s)
