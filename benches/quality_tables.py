@@ -1,6 +1,6 @@
 """Makes the tables of all but speed: memory, losses of quantised pages, pages on disk, models."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benches.table_cells import count, megabytes, millis, percent, quoted, table, three_digits
@@ -131,32 +131,6 @@ def real_tokens(figures: Figures) -> str:
     return table(("", "prompts that differ", "tokens compared", "largest gap"), rows)
 
 
-def page_codecs(figures: Figures) -> str:
-    """Bits, loss and divergence of each codec in each model, and what centres are."""
-    of_models: dict[str, list[Figures]] = {}
-    for row in figures["rows"]:
-        of_models.setdefault(row["model"], []).append(row)
-    head = [
-        f"{name}: {cell}" for name in of_models for cell in ("bits", "perplexity", "divergence")
-    ]
-    rows = [
-        (each[0]["cache"], *(cell for row in each for cell in _codec_cells(row)))
-        for each in zip(*of_models.values(), strict=True)
-    ]
-    centres = "; ".join(
-        f"{name}: {share['keys']:.0f} % of keys, {share['values']:.0f} % of values"
-        for name, share in figures["centre_percent"].items()
-    )
-    whole = table((f"{count(figures['tokens'])} tokens of each text", *head), rows)
-    return f"{whole}\n\nWhat share of the energy the centres of pages have: {centres}."
-
-
-def _codec_cells(row: Figures) -> Iterator[str]:
-    yield f"{row['bits']:.2f}"
-    yield f"{row['loss_percent']:+.2f} ± {row['standard_error_percent']:.2f} %"
-    yield f"{row['kl_mean']:.1e}"
-
-
 def held_bytes(figures: Figures) -> str:
     """Bits held for a number by length, with what that is over pages that are all quantised; and
     beside that a model with windows."""
@@ -174,41 +148,6 @@ def held_bytes(figures: Figures) -> str:
     return table(
         ("bits held for a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows
     )
-
-
-def step_lengths(figures: Figures) -> str:
-    """How far logits differ from those of one step, and how many codes do."""
-    models: dict[str, Figures] = figures["rows"]
-    first = next(iter(models.values()))
-    rows = [
-        (
-            f"{model}: {length}",
-            *(cell for each in formats.values() for cell in _cells(each[length])),
-        )
-        for model, formats in models.items()
-        for length in next(iter(formats.values()))
-    ]
-    head = [
-        f"{name}: {cell}"
-        for name, of in first.items()
-        for cell in ("logits", "other codes and scales in a million", "logits, numbers given")
-        if cell == "logits" or "codes" in next(iter(of.values()))
-    ]
-    of_tokens = f"{figures['contexts']} texts of {count(figures['tokens'])} tokens, in steps of"
-    other = sum(
-        each["likeliest"] for of in models.values() for f in of.values() for each in f.values()
-    )
-    read = figures["contexts"] * figures["tokens"] * len(rows) * len(first)
-    return f"{table((of_tokens, *head), rows)}\n\nOther likeliest tokens: {other} of {count(read)}."
-
-
-def _cells(each: Figures) -> Iterator[str]:
-    yield f"{each['logits']:.1e}"
-    if "codes" in each:
-        yield " and ".join(
-            count(1e6 * each[part] / each[f"of_{part}"]) for part in ("codes", "scales")
-        )
-        yield f"{each['given']:.1e}"
 
 
 def growth(figures: Figures) -> str:
@@ -323,21 +262,6 @@ def store_writes(figures: Figures) -> str:
 
 def _kept_of(told: Figures) -> str:
     return f"{percent(told['bytes'])} of bytes, {100 * told['hits']:.1f}% of hits"
-
-
-def tier_faults(figures: Figures) -> str:
-    """Killed servers and writers, and forged entries."""
-    servers, writers, forged = (figures[name] for name in ("servers", "writers", "forged"))
-    rows = [
-        ("servers killed at a random moment", count(servers["kills"])),
-        ("writers killed at a random moment", count(writers["kills"])),
-        ("entries read meanwhile and afterwards", count(servers["reads"] + writers["reads"])),
-        ("of them wrong", count(servers["wrong"] + writers["wrong"])),
-        ("longest wait of a caller", f"{millis(servers['longest_seconds'])}"),
-        ("forged and damaged entries read", count(forged["entries"])),
-        ("of them accepted", count(forged["accepted"])),
-    ]
-    return table(("tier on Redis", "count"), rows)
 
 
 def tiers(figures: Figures) -> str:
@@ -517,18 +441,15 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     for each in (
         growth,
         server_soak,
-        page_codecs,
         held_bytes,
         real_model_quality,
         real_recall,
         chosen_quality,
         offloaded_contexts,
         real_tokens,
-        step_lengths,
         page_store,
         page_store_faults,
         store_writes,
-        tier_faults,
         tiers,
         model_families,
         vision_families,

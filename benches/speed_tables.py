@@ -137,19 +137,6 @@ def quantised_kernels(figures: Figures) -> str:
     return table((f"{figures['backend']} backend", *head), rows)
 
 
-def distributed(figures: Figures) -> str:
-    """One model on several processes of one machine."""
-    rows = [
-        (
-            processes,
-            " and ".join(sorted({megabytes(each) for each in of["bytes_on_each_rank"]})),
-            f"{of['tokens_per_s']:.0f} ({of['least']:.0f} to {of['most']:.0f})",
-        )
-        for processes, of in figures.items()
-    ]
-    return table(("processes", "pages in use on each", "tokens a second, least to most"), rows)
-
-
 def shared_pages(figures: Figures) -> str:
     """Decode of rows that share pages, read together and apart; and the look for shared pages."""
     rows = []
@@ -415,51 +402,6 @@ def prefix_reuse(figures: Figures) -> str:
     return table(("stdlib-llama in float32", "mlx-lm, LRUPromptCache", pages), rows)
 
 
-def appended_rows(figures: Figures) -> str:
-    """deepseek_v41 behind a long context."""
-    heads = (f"{figures['context']:,} tokens", "mlx-lm", "pages", "ratio")
-    rows = [
-        (
-            "decode step",
-            millis(figures["mlx_lm_decode_milliseconds"] / 1e3),
-            millis(figures["decode_milliseconds"] / 1e3),
-            f"{figures['mlx_lm_over_paged']:.2f}",
-        ),
-        (
-            "held",
-            megabytes(figures["mlx_lm_bytes"]),
-            megabytes(figures["bytes"]),
-            f"{figures['bytes_over_mlx_lm']:.2f}",
-        ),
-        ("copied in a step", megabytes(figures["copied_bytes"]), "0", ""),
-    ]
-    return table(heads, rows)
-
-
-def allocator(figures: Figures) -> str:
-    """Rates and latencies of the block allocator."""
-    targets = figures["targets"]
-    rates = {
-        "pairs_per_second": "one block allocated and released",
-        "bulk_allocated_blocks_per_second": "blocks allocated in one call",
-        "bulk_released_blocks_per_second": "blocks released in one call",
-    }
-    rows = [
-        (label, f"{figures[name]:,} a second", f"{targets[name]:,}")
-        for name, label in rates.items()
-    ]
-    latencies = " / ".join(
-        micros(figures[f"pair_{percentile}_ns"]) for percentile in ("p50", "p99", "p99.9")
-    )
-    rows.append(("one block allocated and released, p50 / p99 / p99.9", latencies, ""))
-    forks = [name for name in figures if name.startswith("fork_of_")]
-    rows += [
-        (spaced(name.removesuffix("_ns")), micros(figures[name]), "") for name in sorted(forks)
-    ]
-    used, free = f"{figures['blocks_used']:,}", f"{figures['blocks_free']:,}"
-    return table((f"{used} blocks in use, {free} free", "measured", "target"), rows)
-
-
 def batch_operations(figures: Figures) -> str:
     """Operations on batches and the write behind each, on mlx-lm's caches and on pages."""
     head = ("mlx-lm", "pages", "mlx-lm / pages", "new in mlx-lm", "new in pages", "blocks copied")
@@ -574,7 +516,6 @@ def admission(figures: Figures) -> str:
 TABLES: dict[str, Callable[[Figures], str]] = {
     each.__name__: each
     for each in (
-        allocator,
         batch_operations,
         admission,
         serving,
@@ -588,12 +529,10 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         head_drafts,
         rings,
         prefix_reuse,
-        appended_rows,
         publishing,
         shared_pages,
         chosen_speed,
         latent_attention,
-        distributed,
         quantised_kernels,
     )
 }

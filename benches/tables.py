@@ -21,11 +21,7 @@ from benches.results_file import RESULTS
 from paged_kv.integrations.bench.report import measured_on
 
 TABLES = (
-    speed_tables.TABLES
-    | reuse_tables.TABLES
-    | quality_tables.TABLES
-    | memory_tables.TABLES
-    | structured_tables.TABLES
+    speed_tables.TABLES | reuse_tables.TABLES | quality_tables.TABLES | structured_tables.TABLES
 )
 # Those that need no results.
 OF_CODE = {"statistics": memory_tables.statistics}

@@ -12,7 +12,7 @@ the rotated sum. So only outputs are rotated back.
 
 Keys of 4 bits are held relative to their centre, the mean of a page's keys. It has more than half
 of the energy of keys, and what is left has as much less noise in codes. Of values it has a sixth,
-and centres would gain nothing: benches/page_codecs.py measures both.
+and centres would gain nothing.
 """
 
 from collections.abc import Sequence

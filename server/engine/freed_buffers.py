@@ -3,8 +3,8 @@
 MLX keeps freed buffers for later arrays of about their size. On Metal and CUDA it keeps as many as
 memory holds, so a process that computes steps of all lengths grows past what its weights and pages
 take. What the layers of one prompt step hand on to each other is enough: no limit from 0 upwards
-changed the throughput of a CPU by more than its noise (benches/freed_buffers.py), and a decode step
-needs less. mlx-lm gives everything back after each prompt step.
+changed the throughput of a CPU by more than its noise, and a decode step needs less. mlx-lm gives
+everything back after each prompt step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of the documents say what the commands and the allocator say."""
+"""Pictures of the documents say what the commands say."""
 
 import re
 from html import unescape
@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
 
-from benches.figure import FIGURE, figure
 from benches.pictures import PICTURES, watch_picture
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.monitor.publisher import view_process
@@ -58,7 +57,3 @@ def test_the_picture_of_watch_has_the_words_that_the_command_prints() -> None:
     assert words(shown, "bytes ", "= held") == table, STALE
     for head in ("largest ", "■ used"):
         assert words(shown, head, head)[:9] == words(printed, head, head)[:9], STALE
-
-
-def test_the_figure_of_blocks_is_up_to_date() -> None:
-    assert FIGURE.read_text(encoding="utf-8") == figure()

@@ -11,17 +11,17 @@ from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
 from benches.tables import OF_CODE, TABLES, documents, main, newest, rewritten
 
-MARKED = "before\n<!-- table: allocator -->\n{}<!-- end -->\nafter\n"
+MARKED = "before\n<!-- table: growth -->\n{}<!-- end -->\nafter\n"
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A folder with the results of the allocator's bench, measured with two versions of mlx."""
-    (source, *_) = newest("allocator", RESULTS)
-    for mlx, pairs in (("0.32.9", 1_234), ("0.32.10", 5_678)):
+    """A folder with the results of a bench, measured with two versions of mlx."""
+    (source, *_) = newest("growth", RESULTS)
+    for mlx, tokens in (("0.32.9", 1_234), ("0.32.10", 5_678)):
         source["versions"]["mlx"] = mlx
-        source["figures"]["pairs_per_second"] = pairs
-        (tmp_path / f"allocator-{mlx}.json").write_text(json.dumps(source))
+        source["figures"]["tokens"] = tokens
+        (tmp_path / f"growth-{mlx}.json").write_text(json.dumps(source))
     return tmp_path
 
 
@@ -31,9 +31,9 @@ def test_documents_are_up_to_date() -> None:
 
 def test_a_table_stands_between_its_markers_and_shows_the_newest_versions(results: Path) -> None:
     text = rewritten(MARKED.format("what was here before\n"), results)
-    assert text.startswith("before\n<!-- table: allocator -->\n\n|")
+    assert text.startswith("before\n<!-- table: growth -->\n\n|")
     assert text.endswith("*\n\n<!-- end -->\nafter\n")
-    assert "5,678 a second" in text
+    assert "5,678 tokens" in text
     assert "1,234" not in text
     assert "what was here before" not in text
     assert rewritten(text, results) == text
@@ -52,10 +52,10 @@ def test_every_table_and_number_stands_in_a_document() -> None:
     [
         ("<!-- table: speed -->\n<!-- end -->\n", ValueError),
         ("<!-- number: speed -->1<!-- end -->", ValueError),
-        ("<!-- table: allocator -->\n", ValueError),
+        ("<!-- table: growth -->\n", ValueError),
         ("<!-- end -->\n", ValueError),
-        ("<!-- table: allocator -->\n" + MARKED, ValueError),
-        (MARKED.replace("allocator", "growth"), FileNotFoundError),  # no results of that bench
+        ("<!-- table: growth -->\n" + MARKED, ValueError),
+        (MARKED.replace("growth", "serving"), FileNotFoundError),  # no results of that bench
     ],
 )
 def test_wrong_markers_and_missing_results_are_refused(
@@ -75,7 +75,7 @@ def test_an_outdated_document_is_found_and_mended(
     assert "README.md is not up to date" in capsys.readouterr().err
     assert "outdated" in readme.read_text()
     assert main([]) == 0
-    assert "a second" in readme.read_text()
+    assert "16,384 tokens" in readme.read_text()
     assert main(["--check"]) == 0
 
 
