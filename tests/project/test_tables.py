@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benches import results_file
-from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
-from benches.tables import OF_CODE, TABLES, documents, main, newest, rewritten
+from benches.tables import NUMBERS, STATISTICS, TABLES, documents, main, newest, rewritten
 
 MARKED = "before\n<!-- table: growth -->\n{}<!-- end -->\nafter\n"
 
@@ -41,9 +40,7 @@ def test_a_table_stands_between_its_markers_and_shows_the_newest_versions(result
 
 def test_every_table_and_number_stands_in_a_document() -> None:
     text = "".join(path.read_text() for path in documents())
-    assert sorted(re.findall(r"<!-- table: (.*?) -->", text)) == sorted(
-        [*TABLES, *DIGESTS, *OF_CODE]
-    )
+    assert sorted(re.findall(r"<!-- table: (.*?) -->", text)) == sorted([*TABLES, STATISTICS])
     assert set(re.findall(r"<!-- number: (.*?) -->", text)) == NUMBERS.keys()
 
 
