@@ -216,7 +216,7 @@ def main() -> None:
         "repetitions": REPETITIONS,
         "operations": operations,
     }
-    print("written to", write_result("batch_operations", figures).name)
+    write_result("batch_operations", figures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ The first three are computed by masks, with the functions that choose; `decode_d
 many nats a token paged_kv's own decode differs from that at 1/4, at most and in the mean.
 """
 
+from benches.openblas import BLAS
+
 import argparse
 import copy
 import math
@@ -28,13 +30,10 @@ from contextlib import contextmanager
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from benches.heldout_text import model_in_float32
+from benches.models import load_model
 from benches.real_model_quality import KINDS
 from benches.real_model_quality import text_of as prose_of
 from benches.real_models.folders import MODELS
@@ -178,7 +177,7 @@ def nats_of(context: Context, queries: int) -> list[float]:
 
 def losses_of(name: str, kind: str) -> Figures:
     """The nats of one text, by choice and share, and the mass."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     tokens = prose_of(kind, tokenizer)[: BEFORE + MEASURED + 1]
     assert len(tokens) == BEFORE + MEASURED + 1, f"{kind} is too short"
     nats: dict[str, list[float]] = {}
@@ -206,7 +205,7 @@ def losses_of(name: str, kind: str) -> Figures:
 
 def recalled(name: str, number: int) -> dict[str, dict[str, list[bool]]]:
     """By share and task, whether each answer of a text is given."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     text, questions = recall_text(tokenizer, BEFORE, number, hidden=DEPTHS)
     found: dict[str, dict[str, list[bool]]] = {}
     for share in (1, *SHARES):

@@ -11,16 +11,15 @@ of ratios within a turn.
     model     a decode step of the embedded model behind 32K tokens
 """
 
+from benches.openblas import BLAS
+
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 
-from benches.heldout_text import model_in_float32
+from benches.models import load_model
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
@@ -103,7 +102,7 @@ def fits(name: str, length: int) -> Figures:
 
 def model_rows() -> list[Figures]:
     """Decode steps of the embedded model."""
-    model, _ = model_in_float32("stdlib-llama")
+    model, _ = load_model("stdlib-llama")
     tokens = mx.random.randint(0, 1000, (1, MODEL_TOKENS))
     reads = [None, *[MODEL_TOKENS // share for share in MODEL_SHARES]]
     steps = []
@@ -143,7 +142,7 @@ def main() -> None:
         "fits": [fits(name, LENGTHS[0]) for name in FORMATS],
         "model": model_rows(),
     }
-    print(write_result("chosen_speed", figures))
+    write_result("chosen_speed", figures)
 
 
 if __name__ == "__main__":

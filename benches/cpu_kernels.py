@@ -238,7 +238,7 @@ def main() -> None:
             "overhead": overhead(dtype),
             "shuffled_pages": shuffled_pages(dtype),
         }
-    print(f"written to {write_result('cpu_kernels', figures)}")
+    write_result("cpu_kernels", figures)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main(files: list[str]) -> None:
     figures = {name: shares(name, made_up(load), SIZES) for name, load in LOADS.items()}
     for file in map(Path, files):
         figures[file.stem] = shares(file.stem, traced(file), TRACE_SIZES)
-    print(f"written to {write_result('duels', figures)}")
+    write_result("duels", figures)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main(files: list[str]) -> None:
         print(file)
         prompts = traced_prompts(Path(file))
         figures["mooncake"] = at_sizes(prompts, MOONCAKE_PAGES, MOONCAKE_STATES)
-    print(f"written to {write_result('eviction', figures)}")
+    write_result("eviction", figures)
     draw(figures["agents"])
     print("drawn:", PICTURE.name)
 

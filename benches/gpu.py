@@ -18,14 +18,13 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from benches.models import MODELS, filled, load_model
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.kernels import self_test
@@ -33,7 +32,6 @@ from paged_kv.kernels.backends import device_backend
 from paged_kv.kernels.pages.number_format import KEY_FORMATS
 from paged_kv.kernels.self_test import TOLERANCES
 
-GEMMA = Path(__file__).parent.parent / "tests" / "models" / "stdlib-gemma3"
 PROMPTS, NEW_TOKENS = 6, 40
 LAYERS, STEPS, REPETITIONS = 32, 8, 4
 POOL = 24 << 30
@@ -41,12 +39,10 @@ CONTEXTS = {1: (1024, 8192, 32768), 8: (1024, 8192)}
 
 
 def equality() -> Iterator[dict[str, Any]]:
-    for path in (embedded_model(), GEMMA):
-        model, tokenizer = load(str(path))[:2]
-        text = Path(__file__).read_text() * 4
-        tokens = tokenizer.encode(text)
+    for name in MODELS:
         for dtype in (mx.float16, mx.bfloat16):
-            model.set_dtype(dtype)
+            model, tokenizer = load_model(name, dtype)
+            tokens = tokenizer.encode(Path(__file__).read_text() * 4)
             factory = PagedCacheFactory(model, max_bytes=1 << 30)
             differ, gaps = 0, []
             for number in range(PROMPTS):
@@ -58,11 +54,10 @@ def equality() -> Iterator[dict[str, Any]]:
                         differ += 1
                         gaps.append(gap)
                         break
-            stats = factory.stats()
             yield {
-                "model": Path(path).name,
+                "model": name,
                 "dtype": str(dtype),
-                "backend": stats.backend,
+                "backend": factory.stats().backend,
                 "prompts": PROMPTS,
                 "differ": differ,
                 "gaps": [round(each, 4) for each in gaps],
@@ -146,18 +141,6 @@ class Steps:
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
         self.host.append(time.perf_counter() - began)
         mx.eval(logits)
-
-
-def filled(model: Any, caches: Any, batch: int, context: int) -> Any:
-    """Caches for a batch that hold `context` random tokens a row."""
-    shape = (batch, 8, context, 128)
-    if batch > 1:
-        caches = [cache.merge([cache] * batch) for cache in caches]
-    for layer, cache in enumerate(caches):
-        keys = mx.random.normal(shape, key=mx.random.key(layer)).astype(mx.bfloat16)
-        cache.update_and_fetch(keys, keys)
-        mx.eval(cache.state)
-    return caches
 
 
 def prefill() -> Iterator[dict[str, Any]]:

@@ -183,7 +183,7 @@ def main() -> None:
         print_table(phase, rows)
     geometry = {"layers": LAYERS, "heads": HEADS, "dim": DIM, "dtype": "float16"}
     tokens = {"tokens": TOKENS, "token_bytes": TOKEN_BYTES, "tokens_per_step": STEPS}
-    print("\nwritten to", write_result("growth", {**geometry, **tokens, **measured}).name)
+    write_result("growth", {**geometry, **tokens, **measured})
 
 
 if __name__ == "__main__":

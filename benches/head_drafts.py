@@ -13,20 +13,19 @@ head is one that `benches.train_head` has made, in FOLDER. For each:
               that drafts 4 tokens and verifies them
 """
 
+from benches.openblas import BLAS
+
 import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 
-from benches.heldout_text import contexts, model_in_float32
+from benches.models import contexts, load_model
 from benches.results_file import write_result
 from benches.speculation import (
     DRAFT_LAYERS,
@@ -151,18 +150,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare drafts.")
     parser.add_argument("--smollm2-head", type=Path)
     arguments = parser.parse_args()
-    model, tokenizer = model_in_float32("stdlib-llama")
+    model, tokenizer = load_model("stdlib-llama")
     prompts = [piece[:CONTEXT] for piece in contexts(tokenizer, CONTEXT, max(ROWS))]
     own_head = Path(embedded_model()) / "draft_head"
     draft = first_layers(model, DRAFT_LAYERS)
     rows = rows_of("stdlib-llama, source", model, own_head, draft, prompts, [])
-    model, tokenizer = model_in_float32("smollm2")
+    model, tokenizer = load_model("smollm2")
     stop = [[token] for token in tokenizer.eos_token_ids]
     for task in ("a paragraph to repeat", "JSON of a schema"):
         prompts = task_prompts(tokenizer, TASKS[task])
         rows += rows_of(f"smollm2, {task}", model, arguments.smollm2_head, None, prompts, stop)
     mx.synchronize()
-    print(write_result("head_drafts", {"blas": BLAS, "drafted": DRAFTED, "rows": rows}))
+    write_result("head_drafts", {"blas": BLAS, "drafted": DRAFTED, "rows": rows})
 
 
 if __name__ == "__main__":

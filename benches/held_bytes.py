@@ -295,7 +295,7 @@ def main() -> None:
             print(f"{part:12}{name:8}", {key: round(value, 3) for key, value in each.items()})
     figures["curves"] = {name: in_columns(curve) for name, curve in curves.items()}
     draw(figures["curves"])
-    print(f"written to {write_result('held_bytes', figures)}")
+    write_result("held_bytes", figures)
 
 
 def in_columns(curve: list[dict[str, float]]) -> dict[str, list[float]]:

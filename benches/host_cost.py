@@ -25,6 +25,7 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from benches.models import filled
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.integrations.bench.turns import ratio, spread
@@ -152,17 +153,6 @@ def backend(name: str, maker: ArrayMaker) -> Iterator[None]:
         yield
 
 
-def filled(caches: list[Any], batch: int, context: int) -> list[Any]:
-    """Caches that hold `context` tokens a row, all zeros."""
-    if batch > 1:
-        caches = [cache.merge([cache] * batch) for cache in caches]
-    zeros = mx.zeros((batch, KV_HEADS, context, HEAD_DIM), mx.float16)
-    for cache in caches:
-        cache.update_and_fetch(zeros, zeros)
-        mx.eval(cache.state)
-    return caches
-
-
 def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
     """A step of a token a row. Caches of mlx-lm's are then put back, and the next kernel waits for
     nothing: nothing of the step is computed."""
@@ -213,7 +203,7 @@ def measured(name: str, batch: int, context: int) -> dict[str, Any]:
     """One backend beside mlx-lm's caches."""
     model, maker, is_compiled = small_llama(), maker_of(name), "compiled" in name
     with backend(name, maker):
-        stock = step(model, filled(make_prompt_cache(model), batch, context), batch, maker)
+        stock = step(model, filled(model, make_prompt_cache(model), batch, context), batch, maker)
         _, caches = paged(model, batch, context, compile=False)
         uncompiled = step(model, caches, batch, maker)
         sides = [stock, uncompiled]
@@ -265,7 +255,7 @@ def paged(
 ) -> tuple[PagedCacheFactory, list[Any]]:
     """A factory, and caches of it that hold `context` tokens a row."""
     factory = PagedCacheFactory(model, max_bytes=1 << 30, compile=compile)
-    return factory, filled(factory.make_cache(), batch, context)
+    return factory, filled(model, factory.make_cache(), batch, context)
 
 
 def recording_costs(
@@ -313,7 +303,7 @@ def main() -> None:
             for context in CONTEXTS:
                 rows.append(measured(name, batch, context))
                 print(rows[-1], flush=True)
-    print("written to", write_result("host_cost", {"layers": LAYERS, "rows": rows}).name)
+    write_result("host_cost", {"layers": LAYERS, "rows": rows})
 
 
 if __name__ == "__main__":

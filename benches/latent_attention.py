@@ -177,7 +177,7 @@ def main() -> None:
                 figures[name][f"decode_of_{batch}_at_{tokens // 1024}k"] = decode(
                     batch, tokens, dtype
                 )
-    print(f"written to {write_result('latent_attention', figures)}")
+    write_result("latent_attention", figures)
 
 
 if __name__ == "__main__":

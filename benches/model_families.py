@@ -23,6 +23,8 @@ in a ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages.
 `stock_repeats` tells whether mlx-lm gives the same tokens in two runs alone.
 """
 
+from benches.openblas import BLAS
+
 import gc
 import logging
 import os
@@ -33,9 +35,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import CacheList, make_prompt_cache
@@ -249,7 +248,7 @@ def main() -> None:
         "counts": counts,
         "files": dict(sorted(files.items())),
     }
-    print("written to", write_result("model_families", figures).name)
+    write_result("model_families", figures)
 
 
 if __name__ == "__main__":

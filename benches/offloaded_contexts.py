@@ -15,6 +15,8 @@ for those that they want, or not. Beside them exact attention, with all in memor
 `speed` has the same ways in turns of 16 tokens of one text: what a step takes beside an exact one.
 """
 
+from benches.openblas import BLAS
+
 import argparse
 import math
 import tempfile
@@ -25,13 +27,10 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 
 from benches.chosen_quality import BEFORE, read_by
-from benches.heldout_text import model_in_float32
+from benches.models import load_model
 from benches.real_model_quality import KINDS, text_of
 from benches.real_models.folders import MODELS
 from benches.results_file import write_result
@@ -111,7 +110,7 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
 
 def quality_of(name: str, kind: str) -> dict[str, Figures]:
     """The figures of each way, by its label."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     found = {}
     with ways_of(model, text_of(kind, tokenizer)[: BEFORE + MEASURED + 1]) as ways:
         for label, new in ways.items():
@@ -140,7 +139,7 @@ def quality_row(name: str, label: str, parts: list[dict[str, Figures]]) -> Figur
 
 def speed_of(name: str) -> list[Figures]:
     """What a step of each way takes."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     tokens = text_of(KINDS[0], tokenizer)[: BEFORE + (TURNS + 1) * TURN + 1]
     with ways_of(model, tokens) as ways:
         decoders = {label: new() for label, new in ways.items()}

@@ -11,8 +11,9 @@
 Sides that are compared take turns, and each figure is the median of its repetitions.
 """
 
+from benches.openblas import BLAS
+
 import os
-import random
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,17 +24,12 @@ from statistics import median
 from time import sleep
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 import numpy as np
-from mlx_lm import load
-from mlx_lm.generate import generate_step
 
+from benches.models import first_token, load_model, random_tokens
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry, decode, encode
@@ -65,32 +61,17 @@ def main() -> None:
                 for name in ("fp16", "q8", "q4")
             },
         }
-    print(figures)
-    print(f"written to {write_result('page_store', figures)}")
-
-
-def model_in(dtype: str) -> Any:
-    model: Any = load(embedded_model())[0]
-    model.set_dtype(getattr(mx, dtype))
-    return model
-
-
-def random_tokens(model: Any, count: int) -> list[int]:
-    numbers = random.Random(0)
-    return [numbers.randrange(1, model.args.vocab_size) for _ in range(count)]
+    write_result("page_store", figures)
 
 
 def time_to_first_token(folder: Path, dtype: str, turns: int) -> dict[str, Any]:
-    model = model_in(dtype)
+    model, _ = load_model("stdlib-llama", getattr(mx, dtype))
     tokens = random_tokens(model, PROMPT)
     answers: list[tuple[int, mx.array]] = []
 
-    def first_token(rest: list[int], cache: Any) -> None:
-        steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=1)
-        answers.extend((int(token), logprobs) for token, logprobs in steps)
-
     def cold() -> None:
-        first_token(tokens, PagedCacheFactory(model, max_bytes=MEMORY).make_cache())
+        cache = PagedCacheFactory(model, max_bytes=MEMORY).make_cache()
+        answers.append(first_token(model, tokens, cache))
 
     def opened() -> PagedCacheFactory:
         return PagedCacheFactory(model, store=folder, store_bytes=CAP, max_bytes=MEMORY)
@@ -98,11 +79,11 @@ def time_to_first_token(folder: Path, dtype: str, turns: int) -> dict[str, Any]:
     def from_disk() -> None:
         cache, cached = factory.fetch_cache(tokens)
         assert cached == PROMPT - 1, cached
-        first_token(tokens[cached:], cache)
+        answers.append(first_token(model, tokens[cached:], cache))
 
     factory = opened()
     cache = factory.make_cache()
-    first_token(tokens, cache)
+    answers.append(first_token(model, tokens, cache))
     factory.insert_cache(tokens, cache)
     factory.close()
     colds, disks, openings, shares = [], [], [], []
@@ -221,7 +202,7 @@ def write_plainly(path: Path, words: Any) -> None:
 def bytes_per_token(folder: Path, page_format: str) -> dict[str, float]:
     """What a whole block of stdlib-llama takes of the disk, and of memory, for a token. Not the
     first one: it may be larger."""
-    model = model_in("bfloat16")
+    model, _ = load_model("stdlib-llama", mx.bfloat16)
     tokens = random_tokens(model, 2 * PAGE_SIZE)
     factory = PagedCacheFactory(model, page_format=page_format, store=folder, max_bytes=MEMORY)
     cache = factory.make_cache()
@@ -232,10 +213,7 @@ def bytes_per_token(folder: Path, page_format: str) -> dict[str, float]:
     with FolderStore(folder, CAP) as store:
         sizes = [blob.nbytes for blob in store.entries()]
     assert len(sizes) * PAGE_SIZE == len(tokens)
-    return {
-        "disk": min(sizes) / PAGE_SIZE,
-        "memory": in_memory,
-    }
+    return {"disk": min(sizes) / PAGE_SIZE, "memory": in_memory}
 
 
 if __name__ == "__main__":

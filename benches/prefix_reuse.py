@@ -15,26 +15,24 @@
 Sides that are compared take turns, and each figure is the median of its repetitions.
 """
 
+from benches.openblas import BLAS
+
 import copy
 import random
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
+from benches.models import filled, first_token, load_model, random_tokens, read
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from tests.support.reserving import reserve
 
@@ -46,40 +44,26 @@ INDEXED, LOOKED_UP = 100_000, 8192
 MODEL_KEY = "model"
 
 
-def random_tokens(model: Any, count: int, seed: int) -> list[int]:
-    numbers = random.Random(seed)
-    return [numbers.randrange(1, model.args.vocab_size) for _ in range(count)]
-
-
-def first_token(model: Any, prompt: list[int], cache: Any) -> int:
-    token, _ = next(generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=1))
-    return int(token)
-
-
 def time_to_first_token(model: Any) -> dict[str, Any]:
     prompt = random_tokens(model, COMMON + NEW, seed=0)
     factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    first_token(model, prompt[:COMMON], cache)
-    factory.insert_cache(prompt[:COMMON], cache)
+    common = prompt[:COMMON]
+    factory.insert_cache(common, read(model, factory.make_cache(), common))
     stock = LRUPromptCache()
-    cache = make_prompt_cache(model)
-    model(mx.array([prompt[:COMMON]]), cache=cache)
-    mx.eval([layer.state for layer in cache])
-    stock.insert_cache(MODEL_KEY, prompt[:COMMON], cache)
+    stock.insert_cache(MODEL_KEY, common, read(model, make_prompt_cache(model), common))
 
     def paged_warm() -> int:
         found, cached = factory.fetch_cache(prompt)
-        return first_token(model, prompt[cached:], found)
+        return first_token(model, prompt[cached:], found)[0]
 
     def stock_warm() -> int:
         found, rest = stock.fetch_nearest_cache(MODEL_KEY, prompt)
-        return first_token(model, rest, found)
+        return first_token(model, rest, found)[0]
 
     works: dict[str, Callable[[], int]] = {
-        "paged_cold": lambda: first_token(model, prompt, factory.make_cache()),
+        "paged_cold": lambda: first_token(model, prompt, factory.make_cache())[0],
         "paged_warm": paged_warm,
-        "mlx_lm_cold": lambda: first_token(model, prompt, make_prompt_cache(model)),
+        "mlx_lm_cold": lambda: first_token(model, prompt, make_prompt_cache(model))[0],
         "mlx_lm_warm": stock_warm,
     }
     assert len({work() for work in works.values()}) == 1
@@ -149,10 +133,7 @@ def together(model: Any) -> dict[str, Any]:
 
     def stock() -> dict[int, list[int]]:
         known = LRUPromptCache()
-        cache = make_prompt_cache(model)
-        model(mx.array([prefix]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-        known.insert_cache(MODEL_KEY, prefix, cache)
+        known.insert_cache(MODEL_KEY, prefix, read(model, make_prompt_cache(model), prefix))
         found = [known.fetch_nearest_cache(MODEL_KEY, prompt) for prompt in prompts]
         return answers(model, [rest for _, rest in found], [cache for cache, _ in found])
 
@@ -182,12 +163,7 @@ def together(model: Any) -> dict[str, Any]:
 
 def fork(model: Any) -> dict[str, Any]:
     factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    attention = model.layers[0].self_attn
-    dtype = attention.k_proj.weight.dtype
-    shape = (1, attention.n_kv_heads, FORKED, model.args.head_dim or 64)
-    for layer in cache:
-        layer.update_and_fetch(mx.zeros(shape, dtype), mx.zeros(shape, dtype))
+    cache = filled(model, factory.make_cache(), 1, FORKED)
     copies = factory.stats().cow_copies
     (times,) = in_turns(lambda: copy.deepcopy(cache), repetitions=51)
     assert factory.stats().cow_copies == copies
@@ -211,8 +187,7 @@ def look_up() -> dict[str, Any]:
 
 
 def main() -> None:
-    model = load(embedded_model())[0]
-    model.set_dtype(mx.float32)
+    model, _ = load_model("stdlib-llama")
     figures: dict[str, Any] = {
         "blas": BLAS,
         "backend": PagedCacheFactory(model).stats().backend,
@@ -221,7 +196,7 @@ def main() -> None:
     for part in (fork, time_to_first_token, conversation, together):
         figures[part.__name__] = part(model)
         print(part.__name__, figures[part.__name__], flush=True)
-    print(f"written to {write_result('prefix_reuse', figures)}")
+    write_result("prefix_reuse", figures)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ of one answer is measured too, which other load does not change, and so its shar
 Last, the time of a snapshot with 10,000 used blocks.
 """
 
+from benches.openblas import BLAS
+
 import os
 import signal
 import subprocess
@@ -19,13 +21,11 @@ from tempfile import TemporaryDirectory
 from time import thread_time
 from timeit import repeat
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 
+from benches.models import filled, load_model
 from benches.results_file import write_result
-from benches.whole_model import filled, stdlib_llama, step
+from benches.whole_model import step
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
@@ -48,7 +48,7 @@ BLOCKS, RESERVATIONS = 10_000, 200
 
 def main() -> None:
     mx.random.seed(0)
-    model = stdlib_llama()
+    model, _ = load_model("stdlib-llama")
     factory = PagedCacheFactory(model, max_bytes=1 << 30)
     decode_one = step(model, filled(model, factory.make_cache(), BATCH, CONTEXT), BATCH)
 
@@ -79,9 +79,7 @@ def main() -> None:
         "busy_share": median(looks) / INTERVAL_S,
         **snapshot_times(),
     }
-    for name, figure in figures.items():
-        print(f"{name:24} {figure}")
-    print(f"written to {write_result('publishing', figures)}")
+    write_result("publishing", figures)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ turns, and each figure is the median of its repetitions; ratios are medians of r
     mlx_lm   the same at 1 sequence of 32K, beside mlx-lm's attention to keys and values of 4 bits
     prefill  512 new tokens after 4,096
     prompt   the first 512 tokens: their write, their attention, and the recoding of their pages
-    model    stdlib-llama in float16, in CPU time: a prompt of 1,100 tokens for each sequence, and
+    model    stdlib-llama in bfloat16, in CPU time: a prompt of 1,100 tokens for each sequence, and
              decode steps that recode a page of each (three) beside those that do not
 
 Arguments name the parts to measure again, such as model_of_1; the others stay as they were.
@@ -20,12 +20,11 @@ from time import process_time
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
+from benches.models import load_model
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
@@ -106,7 +105,7 @@ def prompt(tokens: int, repetitions: int) -> dict[str, Any]:
 
 def model_steps(rows: int) -> dict[str, Any]:
     """Steps of the formats follow each other in turns."""
-    model = load(embedded_model())[0]
+    model, _ = load_model("stdlib-llama", mx.bfloat16)
     caches = {
         name: PagedCacheFactory(model, page_format=name, max_bytes=1 << 31).make_cache()
         for name in FORMATS
@@ -182,7 +181,7 @@ def main() -> None:
         **{name: earlier[name] for name in PARTS if name in earlier},
         **{name: PARTS[name]() for name in sys.argv[1:] or PARTS},
     }
-    print(f"written to {write_result('quantised_kernels', figures)}")
+    write_result("quantised_kernels", figures)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ tokens and one cache, over all texts:
 Texts run in two processes, as nothing here is a time; the results file is written anew after each.
 """
 
+from benches.openblas import BLAS
+
 import argparse
 import math
 import sysconfig
@@ -31,13 +33,10 @@ from pydoc_data.topics import topics
 from statistics import mean, stdev
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from benches.heldout_text import model_in_float32
+from benches.models import load_model
 from benches.real_models.folders import MODELS
 from benches.results_file import write_result
 from benches.two_processes import finished
@@ -131,7 +130,7 @@ def log_probs(model: Any, cache: Caches, tokens: list[int], every: int) -> mx.ar
 
 def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     """What each cache loses over the first tokens of a text."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     text = text_of(kind, tokenizer)[: length + 1]
     assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
     return side_by_side(model, caches_of(model, length), text, every_of(length))

@@ -19,6 +19,8 @@ all depths and texts:
 Texts run in two processes, as nothing here is a time; the results file is written anew after each.
 """
 
+from benches.openblas import BLAS
+
 import argparse
 import copy
 import json
@@ -26,12 +28,9 @@ import random
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 
-from benches.heldout_text import model_in_float32
+from benches.models import load_model
 from benches.real_model_quality import STEP, caches_of
 from benches.real_models.folders import MODELS
 from benches.results_file import write_result
@@ -106,7 +105,7 @@ def likeliest(model: Any, cache: list[Any], question: Question) -> list[bool]:
 
 def part_of(name: str, length: int, number: int) -> Part:
     """What each cache lets a model find in one text."""
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     text, questions = text_of(tokenizer, length, number)
     found = {}
     caches = caches_of(model, length)

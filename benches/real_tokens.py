@@ -12,12 +12,11 @@ piece of a file of this checkout. A row has, for one model and one side:
 Models run in two processes, as nothing here is a time.
 """
 
+from benches.openblas import BLAS
+
 from pathlib import Path
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -101,7 +100,7 @@ def main() -> None:
     rows = [row for name in MODELS for row in of_models[name,]]
     for row in rows:
         print(row)
-    print("written to", write_result("real_tokens", {"blas": BLAS, "rows": rows}).name)
+    write_result("real_tokens", {"blas": BLAS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -100,8 +100,7 @@ def main() -> None:
         "router": router_figures(list(loads.values())[-1]),
         "first_token": first_token_figures(),
     }
-    print(json.dumps(figures, indent=2))
-    print("written to", write_result("replicas", figures).name)
+    write_result("replicas", figures)
 
 
 def simulated(load: Sequence[SimulatedRequest]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def write_result(bench: str, figures: dict[str, Any]) -> Path:
-    """Write the figures of a bench beside what they were measured on; returns the file.
+    """Write the figures of a bench beside what they were measured on, and say where; returns the
+    file.
 
     The file is benches/results/<bench>-<chip>-<cores>-mlx-<version>.json, and a later run of the
     same bench on the same machine takes its place.
@@ -20,6 +21,7 @@ def write_result(bench: str, figures: dict[str, Any]) -> Path:
     content = {"bench": bench, "machine": where, "versions": with_, "figures": figures}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(_with_lists_on_one_line(json.dumps(content, indent=2)) + "\n")
+    print("written to", path.name, flush=True)
     return path
 
 

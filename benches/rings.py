@@ -15,6 +15,8 @@ allocations  blocks allocated or copied while 10,000 tokens are decoded in rings
 Prefill is float32 with the BLAS that the results name.
 """
 
+from benches.openblas import BLAS
+
 import gc
 import logging
 from collections import abc
@@ -25,9 +27,6 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -216,7 +215,7 @@ def main() -> None:
         "prefill": prefill(),
         "allocations": allocations(),
     }
-    print("written to", write_result("rings", figures).name)
+    write_result("rings", figures)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ The requests, the clients and what is checked are those of tests/server/test_soa
 a process of its own, on the embedded model in float32.
 """
 
+from benches.openblas import LIBRARY
+
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from tests.conftest import LIBRARY
-
-# isort: split
 from benches.results_file import write_result
 from tests.support.soak_questions import questions
 from tests.support.soaking import BUSY_LLAMA, CALM, CLIENTS, STORE_BYTES, soaked
@@ -50,8 +48,7 @@ def main() -> None:
         "seconds": found.seconds,
         "exit_status": found.status,
     }
-    print(json.dumps(figures, indent=2))
-    print("written to", write_result("server_soak", figures).name)
+    write_result("server_soak", figures)
 
 
 if __name__ == "__main__":

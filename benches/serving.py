@@ -21,26 +21,22 @@ For a request whose tokens differ, the bench reports the gap between the best tw
 own run over the same text, at the first differing token: it says whether that was a tie.
 """
 
+from benches.openblas import BLAS
+
 import gc
-import inspect
-import json
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+from benches.models import first_difference, load_model, source_tokens
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 
@@ -54,8 +50,7 @@ MEAN_STEPS_BETWEEN_ARRIVALS = 8
 REPETITIONS = 3
 # Holds all requests at once and at their longest.
 POOL_BYTES = 512 << 20
-MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"
-SOURCES = Path(inspect.getfile(json)).parents[1]
+MODEL = "stdlib-llama"
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,9 @@ Texts = list[list[int]]
 def make_requests(tokenizer: Any) -> list[Request]:
     """The load, in the order of arrival."""
     rng = random.Random(SEED)
-    sources = sorted(path for path in SOURCES.glob("*.py") if path.stat().st_size > 30_000)
     requests, arrives = [], 0.0
     for _ in range(REQUESTS):
-        text = rng.choice(sources).read_text(encoding="utf-8")
-        start = rng.randrange(len(text) - WINDOW)
-        count = rng.randint(*PROMPT_TOKENS)
-        prompt = tokenizer.encode(text[start : start + WINDOW])[:count]
-        assert len(prompt) == count, "the window is too short for the prompt"
+        prompt = source_tokens(rng, tokenizer, WINDOW)[: rng.randint(*PROMPT_TOKENS)]
         requests.append(Request(prompt, rng.randint(*NEW_TOKENS), round(arrives)))
         arrives += rng.expovariate(1 / MEAN_STEPS_BETWEEN_ARRIVALS)
     return requests
@@ -154,29 +144,8 @@ def _steps(
             if response.finish_reason:
                 finished += 1
                 read.pop(response.uid)
-        _report(step, len(requests), finished)
         yield [count + len(texts[uid]) for uid, count in read.items()]
         step += 1
-
-
-def _report(step: int, requests: int, finished: int) -> None:
-    if step % 100 == 0:
-        print(f"  step {step}: {finished} of {requests} finished", file=sys.stderr)
-
-
-def differences(
-    model: Any, requests: list[Request], stock: Texts, ours: Texts
-) -> dict[int, dict[str, Any]]:
-    """By request, where texts first differ and the gap between stock's best two logits there."""
-    found = {}
-    for number, request in enumerate(requests):
-        pairs = zip(stock[number], ours[number], strict=True)
-        at = next((i for i, (theirs, mine) in enumerate(pairs) if theirs != mine), None)
-        if at is not None:
-            text = request.prompt + stock[number][:at]
-            best = mx.sort(model(mx.array([text]))[0, -1])[-2:]
-            found[number] = {"token": at, "gap": float(best[1] - best[0])}
-    return found
 
 
 def medians(runs: list[Served]) -> dict[str, Any]:
@@ -211,7 +180,9 @@ def run_all(model: Any, requests: list[Request]) -> dict[str, Any]:
         )
         print(f"run {repetition} of {REPETITIONS}, pages", file=sys.stderr)
         ours, texts = serve_paged(model, requests)
-        differing |= differences(model, requests, stock_texts, texts)
+        for number, request in enumerate(requests):
+            told = first_difference(model, request.prompt, stock_texts[number], texts[number])
+            differing |= {number: told} if told else {}
         stock_runs.append(stock)
         paged_runs.append(ours)
     return {
@@ -240,12 +211,10 @@ def serve_paged(model: Any, requests: list[Request]) -> tuple[Served, Texts]:
 
 
 def main() -> None:
-    model, tokenizer, *_ = load(str(MODEL))
-    model.set_dtype(mx.float32)
-    mx.eval(model.parameters())
+    model, tokenizer = load_model(MODEL)
     requests = make_requests(tokenizer)
     figures = {
-        "model": MODEL.name,
+        "model": MODEL,
         "dtype": "float32",
         "blas": BLAS,
         "backend": PagedCacheFactory(model, max_bytes=POOL_BYTES).stats().backend,
@@ -260,8 +229,7 @@ def main() -> None:
         "weight_bytes": mx.get_active_memory(),
         **run_all(model, requests),
     }
-    print(json.dumps(figures, indent=2))
-    print("written to", write_result("serving", figures).name)
+    write_result("serving", figures)
 
 
 if __name__ == "__main__":

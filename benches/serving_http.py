@@ -1,11 +1,19 @@
-"""Loads `mlx_lm.server` and `paged-kv server` over HTTP: python -m benches.serving_http
+"""Loads `mlx_lm.server` and `paged-kv server` over HTTP:
+python -m benches.serving_http [serving_http | serving_shared]
 
-Each is a process of its own, on SmolLM2 in float32 and on loopback. 16 clients, threads
-of this process, ask for streams of text. A client with its answer sends the next request of a list
-drawn from one seed: prompts of 64 to 1,000 tokens of Python's standard library, and 16 to 96 new
-tokens, greedy. The prompts of each run are new to the server: runs differ in where texts begin.
+Each is a process of its own, on SmolLM2 in float32 and on loopback. Clients, threads of this
+process, ask for streams of text, greedy. Both servers take turns.
 
-Both servers take turns, and figures are of all requests of all runs together.
+serving_http      16 clients. One with its answer sends the next request of a list drawn from one
+                  seed: prompts of 64 to 1,000 tokens of Python's standard library, and 16 to 96 new
+                  tokens. The prompts of each run are new to the server: runs differ in where texts
+                  begin
+serving_shared    8 clients ask at once, each a prompt of 1,400 tokens that all have in common and
+                  32 of its own, and 64 new tokens. Each run has two waves: the common tokens of the
+                  first are new to the servers, and those of the second are the same, behind them
+                  other ones
+
+Figures are of all requests of all runs together.
 
     tokens a second    generated tokens over the time from the first request to the last answer
     first token        from sending the request to the first text of its answer
@@ -13,8 +21,9 @@ Both servers take turns, and figures are of all requests of all runs together.
     whole answer       from sending the request to the end of its answer
 """
 
+from benches.openblas import BLAS
+
 import http.client
-import inspect
 import json
 import random
 import shutil
@@ -22,7 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,26 +40,21 @@ from statistics import median, quantiles
 from time import perf_counter, sleep
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
+from benches.models import source_tokens
 from benches.real_models.folders import model_folder
 from benches.results_file import write_result
 
 ROOT = Path(__file__).parents[1]
-SEED = 0
-CLIENTS = 16
-REQUESTS = 32
-REPETITIONS = 1
-PROMPT_TOKENS = (64, 1_000)
-NEW_TOKENS = (16, 96)
+MODEL, SEED = "smollm2", 0
+CLIENTS, REQUESTS, REPETITIONS = 16, 32, 1
+PROMPT_TOKENS, NEW_TOKENS = (64, 1_000), (16, 96)
+SHARING_CLIENTS, SHARING_REPETITIONS, WAVES = 8, 2, ("new", "known")
+SHARED_TOKENS, OWN_TOKENS, SHARING_NEW_TOKENS = 1_400, 32, 64
 # Characters of source that hold the longest prompt.
-WINDOW = 6_000
-MODEL = "smollm2"
-SOURCES = Path(inspect.getfile(json)).parents[1]
+WINDOW, SHARED_WINDOW = 6_000, 14_000
 # mlx-lm's does not load OpenBLAS by itself.
 _STOCK = "import benches.openblas, mlx_lm.server; mlx_lm.server.main()"
 COMMANDS = {
@@ -90,13 +94,24 @@ class Load:
 def make_requests(tokenizer: Any, repetition: int) -> list[Request]:
     """The load of one run."""
     rng = random.Random(f"{SEED} {repetition}")
-    sources = sorted(path for path in SOURCES.glob("*.py") if path.stat().st_size > 30_000)
     requests = []
     for _ in range(REQUESTS):
-        text = rng.choice(sources).read_text(encoding="utf-8")
-        start = rng.randrange(len(text) - WINDOW)
-        tokens = tokenizer.encode(text[start : start + WINDOW])[: rng.randint(*PROMPT_TOKENS)]
+        tokens = source_tokens(rng, tokenizer, WINDOW)[: rng.randint(*PROMPT_TOKENS)]
         requests.append(Request(tokenizer.decode(tokens), rng.randint(*NEW_TOKENS)))
+    return requests
+
+
+def make_sharing_requests(tokenizer: Any, repetition: int, wave: str) -> list[Request]:
+    """The load of one wave."""
+    rng = random.Random(f"{SEED} {repetition}")
+    tokens = source_tokens(rng, tokenizer, SHARED_WINDOW, least=60_000)
+    shared = tokens[:SHARED_TOKENS]
+    assert len(shared) == SHARED_TOKENS
+    own, requests = random.Random(f"{SEED} {repetition} {wave}"), []
+    for _ in range(SHARING_CLIENTS):
+        at = own.randrange(len(tokens) - OWN_TOKENS)
+        prompt = tokenizer.decode([*shared, *tokens[at : at + OWN_TOKENS]])
+        requests.append(Request(prompt, SHARING_NEW_TOKENS))
     return requests
 
 
@@ -115,7 +130,7 @@ def answered(port: int, request: Request) -> Answer:
         return answer
 
 
-def ask(port: int, request: Request) -> Answer:
+def ask(port: int, request: Request, path: str = "") -> Answer:
     """One request, streamed."""
     body = {
         "prompt": request.prompt,
@@ -125,23 +140,28 @@ def ask(port: int, request: Request) -> Answer:
         "stream_options": {"include_usage": True},
     }
     answer, began = Answer(), perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        said, now = json.loads(line.removeprefix(b"data: ")), perf_counter() - began
-        if said.get("usage"):
-            answer.tokens = said["usage"]["completion_tokens"]
-        elif text := said["choices"][0]["text"]:
+    for event in events(port, body, path):
+        now = perf_counter() - began
+        if event.get("usage"):
+            answer.tokens = event["usage"]["completion_tokens"]
+        elif text := event["choices"][0]["text"]:
             answer.text += text
             answer.first = answer.first or now
             answer.last = now
     answer.whole = perf_counter() - began
-    connection.close()
     return answer
+
+
+def events(port: int, body: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:
+    """The events of an answer as they come."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", f"{path}/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+    connection.close()
 
 
 def run(port: int, requests: Sequence[Request], load: Load, at_once: int) -> None:
@@ -150,6 +170,7 @@ def run(port: int, requests: Sequence[Request], load: Load, at_once: int) -> Non
     with ThreadPoolExecutor(at_once) as clients:
         load.answers += clients.map(lambda request: answered(port, request), requests)
     load.seconds.append(perf_counter() - began)
+    print(f"port {port}: {load.seconds[-1]:.1f} s", flush=True)
 
 
 @contextmanager
@@ -183,8 +204,36 @@ def _answers(port: int) -> bool:
     return True
 
 
-def figures_of(load: Load) -> dict[str, Any]:
-    """What is told of one server."""
+@contextmanager
+def both_servers() -> Iterator[tuple[Any, dict[str, int]]]:
+    """The tokenizer, and the ports of both servers."""
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name)
+        write_float32(model)
+        with server("mlx_lm", model) as stock, server("paged", model) as paged:
+            yield load_tokenizer(model), {"mlx_lm": stock, "paged": paged}
+
+
+def write_float32(folder: Path) -> None:
+    """A copy of the model whose weights have 32 bits: mlx_lm.server has no option for that."""
+    source = model_folder(MODEL)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    weights: Any = mx.load(str(source / "model.safetensors"))
+    wide = {name: array.astype(mx.float32) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
+
+
+def figures_of(loads: dict[str, Load]) -> dict[str, Any]:
+    """What is told of both servers."""
+    texts = [[answer.text for answer in load.answers] for load in loads.values()]
+    return {
+        "requests": len(texts[0]),
+        "equal_texts": sum(theirs == ours for theirs, ours in zip(*texts, strict=True)),
+        **{name: _figures_of_one(load) for name, load in loads.items()},
+    }
+
+
+def _figures_of_one(load: Load) -> dict[str, Any]:
     answers = load.answers
     per_token = [
         (each.last - each.first) / (each.tokens - 1) for each in answers if each.tokens > 1
@@ -204,42 +253,49 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": median(values), "p95": cuts[94], "p99": cuts[98]}
 
 
-def write_float32(folder: Path, source: Path | None = None) -> None:
-    """A copy of a model whose weights have 32 bits: mlx_lm.server has no option for that."""
-    source = source or model_folder(MODEL)
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    weights: Any = mx.load(str(source / "model.safetensors"))
-    wide = {name: array.astype(mx.float32) for name, array in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
-
-
-def main() -> None:
+def serving_http() -> dict[str, Any]:
     loads = {name: Load() for name in COMMANDS}
-    with tempfile.TemporaryDirectory() as name:
-        model = Path(name)
-        write_float32(model)
-        tokenizer = load_tokenizer(model)
-        with server("mlx_lm", model) as stock, server("paged", model) as paged:
-            for repetition in range(REPETITIONS):
-                requests = make_requests(tokenizer, repetition)
-                for each, port in (("mlx_lm", stock), ("paged", paged)):
-                    run(port, requests, loads[each], CLIENTS)
-                    print(f"{each}: {loads[each].seconds[-1]:.1f} s", file=sys.stderr)
-    texts = [[answer.text for answer in load.answers] for load in loads.values()]
-    figures = {
-        "model": MODEL,
-        "dtype": "float32",
+    with both_servers() as (tokenizer, ports):
+        for repetition in range(REPETITIONS):
+            requests = make_requests(tokenizer, repetition)
+            for name, port in ports.items():
+                run(port, requests, loads[name], CLIENTS)
+    return {
         "blas": BLAS,
         "clients": CLIENTS,
-        "requests": REQUESTS * REPETITIONS,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "seed": SEED,
-        "equal_texts": sum(theirs == ours for theirs, ours in zip(*texts, strict=True)),
-        **{name: figures_of(load) for name, load in loads.items()},
+        **figures_of(loads),
     }
-    print(json.dumps(figures, indent=2))
-    print("written to", write_result("serving_http", figures).name)
+
+
+def serving_shared() -> dict[str, Any]:
+    loads = {wave: {name: Load() for name in COMMANDS} for wave in WAVES}
+    with both_servers() as (tokenizer, ports):
+        for repetition in range(SHARING_REPETITIONS):
+            for name, port in ports.items():
+                for wave, of_servers in loads.items():
+                    requests = make_sharing_requests(tokenizer, repetition, wave)
+                    run(port, requests, of_servers[name], SHARING_CLIENTS)
+    return {
+        "runs": SHARING_REPETITIONS,
+        "clients": SHARING_CLIENTS,
+        "shared_tokens": SHARED_TOKENS,
+        "own_tokens": OWN_TOKENS,
+        "new_tokens": SHARING_NEW_TOKENS,
+        **{wave: figures_of(of_servers) for wave, of_servers in loads.items()},
+    }
+
+
+BENCHES: dict[str, Callable[[], dict[str, Any]]] = {
+    each.__name__: each for each in (serving_http, serving_shared)
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or BENCHES:
+        write_result(name, {"model": MODEL, "dtype": "float32", **BENCHES[name]()})
 
 
 if __name__ == "__main__":

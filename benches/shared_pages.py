@@ -157,7 +157,7 @@ def main() -> None:
         for rows, tokens in UNSHARED:
             tables = tables_of(rows, 0, (tokens + OWN) // PAGE_SIZE)
             of[f"{rows}_row{'s' * (rows > 1)}_of_{tokens}"] = decode(backend, rows, tables, dtype)
-    print(f"written to {write_result('shared_pages', figures)}")
+    write_result("shared_pages", figures)
 
 
 if __name__ == "__main__":

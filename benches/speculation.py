@@ -12,6 +12,8 @@ medians of the ratios within a turn.
              step are compared too
 """
 
+from benches.openblas import BLAS
+
 import copy
 import json
 import random
@@ -20,15 +22,12 @@ from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from benches.heldout_text import contexts, model_in_float32
+from benches.models import contexts, load_model, read
 from benches.results_file import write_result
 from paged_kv import ModelDraft, NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
@@ -116,11 +115,8 @@ def task_prompts(tokenizer: Any, make: Callable[[int], str]) -> Prompts:
 
 
 def cache_prompts(factory: PagedCacheFactory, model: Any, prompts: Prompts) -> None:
-    for prompt in prompts:
-        cache = factory.make_cache()
-        model(mx.array([prompt[:-1]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-        factory.insert_cache(prompt[:-1], cache)
+    for *prompt, _ in prompts:
+        factory.insert_cache(prompt, read(model, factory.make_cache(), prompt))
 
 
 class Batch:
@@ -151,7 +147,12 @@ class RowByRow:
     def __init__(self, model: Any, draft: Any, prompts: Prompts) -> None:
         self._models = model, draft
         self._prompts = prompts
-        self._caches = [self._read(prompt) for prompt in prompts]
+        # Of the model, and behind it of the draft.
+        self._caches = [
+            read(model, make_prompt_cache(model), prompt)
+            + read(draft, make_prompt_cache(draft), prompt)
+            for *prompt, _ in prompts
+        ]
         self.accepted = self.steps = 0
 
     def run(self) -> None:
@@ -167,15 +168,6 @@ class RowByRow:
             for _, _, from_draft in produced:
                 self.accepted += from_draft
                 self.steps += not from_draft
-
-    def _read(self, prompt: list[int]) -> list[Any]:
-        caches = []
-        for model in self._models:
-            cache = make_prompt_cache(model)
-            model(mx.array([prompt[:-1]]), cache=cache)
-            mx.eval([layer.state for layer in cache])
-            caches += cache
-        return caches
 
 
 def of_look_up(
@@ -229,7 +221,7 @@ def of_models(
 
 def look_up() -> dict[str, Any]:
     """Prompt look-up in each task."""
-    model, tokenizer = model_in_float32("smollm2")
+    model, tokenizer = load_model("smollm2")
     stop = [[token] for token in tokenizer.eos_token_ids]
     found = {}
     for task, make in TASKS.items():
@@ -244,7 +236,7 @@ def look_up() -> dict[str, Any]:
 
 def draft_model() -> dict[str, Any]:
     """A draft model behind source."""
-    model, tokenizer = model_in_float32("stdlib-llama")
+    model, tokenizer = load_model("stdlib-llama")
     draft = first_layers(model, DRAFT_LAYERS)
     factories = [PagedCacheFactory(each, max_bytes="1GB") for each in (model, draft)]
     prompts = [piece[:CONTEXT] for piece in contexts(tokenizer, CONTEXT, max(ROWS))]
@@ -265,7 +257,7 @@ def main() -> None:
         "look_up": look_up(),
         "model": draft_model(),
     }
-    print(write_result("speculation", figures))
+    write_result("speculation", figures)
 
 
 if __name__ == "__main__":

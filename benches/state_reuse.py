@@ -12,16 +12,14 @@ follow, in turns,
 `kept_bytes` are the bytes of all that was inserted.
 """
 
+from benches.openblas import BLAS
+
 from statistics import median
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
-import mlx.core as mx
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
+from benches.models import first_token, read
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.prompt_segments import is_on_the_way, step_ends
@@ -35,30 +33,14 @@ PARTED = [*PROMPT[:-OTHER], *[(token + 1) % 97 for token in PROMPT[-OTHER:]]]
 MODEL_KEY = "model"
 
 
-def first_token(model: Any, prompt: list[int], cache: Any) -> int:
-    steps = generate_step(
-        mx.array(prompt), model, prompt_cache=cache, max_tokens=1, prefill_step_size=STEP
-    )
-    return int(next(steps)[0])
-
-
 def inserted(model: Any, factory: PagedCacheFactory) -> None:
     """Compute the prompt without its last token, and insert its states."""
     cache, begin = factory.make_cache(), 0
     for end in step_ends(0, TOKENS - 1, STEP):
-        model(mx.array([PROMPT[begin:end]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
+        read(model, cache, PROMPT[begin:end])
         if is_on_the_way(end) or end == TOKENS - 1:
             factory.insert_cache(PROMPT[:end], cache)
         begin = end
-
-
-def stock_inserted(model: Any, prompts: LRUPromptCache) -> None:
-    cache = make_prompt_cache(model)
-    for begin in range(0, TOKENS - 1, STEP):
-        model(mx.array([PROMPT[begin : min(begin + STEP, TOKENS - 1)]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-    prompts.insert_cache(MODEL_KEY, PROMPT[:-1], cache)
 
 
 def reuse(name: str) -> dict[str, Any]:
@@ -66,18 +48,18 @@ def reuse(name: str) -> dict[str, Any]:
     model = small_model(name)
     factory, stock = PagedCacheFactory(model), LRUPromptCache()
     inserted(model, factory)
-    stock_inserted(model, stock)
+    stock.insert_cache(MODEL_KEY, PROMPT[:-1], read(model, make_prompt_cache(model), PROMPT[:-1]))
 
     def cold() -> int:
-        return first_token(model, PROMPT, make_prompt_cache(model))
+        return first_token(model, PROMPT, make_prompt_cache(model))[0]
 
     def repeated() -> int:
         cache, cached = factory.fetch_cache(PROMPT)
-        return first_token(model, PROMPT[cached:], cache)
+        return first_token(model, PROMPT[cached:], cache)[0]
 
     def stock_repeated() -> int:
         cache, rest = stock.fetch_nearest_cache(MODEL_KEY, PROMPT)
-        return first_token(model, rest, cache)
+        return first_token(model, rest, cache)[0]
 
     assert cold() == repeated() == stock_repeated()
     (cold_times,) = in_turns(cold, repetitions=2)
@@ -99,7 +81,7 @@ def main() -> None:
     for name in NAMES:
         figures["files"][name] = reuse(name)
         print(name, figures["files"][name], flush=True)
-    print(f"written to {write_result('state_reuse', figures)}")
+    write_result("state_reuse", figures)
 
 
 if __name__ == "__main__":

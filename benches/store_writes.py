@@ -103,8 +103,7 @@ def main() -> None:
             "prompt_tokens": sum(each.prompt for each in load),
             "memory": {str(tokens): compared(load, tokens) for tokens in MEMORY_TOKENS},
         }
-    print(figures)
-    print(f"written to {write_result('store_writes', figures)}")
+    write_result("store_writes", figures)
 
 
 def requests(name: str) -> Iterator[Request]:

@@ -28,7 +28,7 @@ from jsonschema import Draft202012Validator
 from mlx_lm.sample_utils import make_sampler
 
 from benches.generated_schemas import Schema, generated_schema
-from benches.heldout_text import contexts, model_in_float32
+from benches.models import contexts, load_model
 from benches.results_file import latest_figures, write_result
 from paged_kv import NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.bench.turns import ratio
@@ -76,7 +76,7 @@ class Bench:
     """The small model, and grammars for it."""
 
     def __init__(self) -> None:
-        self.model, self.tokenizer = model_in_float32("stdlib-llama")
+        self.model, self.tokenizer = load_model("stdlib-llama")
         self.vocabulary = Vocabulary(self.tokenizer)
         self.ends = [[token] for token in self.tokenizer.eos_token_ids]
 
@@ -228,14 +228,14 @@ def main() -> None:
         figures["suite"] = bench.validity(suite_schemas(options.suite))
         print(figures["suite"])
     if options.only_suite:
-        print(write_result("structured output", figures))
+        write_result("structured output", figures)
         return
     figures["cost"] = bench.costs()
     print(figures["cost"])
     random = Random(0)
     figures["generated"] = bench.validity(generated_schema(random) for _ in range(GENERATED))
     print(figures["generated"])
-    print(write_result("structured output", figures))
+    write_result("structured output", figures)
 
 
 if __name__ == "__main__":

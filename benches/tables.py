@@ -144,7 +144,7 @@ def newest(name: str, results: Path) -> list[Result]:
     contents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     of_bench = [content for content in contents if content["bench"] == name]
     if not of_bench:
-        raise FileNotFoundError(f"no results of {name} in {results}: run python -m benches.{name}")
+        raise FileNotFoundError(f"no results of {name} in {results}: run its bench")
     latest = max(map(_version, of_bench))
     return [content for content in of_bench if _version(content) == latest]
 

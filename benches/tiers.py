@@ -12,8 +12,8 @@
 Each figure is the median of its repetitions.
 """
 
-import http.client
-import json
+from benches.openblas import BLAS
+
 import os
 import random
 import tempfile
@@ -28,15 +28,11 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
-import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generate_step
 
-from benches.page_store import model_in, random_tokens
+from benches.models import first_token, load_model, random_tokens
 from benches.results_file import write_result
+from benches.serving_http import events
 from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -64,11 +60,10 @@ def main() -> None:
         figures = {
             "blas": BLAS,
             "read": read(folder / "pages", server.address, options),
-            "first_token": first_token(server.address, options),
+            "first_token": times_to_first_token(server.address, options),
             "other_server": other_server(server.address, secret),
         }
-    print(figures)
-    print(f"written to {write_result('tiers', figures)}")
+    write_result("tiers", figures)
 
 
 def read(folder: Path, address: str, options: StoreOptions) -> dict[str, Any]:
@@ -108,15 +103,14 @@ def read(folder: Path, address: str, options: StoreOptions) -> dict[str, Any]:
     }
 
 
-def first_token(address: str, options: StoreOptions) -> dict[str, Any]:
+def times_to_first_token(address: str, options: StoreOptions) -> dict[str, Any]:
     """Seconds to the first token of a prompt, computed and found."""
-    model = model_in("float32")
+    model, _ = load_model("stdlib-llama")
     tokens = random_tokens(model, PROMPT)
-    answers: list[tuple[int, Any]] = []
+    answers: set[int] = set()
 
     def answered(rest: list[int], cache: Any) -> None:
-        steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=1)
-        answers.extend((int(token), logprobs) for token, logprobs in steps)
+        answers.add(first_token(model, rest, cache)[0])
 
     def opened() -> PagedCacheFactory:
         return PagedCacheFactory(
@@ -147,7 +141,7 @@ def first_token(address: str, options: StoreOptions) -> dict[str, Any]:
         "computed_seconds": median(colds),
         "found_seconds": median(founds),
         "computed_over_found": ratio(colds, founds),
-        "tokens_are_equal": len({token for token, _ in answers}) == 1,
+        "tokens_are_equal": len(answers) == 1,
     }
 
 
@@ -223,15 +217,10 @@ def text(port: int, tokens: list[int], most: int) -> float:
 
 def streamed(port: int, tokens: list[int], most: int) -> Iterator[float]:
     """The times at which tokens of an answer come."""
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     body = {"prompt": tokens, "max_tokens": most, "stream": True, "store": True}
     body |= {"logit_bias": {"0": -100}}
-    client.request("POST", "/v1/completions", json.dumps(body))
-    answer = client.getresponse()
-    while line := answer.readline():
-        if line.startswith(b"data: {"):
-            yield perf_counter()
-    client.close()
+    for _ in events(port, body):
+        yield perf_counter()
 
 
 def with_running(port: int, tokens: list[int]) -> tuple[float, float]:

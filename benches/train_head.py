@@ -1,6 +1,6 @@
 """Trains a prediction head: python -m benches.train_head MODEL FOLDER [--minutes N]
 
-MODEL is of `benches.heldout_text`, whose weights stay as they are. The texts are the standard
+MODEL is of `benches.models`, whose weights stay as they are. The texts are the standard
 library of this Python, without its tests and without the files that benches measure on, and the
 topics of its help. Of each window of tokens the head learns the model's own distributions, a first
 time from the model's hidden states, then from its own ones, as deep as `DEPTH`: drafts go on from
@@ -8,6 +8,8 @@ what the head has drafted.
 
 FOLDER gets the head as `paged_kv.integrations.heads.loading` reads it.
 """
+
+from benches.openblas import BLAS
 
 import argparse
 import json
@@ -21,15 +23,12 @@ from pydoc_data.topics import topics
 from time import perf_counter
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx import optimizers
 from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map
 
-from benches.heldout_text import MODULES, model_in_float32
+from benches.models import MODULES, load_model
 from paged_kv.integrations.heads.loading import LAYER_HEAD
 from paged_kv.integrations.heads.model_parts import ModelParts
 from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
@@ -93,7 +92,7 @@ def loss_of(
 
 
 def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, LayerHeadArgs]:
-    model, tokenizer = model_in_float32(name)
+    model, tokenizer = load_model(name)
     model.freeze()
     parts, of_model = ModelParts(model), model.args
     args = LayerHeadArgs(

@@ -14,15 +14,14 @@ greedily, alone and in a batch padded on the left, on mlx-vlm's caches and on pa
     reason   why a model is refused or not built
 """
 
+from benches.openblas import BLAS
+
 import inspect
 import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_vlm.generate import ar
 from mlx_vlm.models.cache import make_prompt_cache
@@ -138,7 +137,7 @@ def main() -> None:
         results[folder] = support(folder)
         print(folder, results[folder])
     figures = {"folders": results, "mlx_vlm": version("mlx-vlm"), "blas": BLAS}
-    print("written to", write_result("vision_families", figures).name)
+    write_result("vision_families", figures)
 
 
 if __name__ == "__main__":

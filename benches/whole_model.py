@@ -13,65 +13,21 @@ The CPU kernels need the queries, keys and values of a layer when they are calle
 waits once. The script measures what that alone costs: mlx-lm's caches, with such a wait.
 """
 
+from benches.openblas import BLAS
+
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from benches.real_models.folders import model_folder
+from benches.models import Caches, filled, load_model
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
-
-Caches = list[Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, and the contexts and batches at which its steps are timed."""
-
-    name: str
-    model: Any
-    contexts: tuple[int, ...]
-    batches: tuple[int, ...]
-    repetitions: int
-
-
-def stdlib_llama() -> Any:
-    model = load(embedded_model())[0]
-    model.set_dtype(mx.float32)
-    return model
-
-
-def smollm2(dtype: mx.Dtype) -> Any:
-    model = load(str(model_folder("smollm2")))[0]
-    model.set_dtype(dtype)
-    return model
-
-
-def filled(model: Any, caches: Caches, batch: int, context: int) -> Caches:
-    """Caches for a batch that hold `context` random tokens a row."""
-    attention = model.layers[0].self_attn
-    shape = (batch, attention.n_kv_heads, context, model.args.head_dim or 64)
-    if batch > 1:
-        caches = [cache.merge([cache] * batch) for cache in caches]
-    for layer, cache in enumerate(caches):
-        keys = mx.random.normal(shape, key=mx.random.key(layer)).astype(
-            attention.k_proj.weight.dtype
-        )
-        cache.update_and_fetch(keys, keys)
-        mx.eval(cache.state)
-    return caches
 
 
 def step(model: Any, caches: Caches, batch: int) -> Callable[[], None]:
@@ -99,9 +55,8 @@ def waiting(run: Callable[[], None]) -> Callable[[], None]:
     return run_waiting
 
 
-def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
+def measured(model: Any, batch: int, context: int, repetitions: int) -> dict[str, Any]:
     """One model at one batch and context, on both kinds of caches."""
-    model = case.model
     factory = PagedCacheFactory(model, max_bytes=4 << 30)
     kinds: dict[str, Callable[[], Caches]] = {
         "mlx_lm": lambda: make_prompt_cache(model),
@@ -115,9 +70,7 @@ def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
     steps.append(
         waiting(step(model, filled(model, make_prompt_cache(model), batch, context), batch))
     )
-    stock, paged, stock_rest, paged_rest, stock_waiting = in_turns(
-        *steps, repetitions=case.repetitions
-    )
+    stock, paged, stock_rest, paged_rest, stock_waiting = in_turns(*steps, repetitions=repetitions)
     return {
         "mlx_lm_tokens_per_second": batch / median(stock),
         "paged_tokens_per_second": batch / median(paged),
@@ -132,20 +85,21 @@ def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
 def main() -> None:
     mx.random.seed(0)
     cases = [
-        Case("stdlib-llama, float32", stdlib_llama(), (256, 1024, 4096), (1, 8), 41),
-        Case("smollm2, float32", smollm2(mx.float32), (256, 2048, 8192), (1, 8), 9),
-        Case("smollm2, bfloat16", smollm2(mx.bfloat16), (256, 2048, 8192), (1, 8), 5),
+        ("stdlib-llama", "float32", (256, 1024, 4096), 41),
+        ("smollm2", "float32", (256, 2048, 8192), 9),
+        ("smollm2", "bfloat16", (256, 2048, 8192), 5),
     ]
     rows = []
-    for case in cases:
-        for batch in case.batches:
-            for context in case.contexts:
-                row = measured(case, batch, context)
-                rows.append({"model": case.name, "batch": batch, "context": context, **row})
+    for name, dtype, contexts, repetitions in cases:
+        model, _ = load_model(name, getattr(mx, dtype))
+        for batch in (1, 8):
+            for context in contexts:
+                row = measured(model, batch, context, repetitions)
+                about = {"model": f"{name}, {dtype}", "batch": batch, "context": context}
+                rows.append(about | row)
                 print(rows[-1], flush=True)
-    backend = PagedCacheFactory(cases[0].model).stats().backend
-    figures = {"backend": backend, "blas": BLAS, "rows": rows}
-    print(f"written to {write_result('whole_model', figures)}")
+    figures = {"backend": PagedCacheFactory(model).stats().backend, "blas": BLAS, "rows": rows}
+    write_result("whole_model", figures)
 
 
 if __name__ == "__main__":

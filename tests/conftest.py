@@ -1,5 +1,9 @@
 """Fixtures that tests share: the two trained models, and text to prompt them with."""
 
+# Before mlx. The float32 models of these tests run ten times faster with it, and give the same
+# tokens without it.
+from benches.openblas import LIBRARY as LIBRARY
+
 import gc
 import inspect
 import os
@@ -8,11 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before mlx. The float32 models of these tests run ten times faster with it, and give the same
-# tokens without it.
-from benches.openblas import LIBRARY as LIBRARY
-
-# isort: split
 import mlx.core as mx
 import pytest
 from mlx_lm import load

@@ -4,15 +4,14 @@ The second question finds the text of the first one in the prefix cache. mlx-lm'
 with the same two conversations, each with arrays of its own.
 """
 
+from benches.openblas import BLAS
+
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.openblas import BLAS
-
-# isort: split
 import mlx.core as mx
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache

@@ -12,8 +12,8 @@ UNENDING = 1 << 50
 
 # A sequence begins only if it and all running ones can write so many tokens, see `growth`. That is
 # the number of steps of the longest prompt of which this is promised: 64K tokens, 2,048 a step.
-# In simulations of benches/loads/short_answers.txt in 10 blocks, 6.4 sequences run with 32 and 3.9
-# with 256, and none is preempted. With 8, 6.9 run, and 10 are preempted.
+# In simulations of the short answers of benches/admission.py in 10 blocks, 6.4 sequences run with
+# 32 and 3.9 with 256, and none is preempted. With 8, 6.9 run, and 10 are preempted.
 LOOKAHEAD = 32
 
 

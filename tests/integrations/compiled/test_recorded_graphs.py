@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 
-from benches.host_cost import GraphMaker, backend, filled, small_llama
+from benches.host_cost import GraphMaker, backend, small_llama
+from benches.models import filled
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled import recordings
 from paged_kv.integrations.compiled.recording import Repeated, StepFunction
@@ -46,7 +47,7 @@ def recorded_step(batch: int) -> tuple[dict[str, list[str]], dict[str, list[str]
     with pytest.MonkeyPatch.context() as patch, backend("metal", GraphMaker()):
         patch.setattr(recordings, "Recording", export)
         factory = PagedCacheFactory(model, compile=True, max_bytes=1 << 30)
-        caches = filled(factory.make_cache(), batch, 300)
+        caches = filled(model, factory.make_cache(), batch, 300)
         for _ in range(2):
             model(mx.ones((batch, 1), mx.int32), cache=caches)
     of_kind = {
