@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Protocol
 
-from benches.page_prompts import Pages
+from benches.page_loads import Pages
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy

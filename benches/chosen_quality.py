@@ -2,42 +2,32 @@
 
 Models compute in float32. They read 7,168 tokens of a text exactly, then 256 one by one, in layers
 without a window with no more than 1/2, 1/4 or 1/8 of the context. Rows are of one model, over the
-texts of `benches.real_model_quality`:
+texts of `benches.real_model_quality`. `loss` is how much larger the perplexity of the 256 is than
+with exact attention, in percent, with its standard error over blocks of 64 tokens:
 
-    loss    how much larger the perplexity of the 256 is than with exact attention, in percent, and
-            its standard error over blocks of 64 tokens:
-                summaries      the runs that paged_kv chooses
-                true weights   those that have the most weight: the best that runs can do
-                latest         the first run and the latest ones
-                q4             the first again, as decoded on pages of that format: what it loses
-                               beside q4 pages that are read whole
-    mass    the share of attention's weight that 1/4 of the tokens has, by layer, for the first two
-    recall  of the codes and tool calls of `benches.real_recall`, ten of each in a text, those that
-            greedy decoding gives behind 7,168 tokens
+    summaries      the runs that paged_kv chooses
+    true weights   those that have the most weight: the best that runs can do
+    latest         the first run and the latest ones
+    q4             the first again, as decoded on pages of that format: what it loses beside q4
+                   pages that are read whole
 
-The first three are computed by masks, with the functions that choose; `decode_differs` is by how
-many nats a token paged_kv's own decode differs from that at 1/4, at most and in the mean.
+The first three are computed by masks, with the functions that choose.
 """
 
 from benches.openblas import BLAS
 
-import argparse
 import copy
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from benches.models import load_model
-from benches.real_model_quality import KINDS
-from benches.real_model_quality import text_of as prose_of
-from benches.real_models.folders import MODELS
-from benches.real_recall import text_of as recall_text
+from benches.models import Caches, load_model, read
+from benches.real_model_quality import KINDS, asked_models, loss_of, text_of
 from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory
@@ -45,9 +35,7 @@ from paged_kv.kernels.pages.choice import chosen_runs, run_scores
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, summaries_of
 
 BEFORE, MEASURED, STEP, QUERIES, BLOCK = 7168, 256, 256, 32, 64
-SHARES = (2, 4, 8)
-MASS_SHARE = 4
-DEPTHS, TEXTS = 10, 1
+SHARES, Q4_SHARE = (2, 4, 8), 4
 
 Figures = dict[str, Any]
 Scores = Callable[[mx.array, mx.array, float], mx.array]
@@ -57,7 +45,7 @@ class Context(NamedTuple):
     """A model that has read the first tokens of a text, and all tokens."""
 
     model: Any
-    cache: list[Any]
+    cache: Caches
     tokens: list[int]
 
 
@@ -94,62 +82,38 @@ def _logits(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
     return by_kv_head @ keys.swapaxes(-1, -2)
 
 
-class Choosing:
+@contextmanager
+def choosing(model: Any, scores: Scores, read_tokens: int) -> Iterator[None]:
     """Attention of several queries that each read no more than so many tokens, in the place of
-    mlx-lm's in the modules of a model.
+    mlx-lm's in the modules of a model."""
+    module = vars(sys.modules[type(model).__module__])
+    stock = module["scaled_dot_product_attention"]
 
-    Attributes:
-        mass: of each call in a layer that chooses, the mean share of attention's weight that is
-            read.
-    """
-
-    def __init__(self, model: Any, scores: Scores, read_tokens: int) -> None:
-        self._scores, self._read_tokens = scores, read_tokens
-        self._module = vars(sys.modules[type(model).__module__])
-        self._stock = self._module["scaled_dot_product_attention"]
-        self.mass: list[float] = []
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        self._module["scaled_dot_product_attention"] = self._attend
-        try:
-            yield
-        finally:
-            self._module["scaled_dot_product_attention"] = self._stock
-
-    def _attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
     ) -> mx.array:
         if type(cache) is not KVCache:
-            found: mx.array = self._stock(queries, keys, values, cache=cache, **options)
+            found: mx.array = stock(queries, keys, values, cache=cache, **options)
             return found
         asked = queries.transpose(2, 1, 0, 3)
         count, length, scale = len(asked), keys.shape[2], options["scale"]
         lengths = mx.arange(length - count + 1, length + 1)
-        read = self._read_tokens
-        runs = chosen_runs(self._scores(asked, keys, scale), lengths, read)
+        runs = chosen_runs(scores(asked, keys, scale), lengths, read_tokens)
         run_of = mx.arange(length) // RUN_TOKENS
         past = mx.arange(length) < lengths[:, None, None, None]
         seen = (run_of == runs[..., None]).any(axis=2)[:, :, None] & past
-        logits = _logits(asked, keys, scale)
-        every = mx.softmax(mx.where(past, logits, -mx.inf), axis=-1)
-        mass: Any = (every * seen).sum(axis=-1).mean()
-        self.mass.append(mass.item())
-        weights = mx.softmax(mx.where(seen, logits, -mx.inf), axis=-1)
+        weights = mx.softmax(mx.where(seen, _logits(asked, keys, scale), -mx.inf), axis=-1)
         output = mx.flatten(weights @ values, 1, 2)[:, :, None]
         return output.transpose(2, 1, 0, 3)
 
-
-def read_by(factory: PagedCacheFactory, model: Any, tokens: list[int]) -> list[Any]:
-    """A cache of the tokens."""
-    cache = factory.make_cache()
-    for start in range(0, len(tokens), STEP):
-        model.model(mx.array([tokens[start : start + STEP]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-    return cache
+    module["scaled_dot_product_attention"] = attend
+    try:
+        yield
+    finally:
+        module["scaled_dot_product_attention"] = stock
 
 
-def stock_caches(model: Any, paged: list[Any]) -> list[Any]:
+def stock_caches(model: Any, paged: Caches) -> Caches:
     """mlx-lm's caches of the same tokens."""
     caches = make_prompt_cache(model)
     for stock, own in zip(caches, paged, strict=True):
@@ -175,147 +139,52 @@ def nats_of(context: Context, queries: int) -> list[float]:
     return nats
 
 
-def losses_of(name: str, kind: str) -> Figures:
-    """The nats of one text, by choice and share, and the mass."""
+def losses_of(name: str, kind: str) -> dict[str, list[float]]:
+    """The nats of one text, by choice and share."""
     model, tokenizer = load_model(name)
-    tokens = prose_of(kind, tokenizer)[: BEFORE + MEASURED + 1]
+    tokens = text_of(kind, tokenizer)[: BEFORE + MEASURED + 1]
     assert len(tokens) == BEFORE + MEASURED + 1, f"{kind} is too short"
-    nats: dict[str, list[float]] = {}
-    mass: dict[str, list[float]] = {}
-    read_tokens = BEFORE // MASS_SHARE
-    factory = PagedCacheFactory(model, read_tokens=read_tokens, max_bytes="4GB")
-    own = read_by(factory, model, tokens[:BEFORE])
-    nats["decoded"] = nats_of(Context(model, own, tokens), 1)
-    stock = Context(model, stock_caches(model, own), tokens)
-    nats["exact"] = nats_of(stock, QUERIES)
+
+    def context(**options: Any) -> Context:
+        factory = PagedCacheFactory(model, max_bytes="4GB", **options)
+        cache = read(model.model, factory.make_cache(), tokens[:BEFORE], STEP)
+        return Context(model, cache, tokens)
+
+    stock = Context(model, stock_caches(model, context().cache), tokens)
+    nats = {"exact": nats_of(stock, QUERIES)}
     for choice, scores in CHOICES.items():
         for share in SHARES:
-            choosing = Choosing(model, scores, BEFORE // share)
-            with choosing.installed():
+            with choosing(model, scores, BEFORE // share):
                 nats[f"{choice} {share}"] = nats_of(stock, QUERIES)
-            if share == MASS_SHARE:
-                layers = sum(type(each) is KVCache for each in stock.cache)
-                mass[choice] = [mean(choosing.mass[at::layers]) for at in range(layers)]
-    q4 = PagedCacheFactory(model, read_tokens=read_tokens, page_format="q4", max_bytes="4GB")
-    of_q4 = Context(model, read_by(q4, model, tokens[:BEFORE]), tokens)
+    q4 = context(read_tokens=BEFORE // Q4_SHARE, page_format="q4")
     # Steps of several tokens read all.
-    nats["q4 exact"], nats["q4 decoded"] = nats_of(of_q4, QUERIES), nats_of(of_q4, 1)
-    return {"text": kind, "nats": nats, "mass": mass}
+    nats["q4 exact"], nats[f"q4 {Q4_SHARE}"] = nats_of(q4, QUERIES), nats_of(q4, 1)
+    return nats
 
 
-def recalled(name: str, number: int) -> dict[str, dict[str, list[bool]]]:
-    """By share and task, whether each answer of a text is given."""
-    model, tokenizer = load_model(name)
-    text, questions = recall_text(tokenizer, BEFORE, number, hidden=DEPTHS)
-    found: dict[str, dict[str, list[bool]]] = {}
-    for share in (1, *SHARES):
-        factory = PagedCacheFactory(model, read_tokens=BEFORE // share + 512 * (share == 1))
-        cache = read_by(factory, model, text)
-        answers = found[str(share)] = {"needle": [], "call": []}
-        for question in questions:
-            answers[question.task].append(_is_given(model, copy.deepcopy(cache), question))
-    return found
-
-
-def _is_given(model: Any, cache: list[Any], question: Any) -> bool:
-    """Whether decoding token by token gives the answer."""
-    tokens = question.asked[:-1]
-    if tokens:
-        model.model(mx.array([tokens]), cache=cache)
-    token = question.asked[-1]
-    for wanted in question.answer:
-        logits: Any = model(mx.array([[token]]), cache=cache)
-        token = mx.argmax(logits[0, -1]).item()
-        if token != wanted:
-            return False
-    return True
-
-
-def _loss(parts: list[Figures], label: str, exact: str) -> dict[str, float]:
-    """The loss of perplexity over texts, in percent."""
+def row_of(name: str, choice: str, share: int, parts: list[dict[str, list[float]]]) -> Figures:
+    """The loss of one choice over texts."""
+    exact = "q4 exact" if choice == "q4" else "exact"
     blocks = [
-        mean(own[at : at + BLOCK]) - mean(others[at : at + BLOCK])
+        mean(part[f"{choice} {share}"][at : at + BLOCK]) - mean(part[exact][at : at + BLOCK])
         for part in parts
-        for own, others in [(part["nats"][label], part["nats"][exact])]
         for at in range(0, MEASURED, BLOCK)
     ]
-    return {
-        "loss_percent": 100 * math.expm1(mean(blocks)),
-        "standard_error_percent": 100 * stdev(blocks) / math.sqrt(len(blocks)),
-    }
-
-
-def _differs(parts: list[Figures]) -> dict[str, float]:
-    label = f"summaries {MASS_SHARE}"
-    pairs = [
-        pair
-        for part in parts
-        for pair in zip(part["nats"]["decoded"], part["nats"][label], strict=True)
-    ]
-    differences = [abs(own - other) for own, other in pairs]
-    return {"most": max(differences), "mean": mean(differences)}
-
-
-def figures_of(losses: dict[str, list[Figures]], recall: dict[str, list[Figures]]) -> Figures:
-    """What the results file holds of what is done."""
-    compared = [(each, share, f"{each} {share}", "exact") for each in CHOICES for share in SHARES]
-    compared.append(("q4", MASS_SHARE, "q4 decoded", "q4 exact"))
-    loss = [
-        {"model": name, "choice": choice, "share": share, **_loss(parts, label, exact)}
-        for name, parts in losses.items()
-        for choice, share, label, exact in compared
-    ]
-    mass = [
-        {
-            "model": name,
-            "choice": choice,
-            "layers": [
-                mean(at) for at in zip(*[part["mass"][choice] for part in parts], strict=True)
-            ],
-        }
-        for name, parts in losses.items()
-        for choice in CHOICES
-    ]
-    found = [
-        {
-            "model": name,
-            "task": task,
-            "share": int(share),
-            "answers": sum(len(part[share][task]) for part in parts),
-            "right": sum(sum(part[share][task]) for part in parts),
-        }
-        for name, parts in recall.items()
-        for task in ("needle", "call")
-        for share in parts[0]
-    ]
-    return {
-        "blas": BLAS,
-        "before": BEFORE,
-        "measured": MEASURED,
-        "texts": sorted({part["text"] for parts in losses.values() for part in parts}),
-        "loss": loss,
-        "decode_differs": {name: _differs(parts) for name, parts in losses.items()},
-        "mass": mass,
-        "recall": found,
-    }
-
-
-def work(name: str, kind: str | int) -> Figures:
-    return losses_of(name, kind) if isinstance(kind, str) else recalled(name, kind)
+    return {"model": name, "choice": choice, "share": share, **loss_of(blocks)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what choosing tokens loses.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    arguments = parser.parse_args()
-    losses: dict[str, list[Figures]] = {}
-    recall: dict[str, list[Figures]] = {}
-    parts: list[str | int] = [*KINDS, *range(TEXTS)]
-    calls = [(name, part) for part in parts for name in arguments.names or MODELS]
-    for (name, kind), part in finished(work, calls):
-        (losses if isinstance(kind, str) else recall).setdefault(name, []).append(part)
-        path = write_result("chosen_quality", figures_of(losses, recall))
-        print(f"{name}, {kind}: {path.name}", flush=True)
+    names = asked_models("Measure what choosing tokens loses.")
+    done: dict[str, list[dict[str, list[float]]]] = {}
+    compared = [*((choice, share) for choice in CHOICES for share in SHARES), ("q4", Q4_SHARE)]
+    texts = set()
+    for (name, kind), part in finished(losses_of, [(n, kind) for kind in KINDS for n in names]):
+        done.setdefault(name, []).append(part)
+        texts.add(kind)
+        loss = [row_of(each, *what, parts) for each, parts in done.items() for what in compared]
+        figures = {"blas": BLAS, "before": BEFORE, "measured": MEASURED, "texts": sorted(texts)}
+        print(f"{name}, {kind}")
+        write_result("chosen_quality", figures | {"loss": loss})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from benches.models import load_model
+from benches.models import load_model, random_tokens, read
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
@@ -103,14 +103,12 @@ def fits(name: str, length: int) -> Figures:
 def model_rows() -> list[Figures]:
     """Decode steps of the embedded model."""
     model, _ = load_model("stdlib-llama")
-    tokens = mx.random.randint(0, 1000, (1, MODEL_TOKENS))
+    tokens = random_tokens(model, MODEL_TOKENS)
     reads = [None, *[MODEL_TOKENS // share for share in MODEL_SHARES]]
     steps = []
     for read_tokens in reads:
-        cache = PagedCacheFactory(model, read_tokens=read_tokens).make_cache()
-        for start in range(0, MODEL_TOKENS, 1024):
-            model(tokens[:, start : start + 1024], cache=cache)
-            mx.eval([layer.state for layer in cache])
+        factory = PagedCacheFactory(model, read_tokens=read_tokens)
+        cache = read(model, factory.make_cache(), tokens, 1024)
 
         def step(cache: Any = cache) -> None:
             mx.eval(model(mx.array([[7]]), cache=cache))

@@ -1,9 +1,10 @@
-"""What prompts find cached with each eviction policy: python -m benches.eviction [MOONCAKE_FILE]
+"""What prompts find cached with each eviction policy:
+python -m benches.eviction [MOONCAKE_FILE] [--duels]
 
 The prefix index runs without pages (benches/cached_pages.py). `most` is the most that any
 policy could find, as it knows the future. Prompts are those of
 
-    agents      2, 4, 8 and 16 made-up agents at once (benches/agent_load.py), 1,000 requests
+    agents      2, 4, 8 and 16 made-up agents at once (benches/page_loads.py), 1,000 requests
     mooncake    a public trace, if its file is given: of https://github.com/kvcache-ai/Mooncake
 
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
@@ -11,9 +12,14 @@ median session has 555; for Mooncake's trace they are a number in all. `states` 
 recurrent layers (benches/kept_states.py), so many in all; `foreseen` evicts the one that is
 found again last. Shares are of the prompts' tokens. All of it takes half an hour or less. The plot
 shows the states of agents: docs/pictures/eviction.svg.
+
+With --duels, loads of 60,000 pages run through the index with `LeastRecentlyUsed`, with
+`LeastWorth`, and with `BetterOfTwo`, which lets these two duel: made-up ones, and a trace such as
+Mooncake's synthetic_trace.jsonl. Shares are of the prompts' pages. That takes ten minutes of one
+core, the made-up loads alone three.
 """
 
-import sys
+import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +27,9 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from benches.agent_load import AgentLoad, agent_prompts
 from benches.cached_pages import Cache, ForeseenPages, IndexedPages
 from benches.kept_states import ForeseenStates, RankedStates, States, replay_states
-from benches.page_prompts import Prompt, traced_prompts
+from benches.page_loads import DUEL_LOADS, Pages, Prompt, agent_prompts, duel_load, traced_prompts
 from benches.results_file import write_result
 from paged_kv.integrations.replay.trace_command import POLICIES
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -37,6 +42,8 @@ MOONCAKE_PAGES = (8_000, 20_000, 50_000)
 # A quarter of 16 GB holds 27 states of a hybrid of 27 billion parameters.
 STATES = (12, 27)
 MOONCAKE_STATES = (500, 2_000, 8_000)
+DUEL_SIZES, TRACED_DUEL_SIZES = (300, 1_000), (2_000, 4_000, 8_000, 12_000, 20_000)
+DUELLISTS = {"lru": "lru", "worth": "worth", "better": "auto"}
 
 
 def shares(prompts: Sequence[Prompt], pages: int) -> dict[str, float]:
@@ -94,21 +101,53 @@ def draw(agents: dict[str, Shares]) -> None:
         figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def main(files: list[str]) -> None:
+def duel(prompts: Sequence[Pages], sizes: Iterable[int]) -> dict[str, dict[str, float]]:
+    """The share of the prompts' pages by how many fit, and by policy."""
+    found = {}
+    for capacity in sizes:
+        caches = {name: IndexedPages(capacity, POLICIES[key]) for name, key in DUELLISTS.items()}
+        found[str(capacity)] = {
+            name: round(sum(map(each.serve, prompts)) / sum(map(len, prompts)), 4)
+            for name, each in caches.items()
+        }
+        print(f"{capacity:>8,} pages", found[str(capacity)], flush=True)
+    return found
+
+
+def duels(files: Sequence[Path]) -> dict[str, Any]:
+    """What prompts of made-up loads and of traces find while two policies duel."""
+    found = {name: duel(duel_load(load), DUEL_SIZES) for name, load in DUEL_LOADS.items()}
+    for file in files:
+        paths = [prompt.pages for prompt in traced_prompts(file)]
+        found[file.stem] = duel(paths, TRACED_DUEL_SIZES)
+    return found
+
+
+def eviction(files: Sequence[Path]) -> dict[str, Any]:
+    """What prompts of agents and of a trace find with each policy."""
     figures: dict[str, Any] = {"requests": REQUESTS, "pages_an_agent": PAGES_AN_AGENT, "agents": {}}
     for agents in AGENTS:
         print(f"{agents} agents")
-        prompts = agent_prompts(AgentLoad(agents, REQUESTS))
         sizes = [agents * pages for pages in PAGES_AN_AGENT]
+        prompts = agent_prompts(agents, REQUESTS)
         figures["agents"][str(agents)] = at_sizes(prompts, sizes, STATES)
     for file in files:
-        print(file)
-        prompts = traced_prompts(Path(file))
-        figures["mooncake"] = at_sizes(prompts, MOONCAKE_PAGES, MOONCAKE_STATES)
+        figures["mooncake"] = at_sizes(traced_prompts(file), MOONCAKE_PAGES, MOONCAKE_STATES)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what eviction policies keep.")
+    parser.add_argument("files", nargs="*", type=Path, metavar="MOONCAKE_FILE")
+    parser.add_argument("--duels", action="store_true", help="measure those instead")
+    arguments = parser.parse_args()
+    if arguments.duels:
+        write_result("duels", duels(arguments.files))
+        return
+    figures = eviction(arguments.files)
     write_result("eviction", figures)
     draw(figures["agents"])
-    print("drawn:", PICTURE.name)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:2])
+    main()

@@ -9,9 +9,6 @@ which maps nothing.
 by length   prompts and one more token, for which a page begins. gemma3 is a model whose layers have
             windows of 512 tokens, but for every sixth. Windows keep 16 bits, in rings of few pages
 one row     a sequence grows from 1K to 64K tokens
-eight rows  sequences of different length grow together from 1K to 8K tokens each
-ended       32 sequences of 1K to 4K tokens decode; then half of them end, and the others go on
-prefill     the highest peak while a prompt of 8K tokens is written and attended to
 
 bits        held, for each number of keys and values of all tokens. mlx-lm's arrays have room for up
             to 256 tokens more than they hold
@@ -24,7 +21,6 @@ peak_bits   the bits at the largest after any of the steps
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,7 +43,6 @@ HEAD, LAYERS, STEP = 32, 4, 2048
 CODES = {"fp16": 16.0, "q8": 8.5, "q4": 4.5 + 16 / 256 / 2}
 BUDGETS: dict[str, str | None] = {"256MB": "256MB", "1GB": "1GB", "default": None}
 SHORTEST, LONGEST, HEADLINE = 1 << 10, 1 << 16, 1 << 15
-LONGEST_OF_EIGHT, PREFILL, PREFILL_LAYERS = 1 << 13, 1 << 13, 16
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "held.svg"
 # A palette that colour-blind readers can tell apart (Okabe and Ito).
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00")
@@ -78,7 +73,14 @@ class Rows:
         mx.set_cache_limit(0)
         self._before = mx.get_active_memory()
         self.page_format = page_format
-        self.pool = pool_of_attention(page_format, windows, max_bytes)
+        self.pool = PagePool(
+            len(windows),
+            windows={layer: window for layer, window in enumerate(windows) if window},
+            page_format=page_format,
+            max_bytes=max_bytes,
+        )
+        # Attention reads pages, and nothing else does.
+        self.pool.attending = self.pool.attending_in_decode = frozenset(range(len(windows)))
         # Of keys and values of a token in all layers.
         self.numbers = 2 * len(windows) * HEAD
         self.most_held = 0
@@ -144,21 +146,6 @@ class Rows:
         return None if window is None else window.size
 
 
-def pool_of_attention(
-    page_format: str, windows: tuple[Window | None, ...], max_bytes: str | None = None
-) -> PagePool:
-    """A pool of a model whose attention reads pages, and nothing else does."""
-    layers = range(len(windows))
-    pool = PagePool(
-        len(windows),
-        windows={layer: window for layer, window in enumerate(windows) if window},
-        page_format=page_format,
-        max_bytes=max_bytes,
-    )
-    pool.attending = pool.attending_in_decode = frozenset(layers)
-    return pool
-
-
 def by_length(model: str, page_format: str, count: int, tokens: int) -> dict[str, float]:
     rows = Rows(page_format, None, [tokens] * count, MODELS[model])
     rows.write(1)
@@ -182,30 +169,6 @@ def one_row(page_format: str, max_bytes: str | None) -> list[dict[str, float]]:
     ]
 
 
-def eight_rows(page_format: str, max_bytes: str | None) -> list[dict[str, float]]:
-    rng = random.Random(0)
-    rows = Rows(page_format, max_bytes, [rng.randrange(1 << 10, 1 << 11) for _ in range(8)])
-    return [
-        {"tokens": sum(rows.lengths), "bits": rows.bits, "over_needed": rows.held / rows.needed}
-        for _ in rows.grow(LONGEST_OF_EIGHT)
-    ]
-
-
-def ended(page_format: str, max_bytes: str | None) -> dict[str, float]:
-    rng = random.Random(1)
-    rows = Rows(page_format, max_bytes, [rng.randrange(1 << 10, 1 << 12) for _ in range(32)])
-    for _ in range(300):
-        rows.write(1)
-    rows.sequences = rng.sample(rows.sequences, 16)
-    gc.collect()
-    over = [rows.held / rows.needed]
-    for _ in range(100):
-        rows.write(1)
-        over.append(rows.held / rows.needed)
-    settled = next((steps for steps, each in enumerate(over) if each <= 1.25), None)
-    return {"at_once": over[0], "after_100_steps": over[-1], "steps_to_1.25": settled or 0}
-
-
 def summary(curves: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     """Worst and mean of the curves of all budgets; a page's lengths count alike."""
     points = [point for curve in curves.values() for point in curve]
@@ -219,45 +182,6 @@ def summary(curves: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         "mean_bits_to_32k": statistics.mean(to_32k),
         "worst_bits_from_4k": max(from_4k),
     }
-
-
-def prefill(page_format: str) -> dict[str, float]:
-    """The peak of a prompt's steps, beside the bytes of its pages in 16 bits and those held."""
-    gc.collect()
-    before = mx.get_active_memory()
-    pool = pool_of_attention(page_format, (None,) * PREFILL_LAYERS)
-    sequence = PagedSequence(pool)
-    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(PREFILL_LAYERS)]
-    step = mx.zeros((1, 1, STEP, HEAD), dtype=mx.float16)
-    mx.eval(step)
-    mx.reset_peak_memory()
-    for _ in range(PREFILL // STEP):
-        mask = caches[0].make_mask(STEP)
-        for cache in caches:
-            keys, values = cache.update_and_fetch(step, step)
-            mx.eval(paged_attention(step, keys, values, cache, 1.0, mask))
-            del keys, values
-    return _peak(before)
-
-
-def prefill_of_mlx_lm() -> dict[str, float]:
-    """The same with mlx-lm's caches, but without attention: on a CPU that holds its scores."""
-    gc.collect()
-    before = mx.get_active_memory()
-    step = mx.zeros((1, 1, STEP, HEAD), dtype=mx.float16)
-    mx.eval(step)
-    mx.reset_peak_memory()
-    caches = [KVCache() for _ in range(PREFILL_LAYERS)]
-    for _ in range(PREFILL // STEP):
-        for cache in caches:
-            mx.eval(cache.update_and_fetch(step, step))
-    return _peak(before)
-
-
-def _peak(before: int) -> dict[str, float]:
-    pages = 2 * PREFILL_LAYERS * HEAD * PREFILL * mx.float16.size
-    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
-    return {"held_over_16_bits": held / pages, "peak_over_16_bits": peak / pages}
 
 
 def of_mlx_lm() -> list[dict[str, float]]:
@@ -281,18 +205,9 @@ def main() -> None:
         for model in MODELS
     }
     alone = {name: {at: one_row(name, each) for at, each in BUDGETS.items()} for name in CODES}
-    together = {
-        name: {at: eight_rows(name, each) for at, each in BUDGETS.items()} for name in CODES
-    }
     curves = {"mlx-lm": of_mlx_lm()} | {name: alone[name]["1GB"] for name in CODES}
     figures["one_row"] = {"mlx-lm": summary({"": curves["mlx-lm"]})}
     figures["one_row"] |= {name: summary(curves) for name, curves in alone.items()}
-    figures["eight_rows"] = {name: summary(curves) for name, curves in together.items()}
-    figures["ended"] = {name: ended(name, None) for name in CODES}
-    figures["prefill"] = {"mlx-lm": prefill_of_mlx_lm()} | {name: prefill(name) for name in CODES}
-    for part in ("one_row", "eight_rows", "ended", "prefill"):
-        for name, each in figures[part].items():
-            print(f"{part:12}{name:8}", {key: round(value, 3) for key, value in each.items()})
     figures["curves"] = {name: in_columns(curve) for name, curve in curves.items()}
     draw(figures["curves"])
     write_result("held_bytes", figures)

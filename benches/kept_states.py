@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from benches.page_prompts import Pages
+from benches.page_loads import Pages
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.prefix.snapshots import Snapshots, live_snapshots

@@ -17,29 +17,25 @@ for those that they want, or not. Beside them exact attention, with all in memor
 
 from benches.openblas import BLAS
 
-import argparse
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 import mlx.core as mx
 
-from benches.chosen_quality import BEFORE, read_by
-from benches.models import load_model
-from benches.real_model_quality import KINDS, text_of
-from benches.real_models.folders import MODELS
+from benches.models import load_model, read
+from benches.real_model_quality import KINDS, asked_models, loss_of, text_of
 from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-MEASURED, BLOCK, SHARE = 128, 32, 8
+BEFORE, STEP, MEASURED, BLOCK, SHARE = 7168, 256, 128, 32, 8
 PARTS = (2, 3)
 TURN, TURNS = 16, 9
 EXACT, ALL = "exact", "all in memory"
@@ -83,9 +79,9 @@ class Decoder:
 @contextmanager
 def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], Decoder]]]:
     """What makes a decoder of each way, by its label."""
-    read = BEFORE // SHARE
-    whole = PagedCacheFactory(model, read_tokens=read, max_bytes="4GB")
-    read_once = read_by(whole, model, tokens[:BEFORE])
+    read_tokens = BEFORE // SHARE
+    whole = PagedCacheFactory(model, read_tokens=read_tokens, max_bytes="4GB")
+    read_once = read(model.model, whole.make_cache(), tokens[:BEFORE], STEP)
     states = [layer.state for layer in read_once]
     (group,) = [group for group in whole.pool.groups if group.window is None]
     pages = -(-len(tokens) // PAGE_SIZE) * group.written_block_bytes
@@ -102,7 +98,7 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
                 }
 
         def new(options: dict[str, Any]) -> Decoder:
-            given = {"read_tokens": read, "max_bytes": "4GB", **options}
+            given = {"read_tokens": read_tokens, "max_bytes": "4GB", **options}
             return Decoder(PagedCacheFactory(model, **given), model, tokens, states)
 
         yield {label: partial(new, options) for label, options in ways.items()}
@@ -131,8 +127,7 @@ def quality_row(name: str, label: str, parts: list[dict[str, Figures]]) -> Figur
         "model": name,
         "kept": label,
         "texts": len(parts),
-        "loss_percent": 100 * math.expm1(mean(blocks)),
-        "standard_error_percent": 100 * stdev(blocks) / math.sqrt(len(blocks)),
+        **loss_of(blocks),
         **{key: mean(part[label][key] for part in parts) for key in ("fetched", "late")},
     }
 
@@ -158,9 +153,7 @@ def speed_of(name: str) -> list[Figures]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure contexts that memory does not hold.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    names = parser.parse_args().names or list(MODELS)
+    names = asked_models("Measure contexts that memory does not hold.")
     done: dict[str, list[dict[str, Figures]]] = {}
     figures: Figures = {"blas": BLAS, "before": BEFORE, "read_share": SHARE}
     for (name, kind), part in finished(quality_of, [(n, kind) for kind in KINDS for n in names]):
@@ -168,12 +161,13 @@ def main() -> None:
         figures["quality"] = [
             quality_row(each, label, parts) for each, parts in done.items() for label in parts[0]
         ]
-        path = write_result("offloaded_contexts", figures)
-        print(f"{name}, {kind}: {path.name}", flush=True)
+        print(f"{name}, {kind}")
+        write_result("offloaded_contexts", figures)
     figures["speed"] = []
     for name in names:
         figures["speed"] += speed_of(name)
-        print(f"{name}, speed: {write_result('offloaded_contexts', figures).name}", flush=True)
+        print(f"{name}, speed")
+        write_result("offloaded_contexts", figures)
 
 
 if __name__ == "__main__":

@@ -175,13 +175,27 @@ def row_of(of_texts: dict[str, dict[str, Losses]], cache: str, every: int) -> Fi
     return {
         "cache": cache,
         "perplexity": math.exp(mean(nats)),
-        "loss_percent": 100 * math.expm1(mean(differences)),
-        "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
+        **loss_of(differences),
         "by_text": {k: 100 * math.expm1(mean(blocks(*pair, size))) for k, pair in pairs.items()},
         "equal_percent": 100 * sum(own.equal for own, _ in pairs.values()) / len(nats),
         "kl_mean": mean(divergences),
         "kl_99": divergences[int(0.99 * len(divergences))],
     }
+
+
+def loss_of(differences: list[float]) -> Figures:
+    """The loss of perplexity, in percent, from the nats a token that blocks of tokens lose."""
+    return {
+        "loss_percent": 100 * math.expm1(mean(differences)),
+        "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
+    }
+
+
+def asked_models(description: str) -> list[str]:
+    """The real models that the command line names; all if it names none."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    return parser.parse_args().names or list(MODELS)
 
 
 Done = dict[tuple[str, int], dict[str, dict[str, Losses]]]
@@ -204,24 +218,14 @@ def figures_of(done: Done) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what quantised pages of models lose.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--most-tokens", type=int, default=max(LENGTHS), metavar="N")
-    arguments = parser.parse_args()
+    names = asked_models("Measure what quantised pages of models lose.")
     done: Done = {}
-    calls = [
-        (name, kind, length)
-        for length in LENGTHS
-        if length <= arguments.most_tokens
-        for name in arguments.names or MODELS
-        for kind in KINDS
-    ]
+    calls = [(name, kind, length) for length in LENGTHS for name in names for kind in KINDS]
     for (name, kind, length), losses in finished(losses_of, calls):
         done.setdefault((name, length), {})[kind] = losses
         figures = figures_of(done)
-        print(f"{name}, {length}, {kind}: {write_result('real_model_quality', figures).name}")
-        for row in figures["rows"]:
-            print(row, flush=True)
+        print(f"{name}, {length}, {kind}")
+        write_result("real_model_quality", figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Texts run in two processes, as nothing here is a time; the results file is writt
 
 from benches.openblas import BLAS
 
-import argparse
 import copy
 import json
 import random
@@ -30,16 +29,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from benches.models import load_model
-from benches.real_model_quality import STEP, caches_of
-from benches.real_models.folders import MODELS
+from benches.models import load_model, read
+from benches.real_model_quality import STEP, asked_models, caches_of
 from benches.results_file import write_result
 from benches.two_processes import finished
 
 LENGTHS, TEXTS = (1024, 2048, 4096, 7168), 3
-COLOURS = ("red", "green", "blue", "white", "black", "brown", "grey", "pink", "gold", "silver")
-CITIES = ("oslo", "lima", "cairo", "quito", "delhi", "paris", "rome", "tokyo", "dakar", "milan")
-HIDDEN = 5
+COLOURS = ("red", "green", "blue", "white", "black")
+CITIES = ("oslo", "lima", "cairo", "quito", "delhi")
 
 Figures = dict[str, Any]
 
@@ -60,17 +57,15 @@ class Part(NamedTuple):
     likeliest: dict[str, list[list[bool]]]
 
 
-def text_of(
-    tokenizer: Any, length: int, number: int, hidden: int = HIDDEN
-) -> tuple[list[int], list[Question]]:
-    """A text of about `length` tokens with so many codes and calls, and the questions about it."""
+def text_of(tokenizer: Any, length: int, number: int) -> tuple[list[int], list[Question]]:
+    """A text of about `length` tokens with codes and calls, and the questions about it."""
     rng = random.Random(f"{length} {number}")
 
     def encoded(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     found, questions = [], []
-    for colour, city in zip(COLOURS[:hidden], CITIES[:hidden], strict=True):
+    for colour, city in zip(COLOURS, CITIES, strict=True):
         sentence, code = f"The code of the {colour} door is", f" {rng.randrange(10_000, 100_000)}."
         arguments = {
             "id": f"{rng.getrandbits(32):08x}",
@@ -112,9 +107,7 @@ def part_of(name: str, length: int, number: int) -> Part:
     # Where "auto" recodes pages, they are those of others.
     del caches["auto"]
     for cache_name, cache in caches.items():
-        for start in range(0, len(text), STEP):
-            model.model(mx.array([text[start : start + STEP]]), cache=cache)
-            mx.eval([layer.state for layer in cache])
+        read(model.model, cache, text, STEP)
         found[cache_name] = [likeliest(model, cache, each) for each in questions]
     return Part([each.task for each in questions], found)
 
@@ -151,20 +144,15 @@ def figures_of(done: dict[tuple[str, int], list[Part]]) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what models find in quantised pages.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    arguments = parser.parse_args()
+    names = asked_models("Measure what models find in quantised pages.")
     done: dict[tuple[str, int], list[Part]] = {}
     calls = [
-        (name, length, number)
-        for length in LENGTHS
-        for name in arguments.names or MODELS
-        for number in range(TEXTS)
+        (name, length, number) for length in LENGTHS for name in names for number in range(TEXTS)
     ]
     for (name, length, _), part in finished(part_of, calls):
         done.setdefault((name, length), []).append(part)
-        path = write_result("real_recall", figures_of(done))
-        print(f"{name}, {length}: {path.name}", flush=True)
+        print(f"{name}, {length}")
+        write_result("real_recall", figures_of(done))
 
 
 if __name__ == "__main__":

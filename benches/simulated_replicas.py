@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -172,7 +172,15 @@ class SimulatedServe:
         # With their moments and names, the first at the front.
         self._first_tokens: list[tuple[float, str, Progress]] = []
         self._ends: list[tuple[float, str, Progress, SimulatedReplica]] = []
-        self._router = made_router(router, replicas, lambda: self._now)
+        # As Ray Serve makes it, in a running event loop.
+        self._router: Any = router(
+            deployment_id=DEPLOYMENT,
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+            get_curr_time_s=lambda: self._now,
+        )
+        self._router.initialize_state()
+        self._router.update_replicas(replicas)
 
     async def answers(self, requests: Sequence[SimulatedRequest]) -> list[SimulatedAnswer]:
         """What each request gets."""
@@ -181,13 +189,14 @@ class SimulatedServe:
     async def _answer(self, name: str, request: SimulatedRequest) -> SimulatedAnswer:
         self._now = request.arrives
         self._go_on()
-        pending = pending_request(name, request.trail)
+        forwarded = ForwardedRequest({}, b"", request.trail)
+        pending = PendingRequest(args=[forwarded], kwargs={}, metadata=RequestMetadata(name, name))
         replica: SimulatedReplica = await self._router._choose_replica_for_request(pending)
         answer = replica.answer(request)
         self._router.on_send_request(replica.replica_id)
         self._router.on_new_queue_len_info(replica.replica_id, replica.ongoing)
         self._router.on_request_routed(pending, replica.replica_id, None)
-        progress = pending.args[0].progress
+        progress = forwarded.progress
         heappush(self._first_tokens, (request.arrives + answer.waited, name, progress))
         heappush(self._ends, (answer.ends, name, progress, replica))
         return answer
@@ -202,27 +211,6 @@ class SimulatedServe:
             replica.ongoing -= 1
             self._router.on_request_completed(replica.replica_id, name)
             self._router.decrement_queue_len_cache(replica.replica_id)
-
-
-def made_router(
-    router: type[RequestRouter], replicas: Sequence[SimulatedReplica], clock: Callable[[], float]
-) -> Any:
-    """A router as Ray Serve makes it. Needs a running event loop."""
-    made = router(
-        deployment_id=DEPLOYMENT,
-        handle_source=DeploymentHandleSource.REPLICA,
-        use_replica_queue_len_cache=True,
-        get_curr_time_s=clock,
-    )
-    made.initialize_state()
-    made.update_replicas(replicas)
-    return made
-
-
-def pending_request(name: str, trail: Trail) -> PendingRequest:
-    """A request as Ray Serve shows it to a router. Needs a running event loop."""
-    forwarded = ForwardedRequest({}, b"", trail)
-    return PendingRequest(args=[forwarded], kwargs={}, metadata=RequestMetadata(name, name))
 
 
 def simulated_answers(

@@ -29,7 +29,7 @@ _SUPERSEDED = 1 / 64
 # Pages of the sample of a duel at most, on each side.
 _SAMPLE = 512
 # The share of its room by which the other side must lead. With a quarter, new leaders come late;
-# with a 16th, a few long prompts change the leader (benches/duels.py).
+# with a 16th, a few long prompts change the leader (benches/eviction.py).
 _LEAD = 1 / 8
 
 
