@@ -21,6 +21,7 @@ from xxhash import xxh3_128
 
 from paged_kv.integrations.compiled.model_contents import containers, has_attributes, values
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
+from paged_kv.lru import LRU
 
 # Arrays of up to so many bytes are kept, to be compared with their replacements.
 SMALL = 1 << 20
@@ -48,9 +49,9 @@ class ModelVersion:
         self.model = model
         self._lock = Lock()
         self._numbers = count()
-        self._known: list[_Version] = []
         self._hashes: dict[int, tuple[weakref.ref[mx.array], str]] = {}
         self._identities: dict[int, tuple[str, str]] = {}
+        self._known: LRU[int, _Version] = LRU(MOST_KNOWN)
         self._look()
 
     @property
@@ -77,18 +78,12 @@ class ModelVersion:
         self._containers = containers(self.model)
         self._seen = [*map(_seen, self._parts())]
         arrays, settings = contents(self.model)
-        known = (at for at, each in enumerate(self._known) if each.is_of(arrays, settings))
-        if (at := next(known, None)) is not None:
-            now = self._known.pop(at)
-        else:
-            now = _Version(next(self._numbers), settings, {})
+        known = (each for each in self._known.values() if each.is_of(arrays, settings))
+        now = next(known, None) or _Version(next(self._numbers), settings, {})
         # Arrays that are equal to those of before take their places.
-        self._known.append(
-            now._replace(arrays={name: _seen(array) for name, array in arrays.items()})
-        )
-        for gone in self._known[:-MOST_KNOWN]:
-            self._identities.pop(gone.number, None)
-        del self._known[:-MOST_KNOWN]
+        seen = {name: _seen(array) for name, array in arrays.items()}
+        for gone, _ in self._known.put(now.number, now._replace(arrays=seen)):
+            self._identities.pop(gone, None)
         self.latest = now.number
 
     def _parts(self) -> list[Any]:

@@ -8,7 +8,6 @@ stays in any case, and a block goes only after the blocks that follow it.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +15,8 @@ from math import exp2, inf, isnan, log2
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
+
+from paged_kv.lru import LRU
 
 logger = logging.getLogger("paged_kv")
 
@@ -88,7 +89,7 @@ class UseHistory:
         self._clock = count(1)
         self._time_until_used = Mean()
         # Latest use and recent uses of entries that were evicted, the longest ago first.
-        self._gone: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+        self._gone: LRU[Hashable, tuple[int, float]] = LRU(_MOST_GONE)
 
     def now(self) -> int:
         """The next tick of the clock."""
@@ -115,10 +116,8 @@ class UseHistory:
     def forget(self, key: Hashable, use: Use, others: int) -> None:
         """Remember the uses of an entry that is evicted, while not many more entries are evicted
         than there are `others`."""
+        self._gone.most = min(_MOST_GONE, _GONE_SHARE * (others + 1))
         self._gone[key] = use.last, use.recent
-        self._gone.move_to_end(key)
-        while len(self._gone) > min(_MOST_GONE, _GONE_SHARE * (others + 1)):
-            self._gone.popitem(last=False)
 
     @property
     def _half_life(self) -> float:

@@ -7,12 +7,12 @@ marks show what is left of each prompt, without its tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from paged_kv.allocator.errors import UnknownSession
 from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.lru import LRU
 
 # A session takes some hundred bytes, and each of its prompts that is no prefix of another as much.
 MOST_SESSIONS = 4096
@@ -39,10 +39,9 @@ class Owners:
     """
 
     def __init__(self, most: int = MOST_SESSIONS) -> None:
-        self._most = most
         self._owners: dict[Node, set[Owner]] = {}
         # The marked nodes of each session, the least recently used session first.
-        self._ends: OrderedDict[Owner, set[Node]] = OrderedDict()
+        self._ends: LRU[Owner, set[Node]] = LRU(most)
 
     def __len__(self) -> int:
         """Known sessions."""
@@ -56,17 +55,16 @@ class Owners:
         """Record that a prompt of an owner ends with the last node of a path from a root's child.
         O(path)."""
         if owner.session is not None:
-            self._ends.setdefault(owner, set())
-            self._ends.move_to_end(owner)
+            ends = self._ends.get(owner, set())
+            for gone, nodes in self._ends.put(owner, ends):
+                for node in nodes:
+                    self.unmark(node, gone)
+                    self._put(node, Owner(gone.salt))
             # One mark is enough for all prompts of a session that are prefixes of the longest.
-            for node in self._ends[owner].intersection(path):
+            for node in ends.intersection(path):
                 self.unmark(node, owner)
         if path:
             self._put(path[-1], owner)
-        while len(self._ends) > self._most:
-            gone = next(iter(self._ends))
-            for node in self.release(gone):
-                self._put(node, Owner(gone.salt))
 
     def unmark(self, node: Node, owner: Owner) -> None:
         """Forget that a prompt of an owner ends with a node."""

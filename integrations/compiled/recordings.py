@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from threading import get_ident
@@ -31,6 +31,7 @@ from paged_kv.integrations.heads.recorded_outputs import record_outputs
 from paged_kv.kernels.backends import device_name, variant, verdict_on
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
+from paged_kv.lru import LRU
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.recorded import (
     NotRecordable,
@@ -128,7 +129,7 @@ class Recordings:
         self.count = self.repeated = self.compared = 0
         self.compares = True
         self.reason: str | None = None
-        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._kept: LRU[Hashable, Recording] = LRU(MOST_KEPT)
         self._comparisons: defaultdict[Hashable, Comparisons] = defaultdict(Comparisons)
         self._layers: list[RecordableLayer] | None = None
         self._contents: ModelContents | None = None
@@ -196,16 +197,13 @@ class Recordings:
         place = get_ident(), str(mx.default_stream(mx.default_device()))
         stock_tokens, tokens = tokens, tokens.astype(mx.int32)  # samplers have different dtypes
         key = entry, step.key, place, str(others_of(states)) if states else None
-        recording = self._kept.get(key)
+        recording = self._kept.use(key)
         is_first = recording is None
         if recording is None:
             recording = self._record(entry, call, tokens, caches, step)
             if recording is None:
                 return None
             self._kept[key] = recording
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
         try:
             found = recording(tokens, caches, step)
         except LookupError:  # an array of the model was removed

@@ -6,13 +6,13 @@ are drafted from there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from threading import Lock
 from typing import NamedTuple
 
 from paged_kv.checks import whole_number
 from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.lru import LRU
 
 DEFAULT_NGRAM = 3
 
@@ -66,8 +66,7 @@ class _SharedNGrams:
     """N-grams of all rows, by salt: the latest `most` of them. Threads may share it."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._places: OrderedDict[Hashable, _Place] = OrderedDict()
+        self._places: LRU[Hashable, _Place] = LRU(most)
         self._lock = Lock()
 
     def get(self, salt: Hashable, ngram: tuple[int, ...]) -> _Place | None:
@@ -75,14 +74,11 @@ class _SharedNGrams:
 
     def put(self, salt: Hashable, starts: Mapping[tuple[int, ...], int], tokens: list[int]) -> None:
         """Remember where a text of this salt goes on after its n-grams."""
-        if not self._most:
+        if not self._places.most:
             return
         with self._lock:
             for ngram, start in starts.items():
                 self._places[salt, ngram] = _Place(tokens, start)
-                self._places.move_to_end((salt, ngram))
-            while len(self._places) > self._most:
-                self._places.popitem(last=False)
 
 
 class NGramRow:

@@ -11,12 +11,12 @@ nobody has looked up yet, such as that of an answer, was seen once when it is fi
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from paged_kv.allocator.ring import Ring
+from paged_kv.lru import LRU
 from paged_kv.store.keys import EntryPlace, Link
 
 CHECKPOINT = "checkpoint"
@@ -148,7 +148,7 @@ class LookupCounts:
     """
 
     def __init__(self, saved: bytes = b"") -> None:
-        self._counts: OrderedDict[int, int] = OrderedDict()
+        self._counts: LRU[int, int] = LRU(MOST_COUNTED)
         self._unsaved: list[int] = []
         for block in _words(saved):
             self._count(block)
@@ -174,9 +174,7 @@ class LookupCounts:
         return words.tobytes()
 
     def _count(self, block: int) -> None:
-        self._counts[block] = self._counts.pop(block, 0) + 1
-        if len(self._counts) > MOST_COUNTED:
-            self._counts.popitem(last=False)
+        self._counts[block] = self._counts.get(block, 0) + 1
 
 
 def _word(digest: str) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import ChainMap, OrderedDict
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from paged_kv.extras import extra_module
+from paged_kv.lru import LRU
 from paged_kv.store.blob_store import BlobStore
 from paged_kv.store.entry_file import UNSEALED, Entry, Seal, Sealing
 from paged_kv.store.folder_store import FolderStore
@@ -62,26 +63,20 @@ class PrefetchBuffer:
 
     def __init__(self, max_bytes: int = _MOST_PREFETCHED_BYTES) -> None:
         self.label = ""
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._nbytes = 0
+        self._entries: LRU[str, Entry] = LRU(max_bytes, lambda _, entry: entry.nbytes)
         self._lock = threading.Lock()
 
     def put(self, entry: Entry, label: str) -> None:
         """Keep an entry that was read from a tier."""
         with self._lock:
             self.label = label
-            self._pop(entry.place.key)
             self._entries[entry.place.key] = entry
-            self._nbytes += entry.nbytes
-            while self._nbytes > self._max_bytes:
-                self._pop(next(iter(self._entries)))
 
     def discard(self, keys: Iterable[str]) -> None:
         """Forget entries, if they are there."""
         with self._lock:
             for key in keys:
-                self._pop(key)
+                self._entries.pop(key, None)
 
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         with self._lock:
@@ -90,13 +85,8 @@ class PrefetchBuffer:
     def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
         for place, _ in wanted:
             with self._lock:
-                entry = self._pop(place.key)
+                entry = self._entries.pop(place.key, None)
             yield entry
-
-    def _pop(self, key: str) -> Entry | None:
-        entry = self._entries.pop(key, None)
-        self._nbytes -= 0 if entry is None else entry.nbytes
-        return entry
 
 
 class TieredStore:

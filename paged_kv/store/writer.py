@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
+from paged_kv.lru import LRU
 from paged_kv.store.blob_store import BlobStore, Outcome, Written
 from paged_kv.store.entry_file import Entry, encode
 
@@ -180,7 +181,7 @@ class Writer:
         self._blobs = blobs
         self._counts = counts
         self._pause = Pause()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: LRU[str, None] = LRU(_MOST_KNOWN)
         self._queued: set[str] = set()
         self._jobs: deque[_Job] = deque()
         self._waiting_bytes = 0
@@ -199,8 +200,6 @@ class Writer:
             self._known.pop(key, None)
             if is_there:
                 self._known[key] = None
-                if len(self._known) > _MOST_KNOWN:
-                    self._known.popitem(last=False)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the queue takes `nbytes` now; if not, this counts a drop. An empty queue takes

@@ -41,6 +41,7 @@ from weakref import ref
 
 from paged_kv import __version__
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.lru import LRU
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import Rate, Rates
 from paged_kv.trace.requests import VERSION, TracedLayers
@@ -96,7 +97,7 @@ class RequestRecorder:
         self._pool: Callable[[], PagePool | None] = lambda: None
         self._layers: list[dict[str, Any]] = []
         # The number of each page, by a hash of its tokens and of those before.
-        self._ids: dict[int, int] = {}
+        self._ids: LRU[int, int] = LRU(MOST_PAGES)
         self._numbers = count()
 
     def is_of(self, pool: PagePool) -> bool:
@@ -132,11 +133,9 @@ class RequestRecorder:
         page = hash((salt,))
         for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
             page = hash((page, *tokens[start : start + PAGE_SIZE]))
-            number = self._ids.pop(page, -1)
-            self._ids[page] = next(self._numbers) if number < 0 else number  # behind all others
-            if len(self._ids) > MOST_PAGES:
-                del self._ids[next(iter(self._ids))]
-            yield self._ids[page]
+            number = self._ids[page] if page in self._ids else next(self._numbers)
+            self._ids[page] = number
+            yield number
 
     def _write(self, content: dict[str, Any]) -> None:
         if self._file is None or self.pid != os.getpid():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from paged_kv.integrations.grammar import grammar_check, grammars
 from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
+from paged_kv.lru import LRU
 from paged_kv.server.completions.workers import WorkerThreads, run_python
 from paged_kv.server.engine.begun_grammars import model_constraint
 from paged_kv.server.engine.jobs import Job
@@ -147,7 +147,7 @@ class GrammarCompiler:
         self._workers = workers
         self._announce = announce
         self._processes = asyncio.Semaphore(MOST_PROCESSES)
-        self._known: OrderedDict[Grammar, None] = OrderedDict()  # grammars that compile
+        self._known: LRU[Grammar, bool] = LRU(_MOST_KNOWN)  # grammars that compile
 
     async def prepare(self, jobs: Sequence[Job], loaded: LoadedModel | None) -> None:
         """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
@@ -185,8 +185,7 @@ class GrammarCompiler:
 
     async def _require_valid(self, constraint: Constraint) -> None:
         grammar = constraint.grammar
-        if grammar in self._known:
-            self._known.move_to_end(grammar)
+        if self._known.use(grammar):
             return
         try:
             extra_module("llguidance", "structured")
@@ -194,9 +193,7 @@ class GrammarCompiler:
                 await _check(grammar)
         except ValueError as error:
             raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
-        self._known[grammar] = None
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        self._known[grammar] = True
 
 
 def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:

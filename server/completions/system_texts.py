@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from itertools import takewhile
 from typing import Any
 
+from paged_kv.lru import LRU
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.engine.jobs import Job
 
@@ -27,7 +27,7 @@ class SystemTexts:
 
     def __init__(self) -> None:
         # By their salts and beginnings; None once a change was told.
-        self._texts: OrderedDict[tuple[Hashable, str], str | None] = OrderedDict()
+        self._texts: LRU[tuple[Hashable, str], str | None] = LRU(MOST_TEXTS)
 
     def record(self, messages: Iterable[Any], job: Job) -> None:
         """Log where the system text of a chat parts from an earlier one, once for a beginning.
@@ -40,12 +40,9 @@ class SystemTexts:
         if len(text) < BEGINNING_CHARACTERS:
             return
         key = inner_salt(job.salt), text[:BEGINNING_CHARACTERS]
-        earlier = self._texts.setdefault(key, text)
-        self._texts.move_to_end(key)
-        if len(self._texts) > MOST_TEXTS:
-            self._texts.popitem(last=False)
+        earlier = self._texts.get(key, text)
+        self._texts[key] = text if earlier == text else None
         if earlier not in (None, text):
-            self._texts[key] = None
             _tell(earlier, text, job)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Any
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar, Vocabulary
+from paged_kv.lru import LRU
 from paged_kv.server.http.api_errors import APIError, wrong_value
 
-_MOST_KNOWN = 64
-# A character of a schema becomes some hundred bytes.
-_MOST_KNOWN_CHARACTERS = 1 << 20
+# A character of a schema becomes some hundred bytes. At most 64 grammars are kept.
+_MOST_CHARACTERS, _LEAST_COUNTED = 1 << 20, 1 << 14
 
 
 class ModelGrammars:
@@ -33,7 +32,9 @@ class ModelGrammars:
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = Lock()
         self._lock = Lock()
-        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._known: LRU[Grammar, Future[CompiledGrammar]] = LRU(
+            _MOST_CHARACTERS, lambda grammar, _: max(len(grammar.text), _LEAST_COUNTED)
+        )
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
         """The compiled grammar of a constraint. A new one takes milliseconds to a second, for which
@@ -44,11 +45,9 @@ class ModelGrammars:
         """
         grammar = constraint.grammar
         with self._lock:
-            future, is_new = self._known.get(grammar), grammar not in self._known
+            future, is_new = self._known.use(grammar), grammar not in self._known
             if future is None:
-                future = Future()
-                self._keep(grammar, future)
-            self._known.move_to_end(grammar)
+                future = self._known[grammar] = Future()
         if is_new:
             self._compile(grammar, future)
         try:
@@ -79,11 +78,3 @@ class ModelGrammars:
             with self._lock:
                 self._known.pop(grammar, None)
             future.set_exception(error)
-
-    def _keep(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
-        self._known[grammar] = future
-        while len(self._known) > 1 and (
-            len(self._known) > _MOST_KNOWN
-            or sum(len(each.text) for each in self._known) > _MOST_KNOWN_CHARACTERS
-        ):
-            self._known.popitem(last=False)

@@ -15,6 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paged_kv.lru import LRU
 from paged_kv.server.http.api_errors import APIError, busy, wrong_value
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Connection(H11Protocol):
     max_connections: int
     header_timeout_s: float
     write_timeout_s: float
-    extra: ClassVar[dict[Connection, None]]
+    extra: ClassVar[LRU[Connection, None]]
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
@@ -127,11 +128,8 @@ class Connection(H11Protocol):
         return self.cycle is not None and self.cycle.response_complete
 
     def _take_extra_place(self) -> None:
-        if len(self.extra) >= MOST_EXTRA:
-            oldest = next(iter(self.extra))
-            del self.extra[oldest]
+        for oldest, _ in self.extra.put(self, None):
             oldest.transport.abort()
-        self.extra[self] = None
         refusal = busy(
             f"{self.max_connections} connections are open, the most allowed: ask again later, or "
             "start the server with a larger --max-connections"
@@ -213,7 +211,7 @@ def limited(
         "max_connections": max_connections,
         "header_timeout_s": header_timeout_s,
         "write_timeout_s": write_timeout_s,
-        "extra": {},
+        "extra": LRU[Connection, None](MOST_EXTRA),
     }
     return type("LimitedConnection", (Connection,), limits)
 

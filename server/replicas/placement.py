@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
+from paged_kv.lru import LRU
 from paged_kv.server.replicas.forwarded_request import (
     LEAST_CUT,
     ForwardedRequest,
@@ -53,9 +54,8 @@ class KnownBeginnings:
     """
 
     def __init__(self, most: int = MOST_BEGINNINGS) -> None:
-        self._most = most
-        self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
         self.counts: Counter[str] = Counter()
+        self._beginnings: LRU[int, Beginning] = LRU(most)
 
     def __len__(self) -> int:
         return len(self._beginnings)
@@ -89,15 +89,14 @@ class KnownBeginnings:
         goes_on = False
         for digest in reversed(trail.digests):
             is_new = digest not in self._beginnings
-            beginning = self._beginnings.setdefault(digest, Beginning())
+            beginning = self._beginnings.get(digest) or Beginning()
             beginning.continuations += goes_on
             if replica not in beginning.replicas:
                 beginning.replicas += (replica,)
                 self.counts[replica] += 1
-            self._beginnings.move_to_end(digest)
+            for _, gone in self._beginnings.put(digest, beginning):
+                self.counts.subtract(gone.replicas)
             goes_on = is_new
-        while len(self._beginnings) > self._most:
-            self.counts.subtract(self._beginnings.popitem(last=False)[1].replicas)
 
     def forget(self, replica: str) -> None:
         """Forget all of a replica that is gone."""

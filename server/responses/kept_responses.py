@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
@@ -15,6 +14,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from paged_kv.lru import LRU
 from paged_kv.server.completions.interface import Object
 from paged_kv.server.http.access import Clients, salt_of
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
@@ -79,12 +79,11 @@ class KeptResponses:
         clock: Callable[[], float] = monotonic,
         place: str = "",
     ) -> None:
-        self._most: int = options.max_responses
         self._most_bytes: int = options.max_response_bytes
         self._ttl_s: float = options.response_ttl
         self._clock = clock
         self._place = place
-        self._turns: OrderedDict[tuple[Hashable, str], Turn] = OrderedDict()
+        self._turns: LRU[tuple[Hashable, str], Turn] = LRU(options.max_responses)
         # The turns that items came with, or were given for.
         self._turn_of: WeakValueDictionary[tuple[Hashable, str], Turn] = WeakValueDictionary()
         # A turn may be freed, and counted off, while its own thread keeps another.
@@ -97,7 +96,7 @@ class KeptResponses:
 
     def keep(self, owner: Hashable, turn: Turn) -> None:
         """Keep a turn under the id of its response, unless it alone is over a limit."""
-        if turn.nbytes > self._most_bytes or not self._most:
+        if turn.nbytes > self._most_bytes or not self._turns.most:
             return
         with self._lock:
             turn.since = self._clock()
@@ -107,7 +106,7 @@ class KeptResponses:
             for item in turn.items:
                 self._turn_of[owner, item["id"]] = turn
             while self._turns and self._is_over():
-                self._turns.popitem(last=False)
+                self._turns.popitem()
 
     def get(self, owner: Hashable, response_id: str) -> Turn:
         """A kept turn.
@@ -116,13 +115,12 @@ class KeptResponses:
             APIError: 404, there is none of this owner, or no longer.
         """
         with self._lock:
-            turn = self._turns.get((owner, response_id))
+            turn = self._turns.use((owner, response_id))
             if turn is not None and self._clock() - turn.since > self._ttl_s:
                 del self._turns[owner, response_id]
                 turn = None
             if turn is None:
                 raise _not_found("response", response_id)
-            self._turns.move_to_end((owner, response_id))
             return turn
 
     def item(self, owner: Hashable, item_id: str) -> Any:
@@ -151,7 +149,7 @@ class KeptResponses:
     def _is_over(self) -> bool:
         oldest = next(iter(self._turns.values()))
         is_old = self._clock() - oldest.since > self._ttl_s
-        return is_old or len(self._turns) > self._most or self.nbytes > self._most_bytes
+        return is_old or self.nbytes > self._most_bytes
 
     def _forget(self, nbytes: int) -> None:
         with self._lock:

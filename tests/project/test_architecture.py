@@ -182,6 +182,8 @@ def may_import(room: str, name: str) -> bool:
     if first != "paged_kv":
         standard = first in sys.stdlib_module_names
         return not room.startswith("allocator") or standard or first == "sortedcontainers"
+    if name == "paged_kv.lru.LRU":  # a container that every room may use
+        return True
     if any(name == small or name.startswith(f"{small}.") for small in SMALL):
         return room.split(".")[0] not in KNOWS_NOTHING
     target = target_of(name)

@@ -24,10 +24,11 @@ def end(recording: RequestRecorder, prompt: list[int], salt: str = "", answer: i
 
 
 def test_requests_that_begin_alike_have_ids_in_common_unless_their_salts_differ(
-    recording: RequestRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page that was used least lately is forgotten first."""
     monkeypatch.setattr(recorder, "MOST_PAGES", 6)
+    recording = RequestRecorder(tmp_path / "trace")
     pool = PagePool(1, max_bytes=1 << 20)
     assert recording.is_of(pool)
     end(recording, [1] * 700)
