@@ -117,7 +117,7 @@ def row_of(
     counts = drafted.generator.counts
     accepted = counts.accepted_tokens / max(1, counts.drafts)
     tokens = sum(map(len, prompts)) + len(prompts) * new_tokens // 2
-    of_layer = plain.pool.groups[0].block_bytes / 256 / len(model.layers)
+    of_layer = plain.pool.groups[0].size.block_bytes / 256 / len(model.layers)
     step = nbytes(model) + tokens * of_layer * len(model.layers)
     drafting = DRAFTED * (way.token_bytes + tokens * of_layer * way.layers)
     return {

@@ -84,8 +84,8 @@ def ways_of(model: Any, tokens: list[int]) -> Iterator[dict[str, Callable[[], De
     read_once = read(model.model, whole.make_cache(), tokens[:BEFORE], STEP)
     states = [layer.state for layer in read_once]
     (group,) = [group for group in whole.pool.groups if group.window is None]
-    pages = -(-len(tokens) // PAGE_SIZE) * group.written_block_bytes
-    others = whole.stats().bytes_mapped - BEFORE // PAGE_SIZE * group.written_block_bytes
+    pages = -(-len(tokens) // PAGE_SIZE) * group.size.written_bytes
+    others = whole.stats().bytes_mapped - BEFORE // PAGE_SIZE * group.size.written_bytes
     unused = 1 / 7 if others else 0  # where slabs are of several sizes
     ways: dict[str, dict[str, Any]] = {EXACT: {"read_tokens": None}, ALL: {}}
     with tempfile.TemporaryDirectory() as folder:

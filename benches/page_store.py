@@ -208,7 +208,7 @@ def bytes_per_token(folder: Path, page_format: str) -> dict[str, float]:
     cache = factory.make_cache()
     model(mx.array([tokens]), cache=cache)
     factory.insert_cache(tokens, cache)
-    in_memory = factory.pool.groups[0].block_bytes / PAGE_SIZE
+    in_memory = factory.pool.groups[0].size.block_bytes / PAGE_SIZE
     factory.close()
     with FolderStore(folder, CAP) as store:
         sizes = [blob.nbytes for blob in store.entries()]

@@ -41,7 +41,6 @@ from benches.real_models.folders import MODELS
 from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory, PagePool
-from paged_kv.integrations.batching.pool_memory import pool_size
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = (2048, 4096, 8192)
@@ -103,8 +102,8 @@ def caches_of(model: Any, tokens: int) -> dict[str, Caches]:
     """A cache of each kind; "fp16" comes first."""
     exact = PagedCacheFactory(model, max_bytes="4GB")
     assert exact.can_admit(tokens)
-    size = pool_size(exact.pool)
-    rings = sum(group.bytes_for(tokens) for group in size.groups if group.is_ring)
+    size = exact.pool.size
+    rings = sum(group.bytes_for(tokens) for group in size.groups if group.ring)
     budget = rings + 2 * (size.bytes_for(tokens) - rings) // 3 + size.slack
     caches: dict[str, Caches] = {"fp16": exact.make_cache()}
     for name, page_format in FORMATS.items():

@@ -114,7 +114,7 @@ def _unwritten(cache: Sequence[Any], step: int) -> int:
     left_out = [each for each in cache if isinstance(each, PagedKVCache) and each.empty()]
     groups = [each.pool.group_of(each.layer) for each in left_out]
     return sum(
-        step * group.block_bytes // (PAGE_SIZE * len(group.layers))
+        step * group.size.block_bytes // (PAGE_SIZE * len(group.layers))
         for group in groups
         if group.window and step > group.window.write_chunk
     )

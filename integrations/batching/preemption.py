@@ -30,7 +30,6 @@ from paged_kv.admission.prompt_turns import PromptTurns
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.integrations.batching.last_responses import LastResponses
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.prompt_choice import PromptChoice
 from paged_kv.integrations.batching.prompt_segments import (
     Reuses,
@@ -186,7 +185,7 @@ class Preemption:
         return True
 
     def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
-        size = pool_size(self._pool)
+        size = self._pool.size
         others = [each for each in self._running(running) if each[0] not in victims]
         # They may share pages, so that they take less than is counted here.
         in_use = sum(size.bytes_for(growth.held) for _, growth in others)
@@ -211,7 +210,7 @@ class Preemption:
     ) -> bool:
         """Whether a waiting sequence fits beside others, which hold `in_use` bytes, if it shares
         its first tokens with them."""
-        size = pool_size(self._pool)
+        size = self._pool.size
         growth = self._promised(number, self._queue[number].growth)
         nbytes = growth.bytes_to_begin(size) - size.shared_bytes(shared_tokens)
         return has_room(nbytes, [self._promised(*each) for each in others], size, in_use)

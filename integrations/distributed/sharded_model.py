@@ -66,7 +66,7 @@ def require_same_prefixes(ranks: Ranks, pool: PagePool) -> None:
     """
     if ranks.size == 1:
         return
-    sizes = [group.block_bytes for group in pool.groups]
+    sizes = [group.size.block_bytes for group in pool.groups]
     held = ranks.gather("cached prefixes", (sizes, len(pool.index), digest(pool)))
     if len({text for its_sizes, _, text in held if its_sizes == held[0][0]}) > 1:
         each = [

@@ -21,7 +21,6 @@ from paged_kv.admission.pool_size import PoolSize
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.automatic_budget import PROMPT_STEPS, reserve_of, weight_bytes
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.prediction_head import PredictionHead
@@ -139,7 +138,11 @@ class Planner:
         sizes, states = self._sizes(max(left, 1), workload)
         groups = [group for size in sizes for group in size.groups]
         pages, windows = (
-            sum(each.bytes_for(workload.context) for each in groups if each.is_ring == is_ring)
+            sum(
+                each.bytes_for(workload.context)
+                for each in groups
+                if (each.ring is not None) == is_ring
+            )
             for is_ring in (False, True)
         )
         slack = sum(size.slack for size in sizes) if left > 0 else 0
@@ -196,7 +199,7 @@ class Planner:
                 raise
             return self._sizes(self._memory, workload)
         states = sum(map(_state_bytes, self._models, factories))
-        sizes = [pool_size(factory.pool) for factory in factories]
+        sizes = [factory.pool.size for factory in factories]
         for factory in factories:
             factory.close()
         return sizes, states

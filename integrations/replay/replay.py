@@ -27,7 +27,6 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tqdm import tqdm
 
 from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -128,7 +127,7 @@ class _Replay:
 
     def _arrive(self, request: TracedRequest) -> None:
         prompt = request.prompt
-        if len(prompt) + request.answer_length > pool_size(self._pool).longest:
+        if len(prompt) + request.answer_length > self._pool.size.longest:
             self._outcome.refused += 1
             return
         positions = count(len(prompt))

@@ -12,7 +12,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
 from paged_kv.commands.model_names import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
-from paged_kv.integrations.batching.pool_memory import shares
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
@@ -123,9 +122,10 @@ def divided_factories(
         factory.can_admit(0)  # makes its pool learn the size of a block
     pools = [factory.pool for factory in tried]
     budget = min(pool.budget.max_bytes for pool in pools)
+    sizes = [sum(group.block_bytes for group in pool.size.groups) for pool in pools]
     made = [
-        PagedCacheFactory(model, options, max_bytes=share)
-        for model, share in zip(models, shares(budget, pools), strict=True)
+        PagedCacheFactory(model, options, max_bytes=max(1, budget * size // max(1, sum(sizes))))
+        for model, size in zip(models, sizes, strict=True)
     ]
     for factory, measured in zip(made, tried, strict=True):
         factory.prompt_step = measured.prompt_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # A length that no memory holds: it fits only if all layers have windows.
 UNENDING = 1 << 50
@@ -17,42 +17,71 @@ UNENDING = 1 << 50
 LOOKAHEAD = 32
 
 
+class HeldBlocks(NamedTuple):
+    """The most blocks of a sequence in a layer group at a time.
+
+    Attributes:
+        first: full, and the first of the sequence.
+        others: full, and not the first.
+        left: full, and not whole in memory.
+        written: those of the pages that are written, if full ones are recoded.
+    """
+
+    first: int
+    others: int
+    left: int
+    written: int
+
+
 @dataclass(frozen=True)
 class GroupSize:
     """The memory of a sequence in a layer group.
 
     Attributes:
         block_bytes: bytes of a full block; `first_bytes` may say otherwise of the first one.
-        blocks_for: returns the number of blocks for a number of tokens.
-        is_ring: whether blocks are overwritten, so that sequences cannot share them for long.
+        ring: the most blocks, which are overwritten, so that sequences cannot share them for long;
+            None if a sequence keeps all.
         written_bytes: bytes of a block while it is written, if full blocks are recoded.
         written_blocks: the most such blocks of a sequence at a time; 0 if none is recoded.
         first_bytes: bytes of a full block that sequences begin with; 0 if it is as large as others.
         kept_blocks: blocks of a sequence that memory must hold whole; None for all.
         left_bytes: bytes of every other block.
+        page_size: tokens a block.
     """
 
     block_bytes: int
-    blocks_for: Callable[[int], int]
-    is_ring: bool = False
+    ring: int | None = None
     written_bytes: int = 0
     written_blocks: int = 0
     first_bytes: int = 0
     kept_blocks: int | None = None
     left_bytes: int = 0
+    page_size: int = 256
+
+    def blocks_for(self, tokens: int) -> HeldBlocks:
+        """The blocks of a sequence of `tokens` tokens."""
+        blocks = -(-tokens // self.page_size)
+        blocks = blocks if self.ring is None else min(blocks, self.ring)
+        written = min(self.written_blocks, blocks)
+        # The first of those becomes a recoded one; others are there while it is recoded.
+        return self._full(blocks - min(1, written))._replace(written=written)
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that a sequence of `tokens` tokens takes in the group."""
-        blocks = self.blocks_for(tokens)
-        written = min(self.written_blocks, blocks)
-        # The first of those becomes a recoded one; others are there while it is recoded.
-        return self.full_bytes(blocks - min(1, written)) + self.written_bytes * written
+        return self._bytes_of(self.blocks_for(tokens))
 
     def full_bytes(self, blocks: int) -> int:
         """Bytes of the first `blocks` blocks of a sequence when they are full."""
-        larger = self.first_bytes - self.block_bytes if blocks and self.first_bytes else 0
+        return self._bytes_of(self._full(blocks))
+
+    def _full(self, blocks: int) -> HeldBlocks:
         left = 0 if self.kept_blocks is None else max(0, blocks - self.kept_blocks)
-        return self.block_bytes * (blocks - left) + self.left_bytes * left + larger
+        first = min(1, blocks)
+        return HeldBlocks(first, blocks - left - first, left, 0)
+
+    def _bytes_of(self, held: HeldBlocks) -> int:
+        whole = held.first * (self.first_bytes or self.block_bytes) + held.others * self.block_bytes
+        return whole + held.left * self.left_bytes + held.written * self.written_bytes
 
 
 @dataclass(frozen=True)
@@ -63,14 +92,12 @@ class PoolSize:
         budget: the bytes that it may map.
         slack: bytes of the budget that may stay unused, because memory is mapped in slabs.
         groups: all layer groups of the pool.
-        page_size: tokens a block.
         lookahead: tokens that all sequences must be able to write when another one begins.
     """
 
     budget: int
     slack: int
     groups: tuple[GroupSize, ...]
-    page_size: int = 256
     lookahead: int = LOOKAHEAD
 
     @property
@@ -84,8 +111,8 @@ class PoolSize:
 
     def shared_bytes(self, tokens: int) -> int:
         """The bytes of these tokens that all their continuations share to their end."""
-        shared = [group for group in self.groups if not group.is_ring]
-        return sum(group.full_bytes(tokens // self.page_size) for group in shared)
+        shared = [group for group in self.groups if group.ring is None]
+        return sum(group.full_bytes(tokens // group.page_size) for group in shared)
 
     @property
     def longest(self) -> float:
@@ -98,5 +125,6 @@ class PoolSize:
         if self.bytes_for(UNENDING) <= nbytes:
             return math.inf
         most = nbytes // min(each.left_bytes or each.block_bytes for each in self.groups) + 1
-        lengths = range(0, (most + 1) * self.page_size, self.page_size)
+        page_size = self.groups[0].page_size
+        lengths = range(0, (most + 1) * page_size, page_size)
         return lengths[bisect_right(lengths, nbytes, key=self.bytes_for) - 1]

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 
+from paged_kv.admission.pool_size import GroupSize
 from paged_kv.allocator.allocator_stats import counted
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
@@ -192,53 +193,37 @@ class LayerGroup:
         return self.page_format.name if name == OFFLOADED.name else name
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a full block that is no sequence's first."""
-        return self.allocator.format_named(self.page_format.name).block_bytes
+    def size(self) -> GroupSize:
+        """The memory of a sequence in the group, which must be open. A ring's pages keep 16 bits,
+        as pages do that are written."""
 
-    @property
-    def first_block_bytes(self) -> int:
-        """Bytes of a full block that sequences begin with."""
-        return self.allocator.format_named(self.page_format.first.name).block_bytes
+        def nbytes(page_format: PageFormat) -> int:
+            return self.allocator.format_named(page_format.name).block_bytes
 
-    @property
-    def kept_blocks(self) -> int | None:
-        """Blocks of a sequence that memory must hold whole, those that its layers fetch into
-        included; None for all."""
-        return None if self.offloading is None else self.offloading.kept_pages
-
-    @property
-    def offloaded_block_bytes(self) -> int:
-        """Bytes that a block takes in memory while its contents are elsewhere."""
-        if self.offloading is None:
-            return 0
-        return self.allocator.format_named(OFFLOADED.name).block_bytes
-
-    @property
-    def written_block_bytes(self) -> int:
-        """Bytes of a block while it is written."""
-        return self.allocator.format_named(FP16.name).block_bytes
+        return GroupSize(
+            block_bytes=nbytes(self.page_format),
+            ring=None if self.window is None else self.window.ring.size,
+            written_bytes=nbytes(FP16),
+            written_blocks=WRITTEN_BLOCKS if self.recodes else 0,
+            first_bytes=nbytes(self.page_format.first),
+            kept_blocks=None if self.offloading is None else self.offloading.kept_pages,
+            left_bytes=0 if self.offloading is None else nbytes(OFFLOADED),
+            page_size=PAGE_SIZE,
+        )
 
     @property
     def recodes(self) -> bool:
         """Whether full blocks get another format than those that are written."""
         return self.page_format != FP16
 
-    def blocks_for(self, tokens: int) -> int:
-        """The most blocks that a sequence of `tokens` tokens holds."""
-        blocks = -(-tokens // PAGE_SIZE)
-        return blocks if self.window is None else min(blocks, self.window.ring.size)
-
     def needs_of(self, tokens: int) -> Counter[str]:
-        """The most blocks that such a sequence holds at a time, by page format."""
-        blocks = self.blocks_for(tokens)
-        if not self.recodes:
-            return Counter({FP16.name: blocks})
-        full = max(0, blocks - 1)
-        needs = Counter({FP16.name: min(blocks, WRITTEN_BLOCKS)})
-        needs.update({self.page_format.first.name: min(1, full)})
-        needs.update({self.page_format.name: max(0, full - 1)})
-        return needs
+        """The most blocks that a sequence of `tokens` tokens holds at a time, by page format, all
+        of them in memory."""
+        held = self.size.blocks_for(tokens)
+        needs = Counter({FP16.name: held.written})
+        needs.update({self.page_format.first.name: held.first})
+        needs.update({self.page_format.name: held.others + held.left})
+        return +needs
 
     def record_second_step(self) -> None:
         """Record that a second step begins: layers that wrote nothing in the first never write."""

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import mlx.core as mx
 
+from paged_kv.admission.pool_size import PoolSize
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, locked
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
@@ -234,6 +235,13 @@ class PagePool:
     def is_open(self) -> bool:
         """Whether any layer has been written, so that block sizes are known."""
         return bool(self.reclaimer.open_groups())
+
+    @property
+    def size(self) -> PoolSize:
+        """The memory that it can promise, once it knows its layers' geometry. With "auto" pages
+        promises count 16 bits: requantisation makes room for cached pages, never for a promise."""
+        groups = tuple([group.size for group in self.reclaimer.open_groups()])
+        return PoolSize(self.budget.max_bytes, self.reclaimer.slack(self.budget), groups)
 
     @property
     def chooses(self) -> bool:

@@ -126,13 +126,26 @@ class Reclaimer:
 
     def holding_more(self, budget: int, nbytes: int) -> int:
         """A budget that holds `nbytes` of blocks more than another one does."""
-        return self._with_slack(budget - self.slack(ByteBudget(budget)) + nbytes)
+        return self.holding(budget - self.slack(ByteBudget(budget)) + nbytes)
+
+    def holding(self, nbytes: int, least: int = 1) -> int:
+        """A budget of at least so many bytes that holds `nbytes` of blocks."""
+        budget = max(nbytes, least)
+        # Larger budgets have larger slabs, and so more slack.
+        while (with_slack := nbytes + self.slack(ByteBudget(budget))) > budget:
+            budget = with_slack
+        return budget
 
     def evictable(self, group: LayerGroup) -> set[int]:
         """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
         allocator = group.allocator
         allocator.drain()
         return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of used and cached blocks, and of what other pools have mapped."""
+        return self.budget.mapped - self._bytes_free()
 
     def slack(self, budget: ByteBudget) -> int:
         """Bytes of a budget that may stay unused because memory is mapped in slabs: after
@@ -158,13 +171,12 @@ class Reclaimer:
 
     def reclaimable(self) -> int:
         """See `Reclaims`."""
-        free = sum(len(each.free) * each.block_bytes for each in self.formats())
         cached = [
             group.allocator.format_of(block).block_bytes
             for group in self.open_groups()
             for block in self.evictable(group)
         ]
-        return free + sum(cached)
+        return self._bytes_free() + sum(cached)
 
     def give_way(self, fits: Callable[[], bool]) -> None:
         """See `Reclaims`."""
@@ -244,6 +256,9 @@ class Reclaimer:
         self._evict_out_of_window(is_enough)
         self._evict_prefixes(is_enough)
         return self._bytes_used() < before
+
+    def _bytes_free(self) -> int:
+        return sum(len(each.free) * each.block_bytes for each in self.formats())
 
     def _bytes_used(self) -> int:
         return sum(each.num_used * each.block_bytes for each in self.formats())
@@ -326,23 +341,12 @@ class Reclaimer:
         that its block size is unknown."""
         if self.open_groups() != self.groups:
             return None
-        formats = self.formats()
-        in_use = sum(each.num_used * each.block_bytes for each in formats)
-        others = self.budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
         requested = sum(
             count * group.allocator.format_named(name).block_bytes
             for group, counts in needs.items()
             for name, count in counts.items()
         )
-        return self._with_slack(in_use + others + requested)
-
-    def _with_slack(self, most: int) -> int:
-        """A budget that holds so many bytes of blocks."""
-        # Larger budgets have larger slabs, and so more slack.
-        sufficient = most
-        while (with_slack := most + self.slack(ByteBudget(sufficient))) > sufficient:
-            sufficient = with_slack
-        return sufficient
+        return self.holding(self.bytes_held + requested)
 
 
 def _unmap(groups: list[LayerGroup]) -> None:

@@ -114,14 +114,17 @@ def _with_prompts(error: PoolExhausted, pool: PagePool, rows: list[StepRow]) -> 
     """The error of a step, with a budget that holds the prompts of its sequences too."""
     if error.sufficient_budget is None:
         return error
-    ends = [(row.end, max(row.end, row.sequence.prompt_tokens)) for row in rows]
-    later = sum(
-        (group.blocks_for(prompt) - group.blocks_for(end)) * group.block_bytes
-        for group in pool.groups
-        for end, prompt in ends
+    size, reclaimer = pool.size, pool.reclaimer
+    prompts = [max(row.end, row.sequence.prompt_tokens) for row in rows]
+    whole = sum(map(size.bytes_for, prompts))
+    later = whole - sum(size.bytes_for(row.end) for row in rows)
+    more = whole - sum(size.bytes_for(row.before) for row in rows)
+    enough = max(
+        reclaimer.holding_more(error.sufficient_budget, later),
+        # The error may be of one page of the step, or of its scratch blocks.
+        reclaimer.holding(reclaimer.bytes_held + more),
     )
-    enough = pool.reclaimer.holding_more(error.sufficient_budget, later)
-    return error.with_sufficient_budget(enough, max(prompt for _, prompt in ends))
+    return error.with_sufficient_budget(enough, max(prompts))
 
 
 def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:

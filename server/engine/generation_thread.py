@@ -25,7 +25,6 @@ from time import monotonic
 import mlx.core as mx
 
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
@@ -327,7 +326,7 @@ class GenerationThread:
         """
         if job.prompt is None or job.computes_nothing:
             return
-        size = pool_size(self.provider.factories[0].pool)
+        size = self.provider.factories[0].pool.size
         longest = min(self._ranks.gather("longest", size.longest))
         tokens, most = len(job.prompt.tokens), job.arguments.max_tokens
         if tokens + min(1, most) > longest:

@@ -16,11 +16,10 @@ from mlx_lm.utils import load_model
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.commands.model_names import NO_DRAFT_MODEL
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.server.options import ServerOptions
-from paged_kv.sizes import format_size
+from paged_kv.sizes import MOST_BYTES, format_size
 
 
 def require_sufficient_budget(options: ServerOptions) -> None:
@@ -37,9 +36,7 @@ def require_sufficient_budget(options: ServerOptions) -> None:
     models = [_without_weights(name) for name in names if name not in NO_DRAFT_MODEL]
     known = [model for model in models if model is not None]
     if known and len(known) == len(models):
-        needed = budget
-        while lacking := _lacking(known, needed, options):
-            needed += lacking
+        needed = _sufficient(known, budget, options)
         if needed > budget:
             raise _too_small(budget, needed, options)
 
@@ -70,27 +67,22 @@ def _without_weights(name: str) -> Module | None:
     return model
 
 
-def _lacking(models: list[Module], budget: int, options: ServerOptions) -> int:
-    """The bytes that a budget lacks for a sequence of one token, as far as its pools can tell; 0 if
-    it fits."""
-    try:
-        cache = replace(options.cache, max_bytes=budget, store=None, offload=None)
-        factories = divided_factories(models, cache, dtype=options.dtype)
-        for factory in factories:
-            factory.can_admit(0)  # makes its pool learn the size of a block
-    except PoolExhausted as error:
-        # Without it, other layers may need more.
-        known = error.sufficient_budget or error.needed * error.block_bytes
-        return _of_all(max(1, known - error.budget), error.budget, budget)
-    sizes = [pool_size(factory.pool) for factory in factories]
-    return max(
-        _of_all(max(0, size.bytes_for(1) - size.promisable), size.budget, budget) for size in sizes
-    )
-
-
-def _of_all(lacking: int, share: int, budget: int) -> int:
-    """What a budget lacks if a pool's share of it lacks so much."""
-    return -(-lacking * budget // share)
+def _sufficient(models: list[Module], budget: int, options: ServerOptions) -> int:
+    """A budget, at least this one, that holds a sequence of one token."""
+    ample = MOST_BYTES
+    cache = replace(options.cache, max_bytes=ample, store=None, offload=None)
+    factories = divided_factories(models, cache, dtype=options.dtype)
+    for factory in factories:
+        factory.can_admit(0)  # makes its pool learn the size of a block
+    needed = 0
+    while needed < budget:  # of which each pool gets a share
+        needed = budget
+        for pool in [factory.pool for factory in factories]:
+            share = pool.budget.max_bytes
+            least = max(1, needed * share // ample)
+            held = pool.reclaimer.holding(pool.size.bytes_for(1), least)
+            budget = max(budget, -(-held * ample // share))
+    return needed
 
 
 def _too_small(budget: int, needed: int | None, options: ServerOptions) -> ValueError:

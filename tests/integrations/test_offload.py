@@ -34,7 +34,7 @@ def page_bytes(model: Any, page_format: str = "fp16") -> int:
     """Bytes of a block, summaries included."""
     factory = PagedCacheFactory(model, read_tokens=READ, page_format=page_format)
     factory.can_admit(0)
-    return factory.pool.groups[0].written_block_bytes
+    return factory.pool.groups[0].size.written_bytes
 
 
 def offloading(model: Any, folder: Path, pages: float = 12, **options: Any) -> PagedCacheFactory:

@@ -202,7 +202,7 @@ def test_one_factory_in_two_threads_is_right_or_says_why_not(
     model = small_model(name)
     probe = PagedCacheFactory(model)
     probe.can_admit(1)
-    block_bytes = sum(group.block_bytes for group in probe.pool.groups)
+    block_bytes = sum(group.size.block_bytes for group in probe.pool.groups)
     factory = PagedCacheFactory(model, max_bytes=blocks * block_bytes, page_format=page_format)
     stress = Stress(model, factory, is_same if page_format == "fp16" else is_a_run)
     stress.run()

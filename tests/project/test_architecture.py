@@ -25,7 +25,7 @@ ROOMS = {
     "kernels": "kernels.cpu kernels.gpu kernels.pages",
     "offload": "allocator kernels.pages",
     "admission": "",
-    "pool": "allocator allocator.prefixes kernels kernels.pages offload",
+    "pool": "admission allocator allocator.prefixes kernels kernels.pages offload",
     "recognition": "",
     "steps": ("allocator allocator.prefixes kernels kernels.pages offload pool recognition"),
     "cache": "kernels.pages pool recognition steps",

@@ -118,7 +118,7 @@ def stories(group: mx.distributed.Group, *names: str, size: int = 2) -> dict[str
         stats = factory.stats()
         found[f"of {name}"] = {
             "budget": stats.bytes_budget,
-            "block_bytes": [each.block_bytes for each in factory.pool.groups],
+            "block_bytes": [each.size.block_bytes for each in factory.pool.groups],
             "repeated": sum(each.repeated for each in factory.recordings.values()),
             "preemptions": stats.preemptions,
             "digest": digest(factory.pool),

@@ -34,7 +34,7 @@ def factory_of_blocks(
     """With memory for so many blocks in each group of layers."""
     probe = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
     assert probe.can_admit(1)
-    block_bytes = sum(group.written_block_bytes for group in probe.pool.groups)
+    block_bytes = sum(group.size.written_bytes for group in probe.pool.groups)
     most = int(blocks * block_bytes)
     return PagedCacheFactory(model, max_bytes=most, page_format=page_format, **options)
 

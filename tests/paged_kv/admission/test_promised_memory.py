@@ -12,7 +12,6 @@ import pytest
 from paged_kv import PagePool, Sequence
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.cache.saved_state import page_views
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.steps.batch import Batch
@@ -77,7 +76,7 @@ def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> Non
         needs = group.needs_of(tokens)
         assert not most - needs, "it holds more than it needs"
         assert needs - Counter({"fp16": needs["fp16"]}) == full
-        (size,) = pool_size(pool).groups
+        (size,) = pool.size.groups
         of = group.allocator.format_named
         assert size.bytes_for(tokens) == sum(of(name).block_bytes * n for name, n in needs.items())
         assert size.full_bytes(full.total()) == sum(of(n).block_bytes for n in full.elements())
@@ -101,7 +100,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
 ) -> None:
     rng = random.Random(budget_blocks)
     pool = opened(windows, budget_blocks, page_format)
-    size = pool_size(pool)
+    size = pool.size
     prefixes = PrefixCache(pool, has_states=False)
     rows: list[Row] = []
     tokens: list[int] = []

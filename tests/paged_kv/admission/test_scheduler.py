@@ -19,10 +19,10 @@ CHUNK = 10
 
 def pool_of(blocks: int, ring: int | None = None) -> PoolSize:
     """A pool of one group of layers, or of a second one with a window too."""
-    groups = [GroupSize(1, lambda tokens: -(-tokens // PAGE))]
+    groups = [GroupSize(1, page_size=PAGE)]
     if ring is not None:
-        groups.append(GroupSize(1, lambda tokens: min(-(-tokens // PAGE), ring), is_ring=True))
-    return PoolSize(blocks, 0, tuple(groups), PAGE, lookahead=PAGE)
+        groups.append(GroupSize(1, ring, page_size=PAGE))
+    return PoolSize(blocks, 0, tuple(groups), lookahead=PAGE)
 
 
 @dataclass
@@ -319,5 +319,5 @@ def test_the_longest_sequence_is_one_that_fits_alone() -> None:
     assert pool_of(10).longest == 40
     assert replace(pool_of(10), slack=3).longest == 28
     assert replace(pool_of(10), slack=11).longest == 0
-    ring = GroupSize(1, lambda tokens: min(tokens, 2), is_ring=True)
+    ring = GroupSize(1, ring=2)
     assert PoolSize(2, 0, (ring,)).longest == inf

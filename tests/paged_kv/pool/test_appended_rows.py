@@ -239,7 +239,7 @@ def test_prompts_share_pages_up_to_the_last_closed_group(model: Any, tmp_path: P
 def short_factory(model: Any, blocks: int) -> PagedCacheFactory:
     probe = PagedCacheFactory(model, max_bytes="64MB")
     assert probe.can_admit(1)
-    needed = sum(group.block_bytes for group in probe.pool.groups)
+    needed = sum(group.size.block_bytes for group in probe.pool.groups)
     return PagedCacheFactory(model, max_bytes=blocks * needed)
 
 

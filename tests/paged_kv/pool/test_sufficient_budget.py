@@ -71,21 +71,32 @@ def test_it_is_enough(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert less == reached
 
 
-@pytest.mark.parametrize("options", [{}, {"page_format": "q8"}, {"windows": WINDOWS}])
-def test_it_holds_the_prompt_that_a_sequence_is_for(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "prompt", "blocks"),
+    [
+        ({}, 4001, 5),
+        ({"page_format": "q8"}, 4001, 5),
+        ({"page_format": "q8"}, 600, 1),
+        ({"windows": WINDOWS}, 4001, 5),
+    ],
+)
+def test_it_holds_the_prompt_that_a_sequence_is_for(
+    options: dict[str, Any], prompt: int, blocks: int
+) -> None:
     def write(max_bytes: int) -> None:
         pool = PagePool(LAYERS, max_bytes=max_bytes, **options)
         sequence = Sequence(pool)
         caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
-        for count in (1, *[512] * 7, 416):
-            sequence.prompt_tokens = 4001
+        for start in (0, *range(1, prompt, 512)):
+            sequence.prompt_tokens = prompt
+            count = min(512, prompt - start) if start else 1
             for cache in caches:
                 numbers = mx.zeros((1, 1, count, HEAD), dtype=mx.float16)
                 cache.update_and_fetch(numbers, numbers)
 
-    with pytest.raises(PoolExhausted, match=r"holds 4,001 tokens of the sequence") as error:
-        write(5 * BLOCK_BYTES)
-    assert error.value.sufficient_tokens == 4001
+    with pytest.raises(PoolExhausted, match=rf"holds {prompt:,} tokens of the sequence") as error:
+        write(blocks * BLOCK_BYTES)
+    assert error.value.sufficient_tokens == prompt
     enough = error.value.sufficient_budget
     assert enough is not None
     write(enough)

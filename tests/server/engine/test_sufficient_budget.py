@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
 from paged_kv.server.options import ServerOptions, parsed_server_options
@@ -55,6 +54,6 @@ def test_what_is_named_suffices_and_a_byte_less_does_not(
     provider = PagedModelProvider(parsed(least, *options))
     provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
     try:
-        assert pool_size(provider.factories[0].pool).longest > 0
+        assert provider.factories[0].pool.size.longest > 0
     finally:
         provider.reset()
