@@ -11,11 +11,14 @@ PagedKVError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class PagedKVError(Exception):
     """The base class of this package's exceptions."""
 
 
+@dataclass(eq=False, repr=False)
 class PoolExhausted(PagedKVError):
     """The byte budget cannot hold the blocks that a step needs; nothing was changed.
 
@@ -32,26 +35,13 @@ class PoolExhausted(PagedKVError):
         sufficient_tokens: how many tokens of the step's longest sequence it holds; None if unknown.
     """
 
-    def __init__(
-        self,
-        needed: int,
-        free: int,
-        evictable: int,
-        budget: int,
-        block_bytes: int,
-        sufficient_budget: int | None = None,
-        sufficient_tokens: int | None = None,
-    ) -> None:
-        super().__init__(
-            needed, free, evictable, budget, block_bytes, sufficient_budget, sufficient_tokens
-        )
-        self.needed = needed
-        self.free = free
-        self.evictable = evictable
-        self.budget = budget
-        self.block_bytes = block_bytes
-        self.sufficient_budget = sufficient_budget
-        self.sufficient_tokens = sufficient_tokens
+    needed: int
+    free: int
+    evictable: int
+    budget: int
+    block_bytes: int
+    sufficient_budget: int | None = None
+    sufficient_tokens: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -85,6 +75,7 @@ class PoolExhausted(PagedKVError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class OutOfMemory(PagedKVError, MemoryError):
     """MLX cannot allocate what a step of one token of one sequence needs, also after everything
     that was cached is evicted.
@@ -94,10 +85,8 @@ class OutOfMemory(PagedKVError, MemoryError):
         uid: the sequence's number in its BatchGenerator, which has removed it; None elsewhere.
     """
 
-    def __init__(self, why: str, uid: int | None = None) -> None:
-        super().__init__(why, uid)
-        self.why = why
-        self.uid = uid
+    why: str
+    uid: int | None = None
 
     def __str__(self) -> str:
         whose = (
@@ -109,6 +98,7 @@ class OutOfMemory(PagedKVError, MemoryError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class BlockStateError(PagedKVError):
     """The state of a block forbids the call, such as a second release.
 
@@ -117,15 +107,14 @@ class BlockStateError(PagedKVError):
         state: the block's state, in words.
     """
 
-    def __init__(self, block: int, state: str) -> None:
-        super().__init__(block, state)
-        self.block = block
-        self.state = state
+    block: int
+    state: str
 
     def __str__(self) -> str:
         return f"block {self.block} is {self.state}: it was released before, or is another pool's"
 
 
+@dataclass(eq=False, repr=False)
 class RollbackError(PagedKVError, ValueError):
     """A sequence with a sliding window cannot be trimmed so far; nothing was changed.
 
@@ -134,10 +123,8 @@ class RollbackError(PagedKVError, ValueError):
         possible: the most tokens that can be trimmed.
     """
 
-    def __init__(self, asked: int, possible: int) -> None:
-        super().__init__(asked, possible)
-        self.asked = asked
-        self.possible = possible
+    asked: int
+    possible: int
 
     def __str__(self) -> str:
         return (
@@ -147,6 +134,7 @@ class RollbackError(PagedKVError, ValueError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class NotPinned(PagedKVError, ValueError):
     """`unpin` names a prompt that is not pinned; nothing was changed.
 
@@ -155,10 +143,8 @@ class NotPinned(PagedKVError, ValueError):
         pins: number of pins, all of other prompts or salts.
     """
 
-    def __init__(self, num_tokens: int, pins: int) -> None:
-        super().__init__(num_tokens, pins)
-        self.num_tokens = num_tokens
-        self.pins = pins
+    num_tokens: int
+    pins: int
 
     def __str__(self) -> str:
         return (
@@ -168,6 +154,7 @@ class NotPinned(PagedKVError, ValueError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class UnknownSession(PagedKVError, LookupError):
     """`end_session` names a session that is not known; nothing was changed.
 
@@ -176,10 +163,8 @@ class UnknownSession(PagedKVError, LookupError):
         sessions: number of known sessions, of all salts.
     """
 
-    def __init__(self, session: object, sessions: int) -> None:
-        super().__init__(session, sessions)
-        self.session = session
-        self.sessions = sessions
+    session: object
+    sessions: int
 
     def __str__(self) -> str:
         return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from paged_kv.allocator.prefixes.prefix_node import Node
 
@@ -34,54 +34,44 @@ class Keeping(Enum):
 
 
 @dataclass(frozen=True)
-class Unstored:
-    """A salt for prompts that are cached in memory only, and never written to a store. They share
-    what is cached with all other prompts of the inner salt.
+class MarkedSalt:
+    """A salt that says what may be kept of a prompt, which shares what is cached with all other
+    prompts of the salt in it.
 
     Attributes:
-        salt: the inner salt.
+        salt: the inner salt, which may be marked too.
     """
 
+    keeping: ClassVar[Keeping]
     salt: Hashable = None
 
 
-@dataclass(frozen=True)
-class Published:
-    """A salt for prompts that another machine waits for.
+class Unstored(MarkedSalt):
+    """A salt for prompts that are cached in memory only, and never written to a store."""
 
-    Attributes:
-        salt: the inner salt.
-    """
-
-    salt: Hashable = None
+    keeping = Keeping.NOTHING
 
 
-@dataclass(frozen=True)
-class LookedUp:
-    """A salt for the second look-up of a prompt, such as that of a sequence that gave its pages up.
+class Published(MarkedSalt):
+    """A salt for prompts that another machine waits for."""
 
-    Attributes:
-        salt: the salt of the first one.
-    """
+    keeping = Keeping.AT_ONCE
 
-    salt: Hashable = None
+
+class LookedUp(MarkedSalt):
+    """A salt for the second look-up of a prompt, as of a sequence that gave its pages up."""
+
+    keeping = Keeping.KNOWN
 
 
 def inner_salt(salt: Hashable) -> Hashable:
     """The salt that separates prompts, without the marks."""
-    return inner_salt(salt.salt) if isinstance(salt, Unstored | Published | LookedUp) else salt
+    return inner_salt(salt.salt) if isinstance(salt, MarkedSalt) else salt
 
 
 def keeping_of(salt: Hashable) -> Keeping:
     """What may be kept of prompts of this salt."""
-    match salt:
-        case Unstored():
-            return Keeping.NOTHING
-        case Published():
-            return Keeping.AT_ONCE
-        case LookedUp():
-            return Keeping.KNOWN
-    return Keeping.AS_RULED
+    return salt.keeping if isinstance(salt, MarkedSalt) else Keeping.AS_RULED
 
 
 class LowerTier(Protocol):
