@@ -62,7 +62,6 @@ from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
-from paged_kv.steps.step_row import StepRow
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder
 
 Work = Callable[[], None]
@@ -345,7 +344,7 @@ class Preemption:
         if cache is None or cache.pool is not self._pool or not counts:
             return
         counted = zip(cache.sequences, counts, strict=True)
-        reserve(self._pool, [StepRow.next(each, cache.layer, count) for each, count in counted])
+        reserve(self._pool, [each.next_step(cache.layer, count) for each, count in counted])
 
     def _promised(self, uid: int, growth: Growth) -> Growth:
         """The tokens of a sequence that others must leave room for."""

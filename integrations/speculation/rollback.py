@@ -22,7 +22,6 @@ from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.steps.blocks import reserve
-from paged_kv.steps.step_row import StepRow
 
 # Files of mlx-lm whose recurrent layers leave padding out of their states, as
 # tests/integrations/test_zoo.py finds. In others the rows of each length take steps of their own,
@@ -169,7 +168,7 @@ def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list
     for first in paged_caches(prompt_cache)[:1]:
         # Now, for all rows: one that fails would leave others a step ahead.
         steps = zip(first.sequences, lengths, strict=True)
-        reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])
+        reserve(first.pool, [each.next_step(first.layer, count) for each, count in steps])
     order: list[int] = []
     parts: list[list[Any]] = []
     found: list[mx.array] = []

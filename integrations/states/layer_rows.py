@@ -223,7 +223,7 @@ class LayerRows(CacheList):
         cache, *others = self.caches
         step = self._begin(rows)
         with cache.pool.lock:
-            before = self._latest(step.rows[0].before)
+            before = self._latest(step.rows[0].before.tokens)
             cache.update_and_fetch(*self._layout(cache).shares(rows))
             step.take([each.layer for each in others])
             for each in others:
@@ -415,14 +415,14 @@ class LayerRows(CacheList):
         the step's own are assigned."""
         step = self._open_step
         if step is not None and name not in self._assigned:
-            return step.rows[0].before
+            return step.rows[0].before.tokens
         return cache.sequences[0].progress(cache.layer).tokens
 
 
 def _closed(step: Step, rows: AppendedRows) -> range:
     """The numbers of the rows whose groups a step closes."""
-    _, before, end, *_ = step.rows[0]
-    return range(before // rows.rate, end // rows.rate)
+    _, before, after = step.rows[0]
+    return range(before.tokens // rows.rate, after.tokens // rows.rate)
 
 
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.

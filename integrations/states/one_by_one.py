@@ -14,7 +14,6 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.steps.blocks import reserve
-from paged_kv.steps.step_row import StepRow
 
 # These files of mlx-lm make positions or a mask for one sequence and use them for all:
 # gpt_bigcode.py, line 150, and llama4.py, line 232, of the first cache's offset as a number;
@@ -70,7 +69,7 @@ def one_by_one(
     counts = [each.padding.own(num_tokens) for each in progress]
     steps = zip(first.sequences, counts, strict=True)
     # Now, for all of them: what the budget does not hold is known before the first is computed.
-    reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])
+    reserve(first.pool, [each.next_step(first.layer, count) for each, count in steps])
     if first.pool.ranks.size > 1:
         step = _computed(step)
     found = [

@@ -26,8 +26,7 @@ from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.batch import Batch, write
 from paged_kv.steps.masks import step_mask
-from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step_row import offset_of
+from paged_kv.steps.sequence import Sequence, offset_of
 
 
 class PagedKVCache:

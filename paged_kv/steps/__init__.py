@@ -4,7 +4,6 @@ sequence         owns blocks, and knows how many tokens each layer has
 progress         counts the tokens of a layer of a sequence, and its padding
 batch            sequences that take their steps together; the layers of a cache share it
 step             the next tokens of some sequences, planned once for all layers
-step_row         a step in one sequence
 blocks           the blocks of a step: recodes full pages, reserves, caches what rings pass
 metadata         where kernels find the tokens of a step, and of its parts
 read             all tokens of a layer at one step, as attention asks for them

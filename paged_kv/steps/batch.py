@@ -21,9 +21,8 @@ from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import full_blocks, make_room
 from paged_kv.steps.read import PagedRead
-from paged_kv.steps.sequence import LayerwiseSequences, Sequence
+from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow
 from paged_kv.steps.step import Step
-from paged_kv.steps.step_row import StepRow, layers_of_step
 
 
 class Batch:
@@ -83,9 +82,7 @@ class Batch:
             return self._begin(layer, count)
         # All layers have taken it, and take the next one too.
         with self.pool.lock:
-            rows = []
-            for sequence, _, end, padding, _ in step.rows:
-                rows.append(StepRow.after(sequence, end, padding, count))
+            rows = [StepRow(each, now, now.after(count)) for each, _, now in step.rows]
             self.step = Step(self.pool, rows, count, step.layers).begin()
             return self.step
 
@@ -130,7 +127,7 @@ class Batch:
             if step is None or not step.is_open or layer not in step.layers - step.waiting:
                 if unwritten is None:
                     commit(self.sequences, {layer})
-                rows = [StepRow.latest(sequence, layer) for sequence in self.sequences]
+                rows = [sequence.latest_step(layer) for sequence in self.sequences]
                 step = self.step = Step(pool, rows, 0, {layer}).begin()
             group_step = step.group_step(layer, read_first=unwritten is not None)
             group_step.follow_moves()
@@ -170,8 +167,10 @@ class Batch:
 
     def _begin(self, layer: int, count: int) -> Step:
         with self.pool.lock:
-            layers = layers_of_step(self.sequences, layer, self.pool.num_layers)
-            rows = [StepRow.next(sequence, layer, count) for sequence in self.sequences]
+            layers: Set[int] = frozenset(range(self.pool.num_layers))
+            for sequence in self.sequences:
+                layers &= sequence.layers.level_with(layer)
+            rows = [sequence.next_step(layer, count) for sequence in self.sequences]
             self.step = Step(self.pool, rows, count, layers).begin()
             return self.step
 

@@ -36,8 +36,7 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
 from paged_kv.pool.window import Window
-from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.sequence import Sequence, StepRow
 
 
 class Scratch(dict[LayerGroup, dict[str, BlockTable]]):
@@ -77,7 +76,7 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
             _make_frames(pool, pool.offloading, rows)
         growing: list[tuple[BlockTable, int, int]] = []
         others: list[SequenceWrite] = []
-        for sequence, start, end, *_ in rows:
+        for sequence, (start, *_), (end, *_) in rows:
             for group in pool.groups:
                 if group.is_open and end > start:
                     table = sequence.tables.get(group) or sequence.table(group)
@@ -115,10 +114,10 @@ def _with_prompts(error: PoolExhausted, pool: PagePool, rows: list[StepRow]) -> 
     if error.sufficient_budget is None:
         return error
     size, reclaimer = pool.size, pool.reclaimer
-    prompts = [max(row.end, row.sequence.prompt_tokens) for row in rows]
+    prompts = [max(row.after.tokens, row.sequence.prompt_tokens) for row in rows]
     whole = sum(map(size.bytes_for, prompts))
-    later = whole - sum(size.bytes_for(row.end) for row in rows)
-    more = whole - sum(size.bytes_for(row.before) for row in rows)
+    later = whole - sum(size.bytes_for(row.after.tokens) for row in rows)
+    more = whole - sum(size.bytes_for(row.before.tokens) for row in rows)
     enough = max(
         reclaimer.holding_more(error.sufficient_budget, later),
         # The error may be of one page of the step, or of its scratch blocks.
@@ -151,7 +150,7 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
         PoolExhausted: the budget does not hold one.
     """
     (group,) = [group for group in pool.groups if group.offloading is offloading]
-    if not group.is_open or max(end - before for _, before, end, *_ in rows) != 1:
+    if not group.is_open or max(after.tokens - before.tokens for _, before, after in rows) != 1:
         return
     wanted = offloading.wanted_frames(group.allocator)
     if wanted <= offloading.most_tried:
@@ -269,7 +268,8 @@ def is_read_first(window: Window, rows: list[StepRow], count: int) -> bool:
     """Whether the queries of a step of `count` tokens attend before it is written: because they see
     tokens that it overwrites, or because an uncached page would be lost."""
     return count > window.write_chunk or any(
-        row.sequence.caches_out_of_window and _skipped_pages(window, row.before, row.end)
+        row.sequence.caches_out_of_window
+        and _skipped_pages(window, row.before.tokens, row.after.tokens)
         for row in rows
     )
 

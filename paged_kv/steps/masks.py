@@ -11,7 +11,7 @@ import numpy as np
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.dense_attention import batch_mask, causal_window_mask
 from paged_kv.pool.window import Window
-from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.sequence import StepRow
 
 
 class PagedMask(mx.array):
@@ -61,7 +61,7 @@ def step_mask(
     if len(rows) == 1:
         if count == 1 and window is None and window_size is None:
             return None
-        if not _is_array(rows[0].before, count, window, return_array, window_size):
+        if not _is_array(rows[0].before.tokens, count, window, return_array, window_size):
             return None if count == 1 else "causal"
     ends = _ends(rows, window)
     if window is None:
@@ -99,12 +99,10 @@ def _is_array(
 def _ends(rows: list[StepRow], window: Window | None) -> AttentionMetadata:
     """The lengths and padding after a step, without block tables."""
     lengths = []
-    for row in rows:
-        passed = (
-            0 if window is None else max(0, window.first_visible(row.before) - window.sink_tokens)
-        )
-        lengths.append(row.end - passed)
-    return AttentionMetadata((), tuple(lengths), tuple([row.padding.right for row in rows]))
+    for _, before, after in rows:
+        first = 0 if window is None else window.first_visible(before.tokens) - window.sink_tokens
+        lengths.append(after.tokens - max(0, first))
+    return AttentionMetadata((), tuple(lengths), tuple([row.after.padding.right for row in rows]))
 
 
 class Visibility(NamedTuple):

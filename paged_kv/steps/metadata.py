@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
-from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.sequence import StepRow
 
 
 def attention_metadata(
@@ -33,7 +33,7 @@ def attention_metadata(
     if group.window is not None:
         return _ring_metadata(group, group.window, rows, read_first)
     tables, ends, right_padding = [], [], []
-    for sequence, _, end, padding, _ in rows:
+    for sequence, _, (end, _, padding) in rows:
         table = sequence.tables.get(group)
         tables.append(() if table is None else table.blocks)
         ends.append(end)
@@ -95,12 +95,13 @@ class _RowPages:
         self.resumed: dict[int, int] = {}
         if group.window is None and self._blocks:
             self._find_recoded(row.sequence.table(group), scratch)
-        self.cuts = [(page + 1) * PAGE_SIZE - row.offset for page in self._recoded]
+        self.cuts = [(page + 1) * PAGE_SIZE - row.before.offset for page in self._recoded]
 
     def metadata(self, end: int) -> tuple[tuple[int, ...], int, int]:
         """Block table, context length and right padding at the step's first `end` tokens."""
-        position = self._row.offset + end
-        length = min(max(position, self._row.before), self._row.end)
+        _, before, after = self._row
+        position = before.offset + end
+        length = min(max(position, before.tokens), after.tokens)
         latest = max(0, length - 1) // PAGE_SIZE
         blocks = list(self._blocks[: latest + 1])
         for page, (written, recoded) in self._recoded.items():
@@ -110,12 +111,12 @@ class _RowPages:
 
     def recoded_at(self, end: int) -> list[tuple[int, int]]:
         """The page copy to make after the step's first `end` tokens, if any."""
-        page = (self._row.offset + end) // PAGE_SIZE - 1
+        page = (self._row.before.offset + end) // PAGE_SIZE - 1
         is_cut = end in self.cuts
         return [self._recoded[page]] if is_cut else []
 
     def _find_recoded(self, table: BlockTable, scratch: BlockTable | None) -> None:
-        write = Write(table, self._row.before, self._row.end)
+        write = Write(table, self._row.before.tokens, self._row.after.tokens)
         for page in write.left_pages:
             block, last = table.blocks[page], table.blocks[write.left_pages.stop]
             holds_earlier = page == write.left_pages.start and write.begins_within_page
@@ -136,7 +137,7 @@ def _ring_metadata(
     """Metadata for a window. Each table begins with the page of the first token in the window of
     the step's first query, preceded by the head's pages if they are not adjacent."""
     tables, lengths, firsts, heads = [], [], [], []
-    for sequence, before, end, *_ in rows:
+    for sequence, (before, *_), (end, *_) in rows:
         first, sink_tokens = window.first_visible(before), window.sink_tokens
         if first <= sink_tokens:
             first = sink_tokens = 0
@@ -150,5 +151,5 @@ def _ring_metadata(
         firsts.append(first + shift if first else 0)
         heads.append(sink_tokens)
     head_tokens = tuple(heads) if window.sink_tokens else ()
-    padding = tuple([row.padding.right for row in rows])
+    padding = tuple([row.after.padding.right for row in rows])
     return AttentionMetadata(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)

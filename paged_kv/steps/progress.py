@@ -74,6 +74,14 @@ class Progress(NamedTuple):
         """The position of the next token; negative if that token is padding."""
         return self.tokens + self.padding.right - self.padding.left
 
+    def after(self, count: int) -> Progress:
+        """The progress after a step of `count` tokens, padding included."""
+        tokens, _, padding = self
+        if padding is NO_PADDING:
+            return Progress(tokens + count, count, padding)
+        own = padding.own(count)
+        return Progress(tokens + own, own, padding.after(count))
+
     def is_level_with(self, other: Progress) -> bool:
         """Whether both take the same step next."""
         return (self.tokens, self.padding) == (other.tokens, other.padding)

@@ -26,9 +26,10 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.masks import PagedMask, step_mask
+from paged_kv.steps.progress import Progress
 from paged_kv.steps.read import PagedRead
+from paged_kv.steps.sequence import StepRow
 from paged_kv.steps.step import GroupStep, Step
-from paged_kv.steps.step_row import StepRow
 
 # Beyond all contexts: a recording with the number of its step in it differs at once from a step by
 # Python, also where it compares the number with a threshold. A prime and one: a remainder differs.
@@ -111,7 +112,8 @@ class RecordableStep:
             QuantisedPage: a page that the step is written to has not 16 bits.
         """
         for row in step.rows:
-            if row.before < 1 or not row.padding.is_none or row.padding.right:
+            padding = row.after.padding
+            if row.before.tokens < 1 or not padding.is_none or padding.right:
                 return None
         tables: dict[LayerGroup, Tables] = {}
         of_groups: dict[LayerGroup, GroupStep] = {}
@@ -140,7 +142,7 @@ class RecordableStep:
         Raises:
             ThreadConflict: another thread has yet to compute some of them.
         """
-        positions = mx.array([row.offset for row in self.step.rows], mx.int32)
+        positions = mx.array([row.before.offset for row in self.step.rows], mx.int32)
         arrays = [positions]
         for each in self.tables.values():
             arrays += each.arrays
@@ -178,10 +180,8 @@ class RecordedStep:
         self._offset_after = self._offset + 1
         self._reads: dict[int, tuple[PagedRead, mx.array, mx.array]] = {}
         self._tables = recordable.tables
-        rows = [
-            row._replace(before=FAR_TOKENS, end=FAR_TOKENS + 1, offset=FAR_TOKENS)
-            for row in step.rows
-        ]
+        far = Progress(FAR_TOKENS)
+        rows = [StepRow(row.sequence, far, far.after(1)) for row in step.rows]
         self._step = Step(step.pool, rows, 1, step.layers)  # No sequence takes part in it.
         self._groups = {
             group: _recorded(

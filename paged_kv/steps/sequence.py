@@ -192,6 +192,16 @@ class Sequence:
         table = self.tables.get(group)
         return () if table is None else table.blocks
 
+    def next_step(self, layer: int, count: int) -> StepRow:
+        """The step of a layer's next `count` tokens, padding included."""
+        before = self.progress(layer)
+        return StepRow(self, before, before.after(count))
+
+    def latest_step(self, layer: int) -> StepRow:
+        """The step that a layer has taken last."""
+        after = self.progress(layer)
+        return StepRow(self, after._replace(tokens=after.tokens - after.latest), after)
+
     def is_held_in(self, page_format: PageFormat) -> bool:
         """Whether all full pages have the formats of a sequence of that format, or get them when
         the next step begins, so that a conversion has nothing to do."""
@@ -409,6 +419,20 @@ class Sequence:
             out_of_window = self.out_of_window.get(group, {})
             for page in [page for page in out_of_window if (page + 1) * PAGE_SIZE > tokens]:
                 del out_of_window[page]
+
+
+class StepRow(NamedTuple):
+    """A step in one sequence: how far the layers that take it are before and after it."""
+
+    sequence: Sequence
+    before: Progress
+    after: Progress
+
+
+def offset_of(positions: list[int]) -> int | mx.array:
+    """The positions of a batch as models take them: a number for one sequence, int32 [B] for
+    several."""
+    return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:

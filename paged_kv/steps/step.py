@@ -28,7 +28,7 @@ from paged_kv.steps.blocks import Scratch, is_read_first, reserve, reserve_skipp
 from paged_kv.steps.masks import Visibility
 from paged_kv.steps.metadata import StepPart, attention_metadata, step_parts
 from paged_kv.steps.progress import Progress
-from paged_kv.steps.step_row import StepRow, offset_of
+from paged_kv.steps.sequence import StepRow, offset_of
 from paged_kv.steps.unwritten import UnwrittenStep
 
 step_numbers = numbers()
@@ -78,9 +78,9 @@ class Step:
 
     def begin(self) -> Step:
         """Let the sequences take part in the step, which closes any other of theirs."""
-        for sequence, before, end, padding, _ in self.rows:
-            taken = sequence.begin_step(self, grows=end > before)
-            self._taken.append((taken, Progress(end, end - before, padding)))
+        for sequence, before, after in self.rows:
+            taken = sequence.begin_step(self, grows=after.tokens > before.tokens)
+            self._taken.append((taken, after))
             self._keeps_skipped |= sequence.caches_out_of_window
         return self
 
@@ -94,13 +94,12 @@ class Step:
     @cached_property
     def offset_before(self) -> int | mx.array:
         """The position of the first token: a number for one sequence, int32 [B] for a batch."""
-        rows = self.rows
-        return rows[0].offset if len(rows) == 1 else offset_of([row.offset for row in rows])
+        return offset_of([row.before.offset for row in self.rows])
 
     @cached_property
     def offset_after(self) -> int | mx.array:
         """The position after the last token."""
-        return offset_of([progress.offset for _, progress in self._taken])
+        return offset_of([row.after.offset for row in self.rows])
 
     def begin_in_model(self) -> None:
         """Let a model take the step, and reserve blocks for it.
@@ -212,7 +211,7 @@ class Step:
         is written fills them."""
         self._keeps_skipped = False
         for row in self.rows:
-            reserve_skipped(self.pool.reclaimer, self.pool.groups, row.sequence, row.end)
+            reserve_skipped(self.pool.reclaimer, self.pool.groups, row.sequence, row.after.tokens)
 
     def _has_tokens(self) -> bool:
         return any(row.sequence.length for row in self.rows)
