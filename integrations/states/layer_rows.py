@@ -225,7 +225,7 @@ class LayerRows(CacheList):
         with cache.pool.lock:
             before = self._latest(step.rows[0].before.tokens)
             cache.update_and_fetch(*self._layout(cache).shares(rows))
-            step.take([each.layer for each in others])
+            step.waiting.difference_update([each.layer for each in others])
             for each in others:
                 layout = self._layout(each)
                 if (early := self._early.pop(layout.name, None)) is not None:

@@ -7,7 +7,6 @@ mlx-lm's batches are rectangles: shorter prompts are padded, on the right during
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,63 +81,63 @@ class Progress(NamedTuple):
         own = padding.own(count)
         return Progress(tokens + own, own, padding.after(count))
 
-    def is_level_with(self, other: Progress) -> bool:
-        """Whether both take the same step next."""
-        return (self.tokens, self.padding) == (other.tokens, other.padding)
+
+class StepProgress(NamedTuple):
+    """A step that goes from layer to layer.
+
+    Attributes:
+        layers: those that take it.
+        waiting: those of them that have not taken it yet. The step changes it.
+        after: how far the others are.
+    """
+
+    layers: Set[int]
+    waiting: Set[int]
+    after: Progress
 
 
 class LayerProgress:
-    """How far the layers of a sequence are: most have the same progress, so only the others are
-    listed.
+    """How far the layers of a sequence are.
 
     Attributes:
-        most: the progress of most layers.
-        others: that of the layers that differ. A step notes here each layer that has taken it.
+        settled: the progress of each layer, without the step.
+        step: the step that layers may have taken since; None if there is none.
     """
 
-    __slots__ = ("most", "num_layers", "others")
+    __slots__ = ("settled", "step")
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self.most = Progress()
-        self.others: dict[int, Progress] = {}
+    def __init__(self, settled: list[Progress]) -> None:
+        self.settled = settled
+        self.step: StepProgress | None = None
 
     def of(self, layer: int) -> Progress:
         """The progress of one layer."""
-        return self.others.get(layer, self.most)
+        step = self.step
+        if step is not None and layer in step.layers and layer not in step.waiting:
+            return step.after
+        return self.settled[layer]
 
     def longest(self, layers: Iterable[int] | None = None) -> int:
         """The tokens of the layer that has most, of all or of `layers`."""
-        if layers is None:
-            return max(self.most.tokens, *[each.tokens for each in self.others.values()], 0)
+        step, num_layers = self.step, len(self.settled)
+        if step is not None and not step.waiting and len(step.layers) == num_layers:
+            return step.after.tokens  # all have taken it
+        layers = range(num_layers) if layers is None else layers
         return max([self.of(layer).tokens for layer in layers])
 
     def level_with(self, layer: int) -> Set[int]:
         """The layers that take the same step next as this one does."""
-        mine, layers = self.of(layer), range(self.num_layers)
-        if all(mine.is_level_with(other) for other in (self.most, *self.others.values())):
-            return frozenset(layers)
-        return {other for other in layers if mine.is_level_with(self.of(other))}
+        places = [(each.tokens, each.padding) for each in map(self.of, range(len(self.settled)))]
+        return frozenset([at for at, place in enumerate(places) if place == places[layer]])
 
     def set(self, layer: int, progress: Progress) -> None:
         """Change how far one layer is."""
-        self.others[layer] = progress
-        self.fold()
+        self.settle()
+        self.settled[layer] = progress
 
-    def fold(self) -> None:
-        """List only layers that differ from most; at least one is listed now."""
-        found, count = list(self.others.values()), self.num_layers
-        if found.count(found[0]) == count:  # the usual end of a step
-            self.most, self.others = found[0], {}
-            return
-        if 2 * len(found) > count:
-            layers = {layer: self.of(layer) for layer in range(count)}
-            self.most, self.others = Counter(layers.values()).most_common(1)[0][0], layers
-        self.others = {at: each for at, each in self.others.items() if each != self.most}
-
-    def without_latest(self) -> LayerProgress:
-        """The same tokens, whose latest step no query can attend to."""
-        copy = LayerProgress(self.num_layers)
-        copy.most = self.most._replace(latest=0)
-        copy.others = {at: each._replace(latest=0) for at, each in self.others.items()}
-        return copy
+    def settle(self) -> None:
+        """End the step: layers that wait stay where they are."""
+        step, self.step = self.step, None
+        if step is not None:
+            for layer in step.layers - step.waiting:
+                self.settled[layer] = step.after

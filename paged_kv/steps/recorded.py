@@ -162,7 +162,7 @@ class RecordableStep:
         for group, group_step in self.group_steps.items():
             if group.read_tokens is not None and self.leaves_out(group):
                 group_step.count_choice(self.step.pool, group.read_tokens)
-        self.step.take(written)
+        self.step.waiting.difference_update(written)
 
 
 class RecordedStep:

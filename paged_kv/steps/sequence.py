@@ -19,24 +19,30 @@ from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool, require_pool
-from paged_kv.steps.progress import NO_PADDING, LayerProgress, Padding, Progress
+from paged_kv.steps.progress import (
+    NO_PADDING,
+    LayerProgress,
+    Padding,
+    Progress,
+    StepProgress,
+)
 from paged_kv.steps.rollback_bounds import RollbackBounds
 from paged_kv.steps.unwritten import UnwrittenStep, write_to_ring
 
 
 class OpenStep(Protocol):
-    """What a sequence changes of its current step, a `Step`, when it closes it. The step holds the
-    sequence, so the sequence does not hold the step."""
+    """What a sequence knows of its current step, a `Step`. The step holds the sequence, so the
+    sequence does not hold the step."""
 
     is_open: bool
     scratch: Any
+    layers: Set[int]
+    waiting: set[int]
 
 
 class _Before(NamedTuple):
     """What a sequence had before its current step."""
 
-    most: Progress
-    others: dict[int, Progress]
     bounds: RollbackBounds
     unwritten: dict[int, UnwrittenStep]
 
@@ -140,7 +146,7 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        self.layers = LayerProgress(pool.num_layers)
+        self.layers = LayerProgress([Progress()] * pool.num_layers)
         self.bounds = RollbackBounds(pool)
         self._states_len = 0
         self.of_head: Any = None
@@ -176,8 +182,7 @@ class Sequence:
 
     def progress(self, layer: int) -> Progress:
         """How far a layer is."""
-        layers = self.layers  # As `layers.of`, without a second call in every step.
-        return layers.others.get(layer, layers.most)
+        return self.layers.of(layer)
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
@@ -216,25 +221,20 @@ class Sequence:
                 table.page_format = page_format.name
                 table.first_format = page_format.first.name
 
-    def begin_step(self, step: OpenStep, *, grows: bool) -> dict[int, Progress]:
-        """Take part in a step, which adds tokens if it `grows`; returns where it records the layers
-        that have taken it. Closes any other step."""
+    def begin_step(self, step: OpenStep, row: StepRow) -> None:
+        """Take part in a step, and close any other."""
         self.close_step()
-        if grows:
+        if row.after.tokens > row.before.tokens:
             self._forks.clear()
-        layers = self.layers
-        if layers.others:
-            layers.fold()
-        others = layers.others
         self._step = weakref.ref(step)
-        self._before = _Before(layers.most, others, self.bounds, self.unwritten)
-        layers.others = dict(others)
-        return layers.others
+        self._before = _Before(self.bounds, self.unwritten)
+        self.layers.step = StepProgress(step.layers, step.waiting, row.after)
 
     def close_step(self) -> None:
         """Close the current step, before a change that is not its next layer's write."""
         if self._step is not None:
             step, self._step = self._step(), None
+            self.layers.settle()
             if step is not None:
                 step.is_open, step.scratch = False, None
 
@@ -243,14 +243,12 @@ class Sequence:
         one. `shrink` then gives back its blocks."""
         if self._step is None or self._step() is not step:
             return False
+        before = self._before
+        self.bounds = self._bounds_after_undo(before)
+        self.layers.step = None
         self.close_step()
         self.prompt_states = None
-        before, layers = self._before, self.layers
-        self.bounds = self._bounds_after_undo(before)
-        layers.most, layers.others = before.most, dict(before.others)
         # An earlier step that was written to its ring since then stays so.
-        for layer in before.unwritten.keys() - self.unwritten.keys():
-            layers.others[layer] = layers.of(layer)._replace(latest=0)
         self.unwritten = {
             layer: each
             for layer, each in self.unwritten.items()
@@ -262,7 +260,7 @@ class Sequence:
         """The bounds before the current step, which may have written to rings."""
         bounds = before.bounds
         for layer in self.pool.windows:
-            tokens = before.others.get(layer, before.most).tokens
+            tokens = self.layers.settled[layer].tokens
             is_unwritten = self.unwritten.get(layer) not in (None, before.unwritten.get(layer))
             if 0 < tokens < self.progress(layer).tokens and not is_unwritten:
                 group = self.pool.group_of(layer)
@@ -292,7 +290,7 @@ class Sequence:
                 progress.tokens,
             )
             self.unwritten = {at: each for at, each in self.unwritten.items() if at != layer}
-            self.layers.others[layer] = progress._replace(latest=0)
+            self.layers.settled[layer] = progress._replace(latest=0)
 
     def keep_unwritten(self, layer: int, step: UnwrittenStep) -> None:
         """Keep a layer's step until it is written to its ring."""
@@ -391,7 +389,9 @@ class Sequence:
         copy.prompt_states = self.prompt_states
         copy.caches_out_of_window = self.caches_out_of_window
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
-        copy.layers = self.layers.without_latest()
+        # No query can attend to the latest step.
+        settled = [Progress(tokens, 0, padding) for tokens, _, padding in self.layers.settled]
+        copy.layers = LayerProgress(settled)
         copy.bounds = self.bounds
         copy.of_head = self.of_head
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}

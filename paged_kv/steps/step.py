@@ -8,7 +8,7 @@ one of the sequences closes the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import cached_property
 from itertools import count as numbers
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.blocks import Scratch, is_read_first, reserve, reserve_skipped
 from paged_kv.steps.masks import Visibility
 from paged_kv.steps.metadata import StepPart, attention_metadata, step_parts
-from paged_kv.steps.progress import Progress
 from paged_kv.steps.sequence import StepRow, offset_of
 from paged_kv.steps.unwritten import UnwrittenStep
 
@@ -50,7 +49,7 @@ class Step:
     Attributes:
         number: of `step_numbers`.
         shape: numbers of sequences and of tokens.
-        waiting: the layers that have not taken the step yet.
+        waiting: the layers that have not taken the step yet; its sequences ask for it.
         is_open: whether the step still holds: no sequence has changed in another way since it
             began.
         is_unread: whether attention has not read the latest layer's keys and values yet, where it
@@ -72,16 +71,13 @@ class Step:
         self.attending: frozenset[int] = frozenset()
         self._reserved_groups = 0
         self._groups: dict[int, GroupStep] = {}
-        # Where each sequence records the layers that have taken the step, and what it records.
-        self._taken: list[tuple[dict[int, Progress], Progress]] = []
         self._keeps_skipped = False
 
     def begin(self) -> Step:
         """Let the sequences take part in the step, which closes any other of theirs."""
-        for sequence, before, after in self.rows:
-            taken = sequence.begin_step(self, grows=after.tokens > before.tokens)
-            self._taken.append((taken, after))
-            self._keeps_skipped |= sequence.caches_out_of_window
+        for row in self.rows:
+            row.sequence.begin_step(self, row)
+            self._keeps_skipped |= row.sequence.caches_out_of_window
         return self
 
     def __enter__(self) -> None:
@@ -143,8 +139,6 @@ class Step:
             step.locate()
         # Before the write: one that fails may have overwritten a ring's tokens.
         self.waiting.discard(layer)
-        for taken, progress in self._taken:
-            taken[layer] = progress
         return step, pages, arrays
 
     def undo(self) -> None:
@@ -199,12 +193,6 @@ class Step:
                 )
                 steps.update(dict.fromkeys(group.layers, step))
         return steps
-
-    def take(self, layers: Iterable[int]) -> None:
-        """Record that these layers have taken the step."""
-        self.waiting.difference_update(layers)
-        for taken, progress in self._taken:
-            taken.update(dict.fromkeys(layers, progress))
 
     def _reserve_skipped(self) -> None:
         """Allocate blocks for pages that rings never hold, before the first write: only a step that
