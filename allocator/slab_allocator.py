@@ -20,14 +20,15 @@ from typing import Generic, TypeVar
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
-from paged_kv.allocator.rewriting import (
-    Rewrite,
-    compacting,
-    growing,
-    joining,
-    tidying,
+from paged_kv.allocator.rewriting import Rewrite, compacting, growing, joining, tidying
+from paged_kv.allocator.slabs import (
+    IDLE_STEPS,
+    PAGE_BITS,
+    FormatSlabs,
+    block_range,
+    by_format,
+    slab_of,
 )
-from paged_kv.allocator.slabs import PAGE_BITS, FormatSlabs, block_range, by_format, slab_of
 
 RewriteSlabs = Callable[[Rewrite, int, Mapping[int, int]], bool]
 """Called with (rewrite, number of its new slab, page copies): maps that slab if the rewrite has
@@ -239,11 +240,6 @@ class SlabAllocator(Generic[Table]):
         self._slab_format[slab] = slabs
         self._may_be_untidy = True
 
-    @property
-    def is_tidy(self) -> bool:
-        """Whether `tidy` has nothing to do."""
-        return not (self._may_be_untidy or self._dropped)
-
     def tidy(self) -> bool:
         """Record a step, and make one rewrite that is due: free pages beyond `FormatSlabs.reserve`
         are given back, and slabs joined if there are more than `max_slabs`. Returns whether there
@@ -251,11 +247,14 @@ class SlabAllocator(Generic[Table]):
 
         It copies few pages, so that it can be called between steps. O(formats) if none is due.
         """
+        if not (self._may_be_untidy or self._dropped):
+            return False
         self.drain()
         self._may_be_untidy = False
         for slabs in self.formats:
             if slabs.spare:
-                for slab in slabs.record_step():
+                slabs.idle_steps += 1
+                for slab in slabs.empty_slabs() if slabs.idle_steps >= IDLE_STEPS else ():
                     self._unmap(slab)
                 self._may_be_untidy |= slabs.spare > 0
             if len(slabs.free) > slabs.reserve:
@@ -276,12 +275,15 @@ class SlabAllocator(Generic[Table]):
         self.drain()
         moved = 0
         # One format at a time: what it gives back is room to copy another's pages.
-        while rewrite := next(filter(None, map(self._compacting, self.formats)), None):
+        while True:
+            rewrites = (compacting(each, self.budget.left) for each in self.formats)
+            rewrite = next(filter(None, rewrites), None)
+            if rewrite is None:
+                return moved
             copied = rewrite.copied
             if not self._rewrite(rewrite):
-                break
+                return moved
             moved += copied
-        return moved
 
     def apply_moves(self, moves: Mapping[int, int]) -> None:
         """Update every table and reference count after pages were copied to free blocks, possibly
@@ -364,9 +366,6 @@ class SlabAllocator(Generic[Table]):
             self._rewrite(joined)
             return False
         return grown is not None and self._rewrite(grown)
-
-    def _compacting(self, slabs: FormatSlabs) -> Rewrite | None:
-        return compacting(slabs, self.budget.left)
 
     def _rewrite(self, rewrite: Rewrite) -> bool:
         """Make a rewrite; returns whether pages could move and the budget held them."""

@@ -141,11 +141,6 @@ class FormatSlabs:
         self.num_used -= len(blocks)
         return emptied
 
-    def record_step(self) -> list[int]:
-        """Record that a step has ended; returns the empty slabs that none has needed for long."""
-        self.idle_steps += 1
-        return self.empty_slabs() if self.idle_steps >= IDLE_STEPS else []
-
     def empty_slabs(self) -> list[int]:
         """The slabs of which no block is used."""
         return [slab for slab, used in self.used.items() if not used]

@@ -405,7 +405,7 @@ class PagedCacheFactory:
         self._stored = StoredPrefixes(
             self.prefixes, self.store, identity, codec, options.store_options
         )
-        self.prefixes.put_below(self._stored)
+        self.prefixes.lower = self._stored
 
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
         """Everything besides the tokens that the content of pages depends on. `version` None means

@@ -119,7 +119,11 @@ class PrefixIndex:
                     self._roots[namespace] = node
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
-                node = self._child(node, page) or self._add(node, page, theirs)
+                closest, common = _closest_child(node, page)
+                if closest is None or common < len(page):
+                    node = self._add(node, page, theirs, closest, common)
+                else:
+                    node = closest
                 path.append(node)
             self._record_use(path, self._leaves.history.stored)
             self._judge(path)
@@ -206,7 +210,7 @@ class PrefixIndex:
             self._evict(lambda node: node.is_pinned, is_enough)
             return before - len(self)
 
-    def prune(self, is_needed: Callable[[Node], bool]) -> None:
+    def prune(self, is_needed: Callable[[Node], object]) -> None:
         """Remove the ends of prompts that are neither needed nor pinned. O(leaves)."""
         with self.lock:
             for node in list(self._leaves):
@@ -253,14 +257,16 @@ class PrefixIndex:
                 break
         return tuple(path), matched
 
-    def _child(self, node: Node, page: tuple[int, ...]) -> Node | None:
-        """The child that holds these tokens, or begins with them."""
-        child, common = _closest_child(node, page)
-        return child if common == len(page) else None
-
-    def _add(self, parent: Node, page: tuple[int, ...], blocks: Blocks) -> Node:
-        """A new child; one that holds only the beginning of its tokens goes."""
-        closest, common = _closest_child(parent, page)
+    def _add(
+        self,
+        parent: Node,
+        page: tuple[int, ...],
+        blocks: Blocks,
+        closest: Node | None,
+        common: int,
+    ) -> Node:
+        """A new child. The `closest` one, which has so many first tokens in `common` with it, goes
+        if it has no others."""
         node = Node(page, dict(blocks), parent, path_hash=hash((parent.path_hash, page)))
         if closest is not None:
             node.inherit(closest, common)

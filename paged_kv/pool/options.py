@@ -38,8 +38,9 @@ def _checked_budget(max_bytes: float | str) -> int | str:
 
 
 def _checked_policy(policy: EvictionPolicy) -> EvictionPolicy:
-    rank = getattr(policy, "rank", None)
-    if isinstance(policy, type) or not callable(rank) or not _is_number(rank(Use(1, 1))):
+    ranks = callable(getattr(policy, "rank", None)) and not isinstance(policy, type)
+    rank = policy.rank(Use(1, 1)) if ranks else None
+    if not isinstance(rank, int | float) or rank != rank:  # NaN
         raise TypeError(
             "eviction_policy must be an object whose rank(use) returns a number, such as "
             f"LeastRecentlyUsed(), got {described(policy)}"
@@ -54,10 +55,6 @@ def _checked_backend(backend: Backend) -> Backend:
             "or name one with PAGED_KV_BACKEND"
         )
     return backend
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and value == value
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,7 @@ class Reclaimer:
         steps. Returns whether there may be more."""
         is_untidy = False
         for group in self.open_groups():
-            if not group.allocator.is_tidy:
-                is_untidy |= group.allocator.tidy()
+            is_untidy |= group.allocator.tidy()
         return is_untidy
 
     def has(self, needs: Needs) -> bool:

@@ -91,6 +91,7 @@ class PrefixCache:
         has_states, ranks: as given.
         snapshots: the states of those layers.
         rates: how quickly prompts are computed, and read from a lower tier.
+        lower: keeps inserted prefixes too, and is asked for missing ones.
     """
 
     def __init__(self, pool: PagePool, *, has_states: bool, ranks: Ranks = ALONE) -> None:
@@ -102,7 +103,7 @@ class PrefixCache:
         pool.snapshots.add(self.snapshots)
         self.has_states = has_states
         self.rates = Rates()
-        self._lower: LowerTier | None = None
+        self.lower: LowerTier | None = None
         if has_states or pool.windows:
             pool.index.can_resume = WeakMethod(self._can_resume_within)
 
@@ -156,8 +157,8 @@ class PrefixCache:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
         last token. O(tokens). Its full pages get `page_format`. `keeping` says what the tier below
         may learn of the prompt, and whether it counts."""
-        if self._lower is not None:
-            self._lower.load(namespace, tokens, keeping)
+        if self.lower is not None:
+            self.lower.load(namespace, tokens, keeping)
         is_new, index = keeping is not Keeping.KNOWN, self.pool.index
         match = (index.match if is_new else index.peek)(namespace, tokens)
         start = self._common_start(match)
@@ -222,9 +223,9 @@ class PrefixCache:
         if owner is not None:
             self.pool.index.own(nodes, owner)
         if not self.pool.num_layers:
-            self.pool.index.prune(_has_snapshot)  # no block of the others holds anything
-        if self._lower is not None and keeping is not Keeping.NOTHING:
-            self._lower.keep(namespace, nodes, num_tokens, keeping)
+            self.pool.index.prune(live_snapshots)  # no block of the others holds anything
+        if self.lower is not None and keeping is not Keeping.NOTHING:
+            self.lower.keep(namespace, nodes, num_tokens, keeping)
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked
@@ -280,11 +281,6 @@ class PrefixCache:
     def window_groups(self) -> list[LayerGroup]:
         """The groups with a window."""
         return [group for group in self.pool.reclaimer.open_groups() if group.window is not None]
-
-    @locked
-    def put_below(self, lower: LowerTier) -> None:
-        """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
-        self._lower = lower
 
     def _forgotten(self, blocks: int) -> int:
         """Count so many blocks' worth of tokens, and free out-of-window blocks that went with
@@ -414,7 +410,3 @@ class PrefixCache:
     def _bytes_held(self) -> int:
         """Bytes of all blocks that are not free, and of snapshots. O(formats)."""
         return self.pool.bytes_active + self.nbytes
-
-
-def _has_snapshot(node: Node) -> bool:
-    return bool(live_snapshots(node))

@@ -222,18 +222,13 @@ def _next_snapshot(node: Node, end: int, *, of_prompts: bool = False) -> Snapsho
             ),
             (len(node.tokens), None),
         )
-        if _has_parted(node, end, later):
+        # Another prompt has the tokens up to here, and then others.
+        if any(common < later for _, common in _siblings(node, end)):
             return None
         if found is not None or not node.children:
             return found
         # With several children, the test above says whether they have parted before the snapshot.
         node, end = node.children.peekitem(0)[1], 0
-
-
-def _has_parted(node: Node, first: int, last: int) -> bool:
-    """Whether a prompt has the first tokens of a node, at least `first` and fewer than `last`, and
-    then others."""
-    return any(common < last for _, common in _siblings(node, first))
 
 
 def _siblings(node: Node, least: int) -> Iterator[tuple[Node, int]]:

@@ -148,7 +148,11 @@ class Batch:
         """
         pool = self.pool
         with pool.lock:
-            others = [each for each in self.sequences if not each.is_held_in(page_format)]
+            others = [
+                each
+                for each in self.sequences
+                if each.page_format != page_format or each.is_converting
+            ]
             if not others:
                 return
             open_groups = [group for group in pool.groups if group.is_open and group.window is None]

@@ -207,11 +207,6 @@ class Sequence:
         after = self.progress(layer)
         return StepRow(self, after._replace(tokens=after.tokens - after.latest), after)
 
-    def is_held_in(self, page_format: PageFormat) -> bool:
-        """Whether all full pages have the formats of a sequence of that format, or get them when
-        the next step begins, so that a conversion has nothing to do."""
-        return self.page_format == page_format and not self.is_converting
-
     def begin_conversion(self, page_format: PageFormat) -> None:
         """Use that format for full pages from now on; the caller converts those there are."""
         self.close_step()

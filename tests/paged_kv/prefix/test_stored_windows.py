@@ -93,7 +93,7 @@ class StoredTold(Told):
         super().__init__(blocks, **options)
         self.store = TieredStore([folder_tier(FolderStore(folder, 1 << 30, min_free_bytes=0))])
         self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, StoredStates())
-        self.prefixes.put_below(self.stored)
+        self.prefixes.lower = self.stored
 
     def identify(self, namespace: Any) -> Identity:
         return identity(salt=namespace)
