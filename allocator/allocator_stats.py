@@ -125,7 +125,7 @@ def columns_of(kind: Any) -> tuple[Column, ...]:
     return tuple([replace(column, name=name) for name, column in of_field.items() if column])
 
 
-def counted(stats: BlockTotals) -> dict[str, Any]:
+def counted(stats: AllocatorStats) -> dict[str, Any]:
     """The fields of a snapshot from which it is made; `number` computes the others from these."""
     return {each.name: getattr(stats, each.name) for each in fields(stats) if each.init}
 
@@ -171,8 +171,8 @@ class FormatStats(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockTotals:
-    """Sums over the blocks of several formats, possibly of several groups of layers.
+class AllocatorStats:
+    """A snapshot of an allocator, or of several: of the blocks, and of the tables that hold them.
 
     Attributes:
         formats: the blocks of each page format.
@@ -237,20 +237,6 @@ class BlockTotals:
         lambda each: each.cached, "cached blocks by page format")
     free_by_format: Mapping[str, int] = by_format(
         lambda each: each.free, "free blocks by page format")
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for column in columns_of(kind):
-            if column.of is not None:
-                object.__setattr__(self, column.name, column.of(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocatorStats(BlockTotals):
-    """A snapshot of one allocator: of the blocks, and of the tables that hold them."""
-
-    # fmt: off
     blocks_shared: int = number("blocks that several sequences hold", "shared")
     tables: int = number(
         "block tables, one a sequence and group", "block tables", "kv_block_tables")
@@ -269,6 +255,12 @@ class AllocatorStats(BlockTotals):
         "about how many bytes the bookkeeping takes in Python's memory, outside slabs",
         "metadata", "kv_metadata_bytes", Unit.BYTES)
     # fmt: on
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for column in columns_of(kind):
+            if column.of is not None:
+                object.__setattr__(self, column.name, column.of(self))
 
 
 def metadata_bytes(ref_counts: dict[int, int], free: int, tables: int, entries: int) -> int:

@@ -33,8 +33,8 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
 from paged_kv.recognition.latent_arrays import FollowedArray
+from paged_kv.steps.progress import GroupInputs
 from paged_kv.steps.read import GatheredRead
-from paged_kv.steps.rollback_bounds import GroupInputs
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
 

@@ -4,6 +4,5 @@ paged_kv_cache    one layer of a list of sequences, with the protocol of mlx-lm'
 chunked_kv_cache  the same for layers that attend by chunks
 dependencies      keeps arrays in the graph that a model makes its cache depend on
 other_caches      takes the tokens of caches without pages into pages
-row_numbers       reads lists and arrays of one integer per sequence
 saved_state       saves sequences as trees of arrays, numbers and strings, and restores them
 """

@@ -1,13 +1,13 @@
-"""Takes the tokens of caches without pages, such as mlx-lm's `KVCache`, into pages."""
+"""Takes the tokens of caches without pages, such as mlx-lm's `KVCache`, into pages; and reads lists
+and arrays of one integer per sequence, as mlx-lm gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.cache.row_numbers import integers
 from paged_kv.steps.batch import Batch
 from paged_kv.steps.sequence import Sequence
 
@@ -56,3 +56,23 @@ def _rows(cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
                 "factory's make_cache()"
             )
         yield keys[row : row + 1, :, begin:end], values[row : row + 1, :, begin:end]
+
+
+def integers(numbers: Iterable[int] | mx.array) -> list[int]:
+    """The numbers as a list."""
+    listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
+    return list(listed)
+
+
+def trim_counts(n: Iterable[int] | mx.array, batch: int) -> list[int]:
+    """The numbers of tokens to trim from each of `batch` sequences.
+
+    Raises:
+        ValueError: there are not `batch` counts, or one is negative.
+    """
+    counts = integers(n)
+    if len(counts) != batch:
+        raise ValueError(f"trim needs one count per sequence ({batch}), got {len(counts)}")
+    if min(counts, default=0) < 0:
+        raise ValueError(f"trim needs counts of tokens that are not negative, got {min(counts)}")
+    return counts

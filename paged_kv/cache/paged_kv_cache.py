@@ -15,8 +15,7 @@ from paged_kv.cache.dependencies import (
     require_dependency,
     this_thread,
 )
-from paged_kv.cache.other_caches import taken_in
-from paged_kv.cache.row_numbers import integers, trim_counts
+from paged_kv.cache.other_caches import integers, taken_in, trim_counts
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.errors import warn_once

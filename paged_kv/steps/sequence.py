@@ -24,9 +24,9 @@ from paged_kv.steps.progress import (
     LayerProgress,
     Padding,
     Progress,
+    RollbackBounds,
     StepProgress,
 )
-from paged_kv.steps.rollback_bounds import RollbackBounds
 from paged_kv.steps.unwritten import UnwrittenStep, write_to_ring
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from paged_kv.allocator.allocator_stats import BlockTotals
+from paged_kv.allocator.allocator_stats import AllocatorStats
 from paged_kv.allocator.block_table import BlockTable
 
 
-def assert_invariants(stats: BlockTotals, mapped: int) -> None:
+def assert_invariants(stats: AllocatorStats, mapped: int) -> None:
     """Check that every mapped byte is in exactly one place."""
     for each in stats.formats:
         assert min(each[1:]) >= 0, each
@@ -31,7 +31,7 @@ def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict
     return slots
 
 
-def used_rows(stats: BlockTotals) -> int:
+def used_rows(stats: AllocatorStats) -> int:
     """Slots of live tokens, computed from the counts of a snapshot."""
     idle = sum(each.last_block_slots + each.out_of_window_slots for each in stats.formats)
     return sum(each.used * each.page_size for each in stats.formats) - idle
