@@ -151,7 +151,7 @@ def _call_of(kind: Any) -> Any:
         tokens: Any = args[0] if args else options.get(of_tokens)
         if this_thread.apart is not None:
             return one_after_another(model, tokens, given)
-        _note_version(caches.first, tokens)
+        _record_version(caches.first, tokens)
         with caches:
             output, pool = None, caches.pool
             if pool is not None and (is_separate or pool.rows):
@@ -186,18 +186,18 @@ def _separately(step: Any, tokens: mx.array, given: Any, caches: _Caches) -> mx.
     return one_by_one(step, tokens, given, rows)
 
 
-def _note_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> None:
+def _record_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> None:
     """Let sequences know which version of the model computes them. Decode has no time to look: what
     is changed between its steps is noticed in the next step of a prompt, or in the first one of
     a sequence that was fetched or taken out of a batch."""
     is_decode = tokens is not None and tokens.shape[-1] == 1
     if isinstance(first, CountedArraysCache):
         if not is_decode or any(not each.num_tokens for each in first.held):
-            first.note_version()
+            first.record_version()
     elif first.pool.versions is not None and (not is_decode or first.batch.step is None):
         number = first.pool.versions.number
         for sequence in first.sequences:
-            sequence.note_version(number)
+            sequence.record_version(number)
 
 
 def _remember_states(first: PagedKVCache | CountedArraysCache, caches: Iterable[Any]) -> None:

@@ -61,8 +61,8 @@ class CountedArraysCache(ArraysCache):
         self.held = [HeldTokens(0, None)]
         self.pool = pool
 
-    def note_version(self) -> None:
-        """Note that the present version of the model computes the next tokens."""
+    def record_version(self) -> None:
+        """Record that the present version of the model computes the next tokens."""
         if self.pool is not None and self.pool.versions is not None:
             number = self.pool.versions.number
             self.held = [each.computed_by(number) for each in self.held]

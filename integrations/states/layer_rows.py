@@ -264,7 +264,7 @@ class LayerRows(CacheList):
         # Empty lists do not survive the file.
         for sequence, row in zip(first.sequences, state.get("inputs") or [], strict=False):
             for layer, name, inputs in row or []:
-                sequence.note_inputs(int(layer), name, inputs)
+                sequence.record_inputs(int(layer), name, inputs)
         return cls(*caches)
 
     def extract(self, idx: int) -> LayerRows:
@@ -399,7 +399,7 @@ class LayerRows(CacheList):
     def _append_inputs(self, cache: PagedKVCache, given: RowInput, array: mx.array) -> None:
         """Keep what the step adds to open groups."""
         new = self._noted.pop(given.name, array)
-        cache.sequences[0].note_inputs(cache.layer, given.name, new)
+        cache.sequences[0].record_inputs(cache.layer, given.name, new)
         self._assigned.add(given.name)
 
     @property

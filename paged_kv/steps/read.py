@@ -167,7 +167,7 @@ class PagedRead:
             return tokens
 
     def leave_unread(self) -> None:
-        """Note that no graph holds what was gathered for this read."""
+        """Record that no graph holds what was gathered for this read."""
 
 
 class GatheredRead(PagedRead):

@@ -151,7 +151,7 @@ class RecordableStep:
         return arrays
 
     def keep(self, changed: list[mx.array], written: list[int]) -> None:
-        """Note that the step was taken: what it changed in each layer, and the layers that wrote,
+        """Record that the step was taken: what it changed in each layer, and the layers that wrote,
         in their order."""
         at = 0
         for _, group, pages, recorder in self.layers:
@@ -230,14 +230,14 @@ class RecordedStep:
         Raises:
             NotRecordable: the layer has no pages, has written already, or gets another number of
                 tokens.
-            ValueError: see `GroupStep.make_stand_ins`.
+            ValueError: see `GroupStep.make_placeholders`.
         """
         is_known = layer in self._layers and layer not in self._reads
         if not is_known or keys.shape[::2] != self._step.shape:
             raise NotRecordable(f"layer {layer} does not take one step like the others")
         _, group, pages, _ = self._layers[layer]
         group_step = self._groups[group]
-        arrays = group_step.make_stand_ins(layer, keys, values)
+        arrays = group_step.make_placeholders(layer, keys, values)
         pages.write_later(keys, values, group_step.metadata)
         read = _RecordedRead(self._step, group_step, pages, None)
         self._reads[layer] = read, arrays.keys, arrays.values

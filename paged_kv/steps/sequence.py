@@ -173,8 +173,8 @@ class Sequence:
             return self._states_len
         return self.layers.longest()
 
-    def note_version(self, version: int) -> None:
-        """Note the version of the model that computes the next tokens."""
+    def record_version(self, version: int) -> None:
+        """Record the version of the model that computes the next tokens."""
         if not self.length:
             self.model_version = version
         elif self.model_version != version:
@@ -294,7 +294,7 @@ class Sequence:
         self.pool.unwritten.add(step)
 
     def restore(self, layer: int, context_len: int, written_len: int) -> None:
-        """Note that a layer was filled from a saved sequence."""
+        """Record that a layer was filled from a saved sequence."""
         self.close_step()
         self.layers.set(layer, Progress(context_len))
         self.bounds = self.bounds.after_trim(self.pool.group_of(layer), written_len)
@@ -395,7 +395,7 @@ class Sequence:
             copy.tables[group].owner = copy.uid
         return copy
 
-    def note_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
+    def record_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
         """Keep what a step adds to open groups."""
         self.bounds = self.bounds.with_inputs(layer, name, inputs)
 

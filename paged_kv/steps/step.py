@@ -110,7 +110,7 @@ class Step:
 
     def before_write(
         self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[GroupStep, LayerPages, StandIns]:
+    ) -> tuple[GroupStep, LayerPages, Placeholders]:
         """Take the step in a layer that is about to write these keys and values; returns its
         group's part of the step, its pages, and what stands for all its tokens.
 
@@ -132,9 +132,9 @@ class Step:
         if self._keeps_skipped:
             self._reserve_skipped()
         given = keys.shape, values.shape, keys.dtype, values.dtype
-        arrays = step.stand_ins.get(id(pages.geometry))
+        arrays = step.placeholders.get(id(pages.geometry))
         if arrays is None or arrays.given != given:
-            arrays = step.make_stand_ins(layer, keys, values)
+            arrays = step.make_placeholders(layer, keys, values)
         if step.moves != step.group.moves:
             step.locate()
         # Before the write: one that fails may have overwritten a ring's tokens.
@@ -205,7 +205,7 @@ class Step:
         return any(row.sequence.length for row in self.rows)
 
 
-class StandIns(NamedTuple):
+class Placeholders(NamedTuple):
     """Arrays with the shapes of all keys and values of a layer, which cannot be computed, and the
     shapes and dtypes of the step's own that they were made for."""
 
@@ -238,7 +238,7 @@ class GroupStep:
         parts: the parts that the step is written and attended to in; none if it need not be cut.
         needs_step: whether reads need the step's keys and values besides its pages.
         moves: the group's `moves` when the metadata was made.
-        stand_ins: of layers, by the id of their geometry object, which layers share.
+        placeholders: of layers, by the id of their geometry object, which layers share.
         has_counted_choice: whether the tokens that it chose were counted.
         seen: what the latest mask lets the queries see: layers usually get the same one.
     """
@@ -258,7 +258,7 @@ class GroupStep:
         self.group = group
         self.read_first = read_first
         self.parts: list[StepPart] = []
-        self.stand_ins: dict[int, StandIns] = {}
+        self.placeholders: dict[int, Placeholders] = {}
         self.seen = Seen(None, 0, None)
         self.has_counted_choice = False
         self._count = count
@@ -280,8 +280,8 @@ class GroupStep:
         if self.moves != self.group.moves:
             self.locate()
 
-    def make_stand_ins(self, layer: int, keys: mx.array, values: mx.array) -> StandIns:
-        """Stand-ins for a layer that gets these keys and values; layers of its geometry share them.
+    def make_placeholders(self, layer: int, keys: mx.array, values: mx.array) -> Placeholders:
+        """Those of a layer that gets these keys and values; layers of its geometry share them.
 
         Raises:
             ValueError: they do not fit the layer.
@@ -296,7 +296,7 @@ class GroupStep:
             shape = (batch, geometry.v_heads, length, geometry.v_dim)
             all_values = placeholder(shape, geometry.v_dtype)
         given = keys.shape, values.shape, keys.dtype, values.dtype
-        found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
+        found = self.placeholders[id(geometry)] = Placeholders(given, all_keys, all_values)
         return found
 
     def write_apart(self, layer: int, pages: LayerPages, step: Unwritten) -> None:

@@ -149,7 +149,7 @@ class BlobStore(ABC):
         return None
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note entries as used now, the first of them most recently, if the place does not note
+        """Record entries as used now, the first of them most recently, if the place does not note
         that by itself."""
         return
 

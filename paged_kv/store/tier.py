@@ -186,7 +186,7 @@ class Tier:
             begun.extend(islice(coming, 1))
 
     def touch(self, keys: Iterable[str]) -> None:
-        """Note entries as used now, the first of them most recently."""
+        """Record entries as used now, the first of them most recently."""
         if not self.is_shared:  # servers note it by themselves
             self.queue.do(partial(self.blobs.touch, [self._seal.name(key) for key in keys]))
 

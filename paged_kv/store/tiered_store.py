@@ -145,7 +145,7 @@ class TieredStore:
             tier.queue.save(entry, path)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note entries as used, the first of them most recently."""
+        """Record entries as used, the first of them most recently."""
         for tier in self.tiers:
             tier.touch(keys)
 
