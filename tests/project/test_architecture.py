@@ -110,10 +110,10 @@ ROOMS = {
     ),
 }
 ARROWS = {room: set(others.split()) for room, others in ROOMS.items()}
-# Files of paged_kv that every room may import, except those of arrays and of integers.
+# Files of paged_kv that every room may import, those of arrays and of integers only `lru`.
 SMALL = {
     *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
-    *("paged_kv.listeners", "paged_kv.ranks", "paged_kv.sizes"),
+    *("paged_kv.listeners", "paged_kv.lru", "paged_kv.ranks", "paged_kv.sizes"),
     *("paged_kv.__version__", "paged_kv.options", "paged_kv.commands.arguments"),
     "paged_kv.openblas",
 }
@@ -182,10 +182,8 @@ def may_import(room: str, name: str) -> bool:
     if first != "paged_kv":
         standard = first in sys.stdlib_module_names
         return not room.startswith("allocator") or standard or first == "sortedcontainers"
-    if name == "paged_kv.lru.LRU":  # a container that every room may use
-        return True
     if any(name == small or name.startswith(f"{small}.") for small in SMALL):
-        return room.split(".")[0] not in KNOWS_NOTHING
+        return name == "paged_kv.lru.LRU" or room.split(".")[0] not in KNOWS_NOTHING
     target = target_of(name)
     return target is not None and room_of(target) in ARROWS[room] | {room}
 

@@ -19,7 +19,7 @@ from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.steps.batch import Batch, commit
-from paged_kv.steps.progress import LayerProgress, Progress, StepProgress
+from paged_kv.steps.progress import LayerProgress, Progress
 from tests.support.arrays import normal
 from tests.support.generation import assert_same_run, greedy
 from tests.support.zoo import small_model
@@ -187,12 +187,6 @@ def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
     assert found[0].shared.tolist() == [0, 1]
 
 
-def test_layers_that_lag_behind_stay_where_they_are() -> None:
-    layers = LayerProgress([Progress()] * 3)
-    layers.step = StepProgress({0, 1, 2}, {2}, Progress(5))
-    for _ in range(2):
-        assert [layers.of(layer).tokens for layer in range(3)] == [5, 5, 0]
-        assert layers.level_with(2) == {2}
-        layers.settle()
-    layers.set(2, Progress(5))
-    assert layers.level_with(2) == {0, 1, 2}
+def test_layers_with_as_many_tokens_take_the_same_step() -> None:
+    layers = LayerProgress([Progress(5), Progress(0), Progress(5, latest=2)])
+    assert [layers.level_with(0), layers.level_with(1)] == [{0, 2}, {1}]

@@ -9,7 +9,6 @@ import pytest
 from paged_kv import PagePool
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.prefix.keeping import Rates
-from paged_kv.trace import recorder
 from paged_kv.trace.recorder import RecordedRequest, RequestRecorder, request_recorder
 from paged_kv.trace.requests import read_trace
 
@@ -24,11 +23,10 @@ def end(recording: RequestRecorder, prompt: list[int], salt: str = "", answer: i
 
 
 def test_requests_that_begin_alike_have_ids_in_common_unless_their_salts_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recording: RequestRecorder, tmp_path: Path
 ) -> None:
     """The page that was used least lately is forgotten first."""
-    monkeypatch.setattr(recorder, "MOST_PAGES", 6)
-    recording = RequestRecorder(tmp_path / "trace")
+    recording._ids.most = 6
     pool = PagePool(1, max_bytes=1 << 20)
     assert recording.is_of(pool)
     end(recording, [1] * 700)
