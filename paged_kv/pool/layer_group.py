@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, takewhile
 
 from paged_kv.admission.pool_size import GroupSize
@@ -37,33 +37,6 @@ WRITTEN_BLOCKS = 2
 REQUANTISED_SHARE = 16
 
 
-@dataclass(frozen=True)
-class GroupSetup:
-    """What the groups of a pool are made with.
-
-    Attributes:
-        page_format: the format of full pages, but for those of sequences with one of their own.
-        smaller_formats: those that full pages may get later.
-        read_tokens: see `PoolOptions`.
-        offloading: takes pages out of memory; None if they stay there.
-        backend: of the kernels.
-        budget: of the pool.
-    """
-
-    page_format: PageFormat
-    smaller_formats: tuple[PageFormat, ...]
-    read_tokens: int | None
-    offloading: Offloading | None
-    backend: Backend
-    budget: ByteBudget
-
-    def in_rings(self) -> GroupSetup:
-        """The same for a window, whose pages keep 16 bits and stay in memory."""
-        return replace(
-            self, page_format=FP16, smaller_formats=(), read_tokens=None, offloading=None
-        )
-
-
 class LayerGroup:
     """Layers that share block tables. Block i owns page i of every layer of the group.
 
@@ -74,12 +47,20 @@ class LayerGroup:
     every layer has written once, the group assumes that the others are as large as the first.
     Otherwise it would plan the first slab as if the model had one layer.
 
-    Attributes:
+    Args:
         layers: the group's layers, by number.
-        window: the window that they share, or None.
+        window: the window that they share, or None. Pages of rings keep 16 bits and stay in memory,
+            so what follows the budget is for other groups.
+        backend: of the kernels.
+        budget: of the pool.
         page_format: the format of full pages, but for those of sequences with one of their own.
-        read_tokens: see `PagePool`; None in groups with a window.
-        offloading: takes pages out of memory; None in groups whose pages stay there.
+        smaller_formats: those that full pages may get later.
+        read_tokens: see `PoolOptions`.
+        offloading: takes pages out of memory; None if they stay there.
+
+    Attributes:
+        layers, window, page_format: as given.
+        read_tokens, offloading: as given; None in groups with a window.
         formats: all formats of the group's pages, by name.
         pages: the pages of each layer that was written.
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
@@ -92,20 +73,30 @@ class LayerGroup:
 
     allocator: BlockAllocator
 
-    def __init__(self, layers: list[int], window: Window | None, setup: GroupSetup) -> None:
+    def __init__(
+        self,
+        layers: list[int],
+        window: Window | None,
+        backend: Backend,
+        budget: ByteBudget,
+        page_format: PageFormat = FP16,
+        smaller_formats: tuple[PageFormat, ...] = (),
+        read_tokens: int | None = None,
+        offloading: Offloading | None = None,
+    ) -> None:
         self.layers = layers
         self.window = window
-        self.page_format = setup.page_format
-        self.read_tokens = setup.read_tokens
-        self.offloading = setup.offloading
-        formats = (FP16, setup.page_format, setup.page_format.first, *setup.smaller_formats)
+        self.page_format = page_format
+        self.read_tokens = read_tokens
+        self.offloading = offloading
+        formats = (FP16, page_format, page_format.first, *smaller_formats)
         self.formats = {each.name: each for each in formats}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
         self.moves = 0
         self.latest_tables = BlockTables()
-        self._backend = setup.backend
-        self._budget = setup.budget
+        self._backend = backend
+        self._budget = budget
         self.is_open = self.knows_all_layers = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
@@ -461,16 +452,3 @@ class LayerGroup:
             raise
         self.moves += 1
         return True
-
-
-def new_groups(
-    num_layers: int, windows: Mapping[int, Window], setup: GroupSetup
-) -> list[LayerGroup]:
-    """Make a group of the layers without a window, and one for each window."""
-    layers: dict[Window | None, list[int]] = {}
-    for layer in range(num_layers):
-        layers.setdefault(windows.get(layer), []).append(layer)
-    return [
-        LayerGroup(members, window, setup.in_rings() if window else setup)
-        for window, members in layers.items()
-    ]

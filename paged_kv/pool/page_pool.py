@@ -30,7 +30,7 @@ from paged_kv.listeners import new_pool_listeners
 from paged_kv.offload.offloading import OFFLOADED, Offloading, OldestOffloaded
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import checked_windows, chosen_budget, chosen_formats
-from paged_kv.pool.layer_group import GroupSetup, LayerGroup, new_groups
+from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.options import POOL_OPTIONS, PoolKeywords, PoolOptions
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.reservation import dry_run
@@ -174,15 +174,20 @@ class PagePool:
         self.counts = PoolCounts()
         named = self.requantisation_policy.page_formats if self.requantisation_policy else ()
         smaller = (OFFLOADED,) if self.offloading else tuple(map(page_format_named, named))
-        setup = GroupSetup(
-            self.page_format,
-            smaller,
-            self.read_tokens,
-            self.offloading,
-            self.backend,
-            self.budget,
+        members: dict[Window | None, list[int]] = {}
+        for layer in range(num_layers):
+            members.setdefault(self.windows.get(layer), []).append(layer)
+        of_window = partial(LayerGroup, backend=self.backend, budget=self.budget)
+        of_all = partial(
+            of_window,
+            page_format=self.page_format,
+            smaller_formats=smaller,
+            read_tokens=self.read_tokens,
+            offloading=self.offloading,
         )
-        self.groups = new_groups(num_layers, self.windows, setup)
+        self.groups = [
+            (of_window if window else of_all)(layers, window) for window, layers in members.items()
+        ]
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
         self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
         self.reclaimer = Reclaimer(
