@@ -51,7 +51,7 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
     left: list[int] = []
     left_caches: list[Any] = []
     for end in ends:
-        part = _part(batch, caches, rows)
+        part = part_of(batch, caches, rows)
         _compute(part, [tokens[row][begin:end] for row in rows])
         caches = part.prompt_cache
         leaving = [at for at, row in enumerate(rows) if len(tokens[row]) == end]
@@ -63,7 +63,7 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
     batch.prompt_cache = taken_out(left_caches, [left.index(row) for row in range(len(tokens))])
 
 
-def _part(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) -> Any:
+def part_of(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) -> Any:
     """Some rows of a batch, with these caches."""
     part = copy.copy(batch)
     part.uids, part.prompt_cache = [batch.uids[row] for row in rows], caches
@@ -115,7 +115,7 @@ def _compute(batch: Any, tokens: list[list[int]]) -> None:
         return
     kept: list[Any] = []
     for row, each in enumerate(tokens):
-        part = _part(batch, taken_out(batch.prompt_cache, [row]), [row])
+        part = part_of(batch, taken_out(batch.prompt_cache, [row]), [row])
         part.tokens = [[]]  # These tokens are noted already.
         if each[done:]:
             _compute(part, [each[done:]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from paged_kv.commands.arguments import (
 from paged_kv.commands.model_names import ModelOptions
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.options import add_options, option, parsed_options, part
-from paged_kv.pool.options import AUTO
+from paged_kv.pool.options import AUTO, PoolOptions
 from paged_kv.sizes import parse_size
 from paged_kv.store.options import StoreOptions
 
@@ -112,10 +112,9 @@ class ServerOptions(ModelOptions):
         prompt_cache_size: the most prompts to cache, not counting prefixes of others.
         prompt_cache_bytes: the most memory for pages of requests and cached prompts; above it,
             prompts are evicted. Requests alone may take more, up to --max-kv-bytes.
-        kv_bits: quantize keys and values as mlx-lm does: requests are served one at a time, and
-            prompts are not reused. --page-format q8 or q4 has neither drawback.
-        kv_group_size: with --kv-bits: the numbers that share a scale.
-        quantized_kv_start: with --kv-bits: the token from which on they are quantized.
+        kv_bits: mlx-lm's name for --page-format: 8 is q8, and 4 is q4.
+        kv_group_size: no effect here: in pages, 32 numbers share a scale.
+        quantized_kv_start: no effect here: a page is quantised once it is full.
         pipeline: let processes that share a model have some layers each, and not a part of every
             one.
         cache: the options of its caches.
@@ -268,6 +267,18 @@ class ServerOptions(ModelOptions):
     max_responses: int = option(1000, parse=count, group="kept responses", metavar="N")
     max_response_bytes: int = option(64_000_000, parse=parse_size, usual="64MB", metavar="SIZE")
     response_ttl: float = option(86_400.0, parse=duration, metavar="SECONDS")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_bits is None:
+            return
+        page_format = f"q{self.kv_bits}"
+        if self.cache.page_format not in (PoolOptions.page_format, page_format):
+            raise ValueError(
+                f"--kv-bits {self.kv_bits} is --page-format {page_format}, and --page-format "
+                f"{self.cache.page_format} was given: leave one of them out"
+            )
+        object.__setattr__(self, "cache", replace(self.cache, page_format=page_format))
 
 
 SERVER_OPTIONS = ServerOptions()

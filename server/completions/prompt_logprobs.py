@@ -10,6 +10,7 @@ from typing import Any
 
 from paged_kv.server.completions.interface import Choice
 from paged_kv.server.engine.jobs import Job, Prompt, ScoredToken, Token, TopToken
+from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import wrong_value
 from paged_kv.server.http.schema import Body, TextBody
 
@@ -75,13 +76,13 @@ def prompt_logprobs_of(body: Body, logprobs: int | None) -> int | None:
     return max(counts, default=None)
 
 
-def require_scorable(prompt: Prompt, count: int, most: int) -> None:
+def require_scorable(prompt: Prompt, loaded: LoadedModel, count: int, most: int) -> None:
     """Check that the log probabilities of a prompt can be told, `count` likely ones for each token.
 
     Raises:
-        APIError: 400, it has images, or they are more than `most`.
+        APIError: 400, it is not computed in a batch, or they are more than `most`.
     """
-    if prompt.media is not None:
+    if prompt.media is not None or not loaded.is_batchable:
         raise wrong_value(
             "prompt_logprobs: there are none of prompts with images, and none with this model",
             "prompt_logprobs",

@@ -216,7 +216,7 @@ def _read(
         read = read_prefill if isinstance(body, PrefillBody) else read_text
         made = read(loaded, prompt, options)
     if scores is not None:
-        require_scorable(made, *scores)
+        require_scorable(made, loaded, *scores)
     if not request.is_counted:
         fit_context(arguments, made, loaded, options, param)
     return made

@@ -14,10 +14,13 @@ from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.batching.shortages import Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+from paged_kv.prefix.keeping import Unstored
 from paged_kv.server.engine.jobs import (
     Begun,
+    Empty,
     Event,
     Failed,
     Job,
@@ -28,6 +31,7 @@ from paged_kv.server.engine.jobs import (
 )
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
+from paged_kv.server.engine.prompt_scores import PromptScores, ScoredPrompts
 from paged_kv.server.engine.sampling import Sampling
 from paged_kv.server.http.api_errors import no_memory
 
@@ -41,12 +45,14 @@ class _Row:
     Attributes:
         number: of the choice, in the request.
         followers: the sampling of the other choices, while they wait for this one's prompt.
+        scores: of the tokens of its prompt, if the job asks for them.
     """
 
     job: Job
     prompt: Prompt
     number: int
     followers: list[Sampling]
+    scores: PromptScores | None = None
 
 
 class BatchedRows:
@@ -70,7 +76,7 @@ class BatchedRows:
         self._tokenizer: Any = provider.tokenizer
         self._rows: dict[int, _Row] = {}
         self._begun: list[Job] = []  # in this step
-        self._reading: set[int] = set()
+        self._reading: dict[int, PromptScores | None] = {}
         sizes: dict[str, Any] = {
             "completion_batch_size": options.decode_concurrency,
             "prefill_batch_size": min(options.prompt_concurrency, options.decode_concurrency),
@@ -83,6 +89,8 @@ class BatchedRows:
                 provider.model, provider.draft, options_of=self._drafting, stream=stream, **sizes
             )
         )
+        parts = GeneratorParts(self._generator)
+        parts.reading = ScoredPrompts(parts.reading, self._reading)
         (self._factory, *_) = provider.factories
         self._factory.decode_share = options.decode_share
         self._preemption = attach(self._generator, self._factory)
@@ -97,7 +105,10 @@ class BatchedRows:
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
         """Add a job; the next steps compute it when there is room."""
         first, *others = samplings
-        row = _Row(job, prompt, job.first_choice, others)
+        scores = None
+        if job.prompt_logprobs is not None:
+            scores = PromptScores(job, prompt.tokens, self._loaded.vocab_size)
+        row = _Row(job, prompt, job.first_choice, others, scores)
         uid = self._insert(row, self._factory.make_cache(), [], prompt.segments, first)
         self._preemption.begin_later(uid)
 
@@ -134,7 +145,7 @@ class BatchedRows:
         caches = self._generator.remove(uids, return_prompt_caches=True)
         for uid in uids:
             row = self._rows.pop(uid)
-            self._reading.discard(uid)
+            self._reading.pop(uid, None)
             cache, tokens = caches.pop(uid)
             if tokens:
                 self._keep(row, tokens, cache)
@@ -161,20 +172,23 @@ class BatchedRows:
         """Add a choice, whose job's first one has the uid `first` if it is another."""
         (uid,) = self._generator.insert_segments(
             segments=[list(rest)],
-            max_tokens=[row.job.arguments.max_tokens],
+            max_tokens=[row.job.arguments.max_tokens or 1],
             caches=[cache],
             all_tokens=[known],
             samplers=[sampling.sampler],
             logits_processors=[sampling.processors],
             stop_sequences=[row.job.ending.stop_sequences(self._tokenizer)],
         )
-        job = row.job
+        job, salt = row.job, row.job.salt
+        if row.scores is not None:
+            # What is cached has no logits: the prompt finds only what it has computed itself.
+            salt = Unstored(("scored", job.number))
         begun = partial(self._record_begun, uid)
         keep = partial(self._keep, row)
-        request = Request(job.priority, first, job.salt, job.session, job.since, begun, keep)
+        request = Request(job.priority, first, salt, job.session, job.since, begun, keep)
         self._preemption.requests[uid] = request
         self._rows[uid] = row
-        self._reading.add(uid)
+        self._reading[uid] = row.scores
         return int(uid)
 
     def _fork(self, uid: int) -> None:
@@ -195,11 +209,15 @@ class BatchedRows:
             return  # a preempted choice, whose tokens are computed again
         done, total = response.progress
         if response.end_of_prompt:
-            self._reading.discard(uid)
+            self._reading.pop(uid, None)
         if done == total - 1:
             self._fork(uid)
         if row.number == row.job.first_choice:
             yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
+        if not row.job.arguments.max_tokens and done >= total - 1:
+            # Only its prompt was to be scored.
+            self.drop(row.job)
+            yield from ((row.job, Empty(number)) for number in row.job.numbers)
 
     def _drafting(self, uid: int) -> RowOptions:
         job = self._rows[uid].job
@@ -219,7 +237,7 @@ class BatchedRows:
         unless it was dropped since."""
         row = self._rows.pop(uid, None)
         if row is not None:
-            self._reading.discard(uid)
+            self._reading.pop(uid, None)
             self.drop(row.job)
             yield row.job, Failed(no_memory())
 

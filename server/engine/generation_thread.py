@@ -329,7 +329,7 @@ class GenerationThread:
         size = self.provider.factories[0].pool.size
         longest = min(self._ranks.gather("longest", size.longest))
         tokens, most = len(job.prompt.tokens), job.arguments.max_tokens
-        if tokens + min(1, most) > longest:
+        if tokens >= longest:
             # As for a prompt beyond the model's context: clients compact a conversation by these
             # words.
             raise APIError(
@@ -358,7 +358,7 @@ class GenerationThread:
         if job.prompt is None or rows.loaded.key != job.model:
             # Its model is loaded and its prompt is read while no other job runs.
             return False
-        return rows.can_join(job, job.prompt)
+        return rows.can_join(job.prompt)
 
     def _give(self, job: Job) -> None:
         rows = self._rows_for(job)

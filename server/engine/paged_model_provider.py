@@ -198,11 +198,6 @@ class PagedModelProvider(ModelProvider):
                 factory.pool.release_unused()
 
     def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
-        if draft is not None and self.options.kv_bits is not None:
-            raise ValueError(
-                "--draft-model does not work with --kv-bits, whose requests run one at a time: "
-                "take --page-format q8 or q4 instead, or leave out one of them"
-            )
         refusal = self._refusal_of_mlx_vlm(model, adapter, draft)
         if refusal is None:
             self._load_with_mlx_vlm(model)
@@ -239,11 +234,7 @@ class PagedModelProvider(ModelProvider):
         if self.ranks.size > 1:
             return "this server reads no images, as several processes share its model"
         assert model is not None, "there is a name to load"
-        options = {
-            "--draft-model": draft,
-            "--kv-bits": self.options.kv_bits,
-            "--adapter-path": adapter,
-        }
+        options = {"--draft-model": draft, "--adapter-path": adapter}
         return refusal_of_mlx_vlm(load_config(downloaded(model)), options)
 
     def _loaded_by_mlx_vlm(self, model: str, *, lazy: bool = False) -> Any:
@@ -292,7 +283,7 @@ class PagedModelProvider(ModelProvider):
             why_no_images=self.why_no_images,
             vocab_size=vocab_size,
             context_length=_context_length(key[0]),
-            is_batchable=can_batch and options.kv_bits is None,
+            is_batchable=can_batch,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             at_pages=any(each.pool.quantises or each.store for each in self.factories),
             text_machine=make_text_state_machine(tokenizer),

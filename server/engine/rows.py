@@ -40,10 +40,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self._batch) + len(self._single) + len(self._empty)
 
-    def can_join(self, job: Job, prompt: Prompt) -> bool:
+    def can_join(self, prompt: Prompt) -> bool:
         """Whether a job may begin or wait beside those that are there: not if it or one of them
         runs alone."""
-        return not len(self) or not (len(self._single) or self._is_alone(job, prompt))
+        return not len(self) or not (len(self._single) or self._is_alone(prompt))
 
     def forget(self, job: Job) -> None:
         """Note that a job has ended."""
@@ -66,7 +66,7 @@ class Rows:
                 each.within(grammar) for each, grammar in zip(samplings, grammars, strict=True)
             ]
             self._grammars[job] = grammars
-        rows = self._single if self._is_alone(job, prompt) else self._batch
+        rows = self._single if self._is_alone(prompt) else self._batch
         rows.begin(job, prompt, samplings)
 
     def step(self) -> Happened:
@@ -99,10 +99,5 @@ class Rows:
         self._batch.close()
         self._single.close()
 
-    def _is_alone(self, job: Job, prompt: Prompt) -> bool:
-        # A batch computes no logits of prompts.
-        return (
-            not self.loaded.is_batchable
-            or prompt.media is not None
-            or job.prompt_logprobs is not None
-        )
+    def _is_alone(self, prompt: Prompt) -> bool:
+        return not self.loaded.is_batchable or prompt.media is not None

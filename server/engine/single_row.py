@@ -1,5 +1,5 @@
-"""Runs one job alone: with images, mlx-lm's quantised keys and values, a model whose caches cannot
-be batched, or log probabilities of its prompt. Nothing is drafted for it."""
+"""Runs one job alone: with images, or of a model whose caches cannot be batched. Nothing is drafted
+for it."""
 
 from __future__ import annotations
 
@@ -9,76 +9,17 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.generate import generate_step, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv.integrations.batching.cache_rows import compute
 from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.server.engine.batched_rows import Happened, as_token, hold
-from paged_kv.server.engine.jobs import (
-    Begun,
-    Empty,
-    Event,
-    Job,
-    Progress,
-    Prompt,
-    ScoredToken,
-    TopToken,
-)
-from paged_kv.server.engine.paged_model_provider import (
-    LoadedModel,
-    PagedModelProvider,
-)
+from paged_kv.server.engine.jobs import Begun, Event, Job, Progress, Prompt
+from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.sampling import Sampling
 from paged_kv.server.http.api_errors import wrong_value
-
-# Numbers of the logits of a step, which are kept in float32 for a moment: 256 MiB. That is 441
-# tokens with a vocabulary of 152,000, where the default step has 2,048.
-MOST_LOGITS = 1 << 26
-
-
-class PromptScores:
-    """Scores the tokens of a job's prompt, part by part, into `job.scored`. Of each part the scores
-    and the likeliest tokens are kept, and not the logits.
-
-    Args:
-        job: asks for them.
-        tokens: of the prompt.
-        vocab_size: of the model.
-    """
-
-    def __init__(self, job: Job, tokens: list[int], vocab_size: int) -> None:
-        self._job = job
-        self._tokens = tokens
-        self.step_tokens = max(1, MOST_LOGITS // vocab_size)
-        job.scored = [ScoredToken(tokens[0])]
-
-    def note(self, logits: mx.array) -> None:
-        """Score the next tokens.
-
-        Args:
-            logits: [1, N, vocabulary], behind the last scored token and the N - 1 after it.
-        """
-        scored, count = self._job.scored, self._job.prompt_logprobs or 0
-        at = len(scored)
-        tokens = self._tokens[at : at + logits.shape[1]]
-        logprobs = logits[0].astype(mx.float32)
-        logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-        own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
-        ranks = mx.sum(logprobs > own, axis=-1) + 1
-        best = mx.argpartition(-logprobs, kth=max(0, count - 1), axis=-1)[:, :count]
-        values = mx.take_along_axis(logprobs, best, axis=-1)
-        mx.eval(own, ranks, best, values)
-        lists: tuple[Any, ...] = (
-            own[:, 0].tolist(),
-            ranks.tolist(),
-            best.tolist(),
-            values.tolist(),
-        )
-        for token, logprob, rank, ids, logprobs_of_ids in zip(tokens, *lists, strict=True):
-            top = sorted(map(TopToken, ids, logprobs_of_ids), key=lambda each: -each.logprob)
-            scored.append(ScoredToken(token, logprob, rank, tuple(top)))
 
 
 class _Start(NamedTuple):
@@ -119,7 +60,6 @@ class SingleRow:
     ) -> None:
         self._loaded = loaded
         self._provider = provider
-        self._options = provider.options
         self._stream = stream
         self._job: Job | None = None
         self._dropped: set[int] = set()
@@ -181,9 +121,6 @@ class SingleRow:
         known = prompt.cache_key
         parting = self._provider.reuse.parting(known, job.salt)
         ends = sorted({*lengths, parting} - {0, len(prompt.tokens)})
-        if job.prompt_logprobs is not None and not job.scored:
-            # What is cached has no logits; of one token nothing is found.
-            known = known[:1]
         cache, cached = self._fetch(known, job.salt)
         hold(self._provider.reuse, prompt, job.salt)
         if prompt.media is None:
@@ -206,19 +143,11 @@ class SingleRow:
         self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
     ) -> Happened:
         computed, cache = list(prompt.cache_key), start.cache
-        scores = None
-        if job.prompt_logprobs is not None and not job.scored:
-            scores = PromptScores(job, prompt.tokens, self._loaded.vocab_size)
-        for done in self._read(start, prompt.tokens, scores):
+        for done in self._read(start, prompt.tokens):
             if done in start.ends:
                 # Of a copy of the list, which is emptied.
                 self._keep(computed[:done], [*cache], job, prompt)
             yield job, Progress(done, len(prompt.tokens))
-        if not job.arguments.max_tokens:
-            if computed[1:]:
-                self._keep(computed[:-1], cache, job, prompt)
-            yield job, Empty(number)
-            return
         stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
         for response in self._generate(job, start, prompt.tokens, sampling):
             computed.append(response.token)
@@ -240,8 +169,7 @@ class SingleRow:
         self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
     ) -> Iterator[_Sampled]:
         """The tokens that follow a prompt, of which the cache holds all but the last."""
-        options, most = self._options, job.arguments.max_tokens
-        model: Any = start.model
+        most, model = job.arguments.max_tokens, start.model
         steps: Any = generate_step(
             mx.array(tokens[-1:]),
             model,
@@ -251,57 +179,38 @@ class SingleRow:
             logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
             prompt_cache=start.cache,
             prefill_step_size=self._provider.prompt_step,
-            kv_bits=options.kv_bits,
-            kv_group_size=options.kv_group_size,
-            quantized_kv_start=options.quantized_kv_start,
         )
         with wired_limit(model, [self._stream]):
             for count, (token, logprobs) in enumerate(steps, 1):
                 yield _Sampled(token, logprobs, "length" if count == most else None)
 
-    def _read(self, start: _Start, tokens: list[int], scores: PromptScores | None) -> Iterator[int]:
+    def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
         done, step_size = start.cached, self._provider.prompt_step
-        if scores is not None:
-            step_size = min(step_size, scores.step_tokens)
         steps = FittingSteps(step_size)
         # What begins with images counts its steps, and cannot repeat one.
         repeats = start.model is self._provider.model and are_ours(start.cache)
         for border in [*start.ends, len(tokens) - 1]:
             while done < border:
                 left = tokens[done : min(done + step_size, border)]
-                step = partial(self._read_step, start, left, scores)
+                step = partial(self._read_step, start, left)
                 if repeats:
                     done += steps.take(step, len(left))
                 else:
                     step(len(left))
                     done += len(left)
-                self._end_step(start.cache)
+                # What cannot be undone once a step is computed.
+                with mx.stream(self._stream):
+                    mx.eval([layer.state for layer in start.cache])
+                mx.clear_cache()
                 yield done
 
-    def _read_step(
-        self, start: _Start, tokens: list[int], scores: PromptScores | None, count: int
-    ) -> None:
+    def _read_step(self, start: _Start, tokens: list[int], count: int) -> None:
         """Compute the first `count` of these next tokens of a prompt."""
         with mx.stream(self._stream):
-            logits = start.model(mx.array([tokens[:count]]), cache=start.cache)
+            start.model(mx.array([tokens[:count]]), cache=start.cache)
             compute(start.cache)
-            if scores is not None:
-                scores.note(logits)
-
-    def _end_step(self, cache: list[Any]) -> None:
-        """Do what cannot be undone once a step of a prompt is computed."""
-        options = self._options
-        with mx.stream(self._stream):
-            maybe_quantize_kv_cache(
-                cache,
-                quantized_kv_start=options.quantized_kv_start,
-                kv_group_size=options.kv_group_size,
-                kv_bits=options.kv_bits,
-            )
-            mx.eval([layer.state for layer in cache])
-        mx.clear_cache()
 
 
 def _behind(tokens: list[int], processor: Any) -> Any:

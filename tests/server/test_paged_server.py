@@ -10,6 +10,7 @@ from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
 from paged_kv.server.engine.jobs import Stage
+from paged_kv.server.engine.rows import Rows
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
@@ -228,10 +229,6 @@ def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> No
         assert_idle_pools_hold_nothing(running)
 
 
-ALONE = ["--kv-bits", "8", "--quantized-kv-start", "100000"]
-"""Requests run one at a time; so short ones are not quantised."""
-
-
 @pytest.fixture
 def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let servers load a random hybrid, which reads the tokens of the llama's tokenizer."""
@@ -304,13 +301,15 @@ def test_a_server_that_is_started_again_begins_with_what_is_stored(
 
 
 @pytest.mark.slow
-def test_penalties_of_a_request_alone_count_its_prompt() -> None:
+def test_penalties_of_a_request_alone_count_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a batch do."""
     penalty: Any = {"extra_body": {"repetition_penalty": 0.1, "repetition_context_size": 1000}}
     messages = [{"role": "user", "content": " ".join(NAMES)}]
 
-    def answer(*others: str) -> str:
-        with paged_server(*options(LLAMA, *others)) as running:
+    def answer() -> str:
+        with paged_server(*options(LLAMA)) as running:
             return ask(running.client(), messages, **penalty)[0]
 
-    assert answer(*ALONE) == answer()
+    expected = answer()
+    monkeypatch.setattr(Rows, "_is_alone", lambda rows, prompt: True)
+    assert answer() == expected

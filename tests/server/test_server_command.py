@@ -74,6 +74,12 @@ def test_wired_memory_is_a_choice(
     assert set_to == limits
 
 
+def test_kv_bits_name_a_page_format() -> None:
+    assert parsed_server_options(["--kv-bits", "8"]).cache.page_format == "q8"
+    with pytest.raises(ValueError, match="--page-format q4"):
+        parsed_server_options(["--kv-bits", "8", "--page-format", "q4"])
+
+
 def test_the_model_and_its_draft_are_converted_to_another_number_format() -> None:
     told = ["--model", str(MODEL), "--draft-model", str(MODEL), "--dtype", "float32"]
     provider = PagedModelProvider(parsed_server_options([*told, "--max-kv-bytes", "64MB"]))

@@ -143,13 +143,13 @@ def test_mlx_vlm_loads_what_mlx_lm_would_load_without_its_images(
 ) -> None:
     let_mlx_vlm_know(monkeypatch, "qwen2_vl", "idefics3", "muse_spark", "gemma3")
     assert refusal_of_mlx_vlm(vision("qwen2_vl"), {}) is None
-    assert refusal_of_mlx_vlm({"model_type": "idefics3"}, {"--kv-bits": None}) is None
+    assert refusal_of_mlx_vlm({"model_type": "idefics3"}, {"--adapter-path": None}) is None
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"model_type": "llama"}, {}, NO_IMAGES),
         (vision("muse_spark"), {}, NO_IMAGES),
         (vision("llama"), {}, "'llama'"),
         (vision("gemma3"), {"--draft-model": "d"}, "--draft-model"),
-        (vision("gemma3"), {"--kv-bits": 4}, "--kv-bits"),
+        (vision("gemma3"), {"--adapter-path": "a"}, "--adapter-path"),
     ]
     for config, options, reason in refused:
         assert reason in (refusal_of_mlx_vlm(config, options) or "")

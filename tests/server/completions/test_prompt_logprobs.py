@@ -1,15 +1,20 @@
 """Log probabilities of prompts: echo with logprobs, and prompt_logprobs."""
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.server.completions import request_jobs
-from paged_kv.server.engine import single_row
+from paged_kv.server.engine import prompt_scores
+from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.support.running_server import PagedRunningServer
 from tests.support.server_process import post
+from tests.support.tiny_model import completion, tokens_of
 
 PROMPT = [(11 * i * i + 5 * i) % 500 + 1 for i in range(300)]
 SHORT = PROMPT[:12]
@@ -34,7 +39,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_a_plain_call(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In parts of 64 tokens.
-    monkeypatch.setattr(single_row, "MOST_LOGITS", 64 * 4096)
+    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 64 * 4096)
     expected = direct(running, PROMPT)
     own: Any = [expected[at, token].item() for at, token in enumerate(PROMPT[1:])]
     best: Any = mx.max(expected, axis=-1).tolist()
@@ -49,6 +54,40 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_a_plain_call(
         assert top == pytest.approx(best, abs=1e-2)
         assert choice["text"].startswith(running.provider.tokenizer.decode(PROMPT))  # type: ignore[attr-defined]  # mlx-lm's
         assert said["usage"]["completion_tokens"] == 1
+
+
+def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 64 * 4096)
+    others = [tokens_of(number, 290) for number in (7, 8)]
+    expected = [completion(running, each)[0] for each in others]
+    body = {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1}
+    alone = asked(running, **body)["choices"]
+    step, preempted = BatchedRows.step, list[int]()
+
+    def preempting(rows: BatchedRows) -> Iterator[Any]:
+        rows._preemption.chunk_tokens = 128
+        yield from step(rows)
+        reading = GeneratorParts(rows._generator).reading.uids
+        scored = [uid for uid in reading if rows._rows[uid].scores is not None]
+        if scored and len(reading) > 1 and not preempted:
+            preempted.append(scored[0])
+            rows._preemption.preempt(scored[0])
+            rows._factory.pool.clear()  # so that its first tokens are scored again
+
+    monkeypatch.setattr(BatchedRows, "step", preempting)
+    running.pools[0].clear()
+    running.hold_until_submitted(3)
+    with ThreadPoolExecutor(3) as clients:
+        texts = clients.map(lambda each: completion(running, each)[0], others)
+        choices = asked(running, **body)["choices"]
+        assert list(texts) == expected
+    assert preempted
+    assert [each.keys() for each in choices[0]["prompt_logprobs"][1:]] == [
+        each.keys() for each in alone[0]["prompt_logprobs"][1:]
+    ]
+    assert choices[0]["text"] == alone[0]["text"]
 
 
 def test_the_likeliest_token_has_the_same_number_in_both_lists(running: PagedRunningServer) -> None:

@@ -62,9 +62,9 @@ def test_the_end_of_a_session_frees_its_blocks(
     path: str, field: str, running: PagedRunningServer
 ) -> None:
     before = cached_blocks(running)
-    # One that runs alone is part of its session too.
-    alone = {"prompt_logprobs": 1} if field == "session_id" and path == COMPLETIONS else {}
-    ask(running, path, **{field: "a/b ?\u00e9"}, **alone)
+    # One whose prompt is scored is part of its session too.
+    scored = {"prompt_logprobs": 1} if field == "session_id" and path == COMPLETIONS else {}
+    ask(running, path, **{field: "a/b ?\u00e9"}, **scored)
     blocks = cached_blocks(running) - before
     assert blocks > 1
     status, said = end(running, "a/b ?\u00e9")
