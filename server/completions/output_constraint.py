@@ -20,9 +20,9 @@ from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_li
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.lru import LRU
 from paged_kv.server.completions.workers import WorkerThreads, run_python
-from paged_kv.server.engine.begun_grammars import model_constraint
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.engine.rows import model_constraint
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.schema import (
     MOST_GRAMMAR_CHARACTERS,

@@ -27,7 +27,6 @@ import mlx.core as mx
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
 from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.grammar.constraints import Constraint
-from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
 from paged_kv.server.engine.jobs import (
     Begun,
     Failed,
@@ -255,14 +254,24 @@ class GenerationThread:
                 self._note_failed_step(error)
 
     def _compile(self, constraint: Constraint) -> None:
-        compile_on_other_ranks(self.provider, constraint)
+        """Compile a grammar on a thread; the first rank compiles it by itself. So no step waits for
+        it when its request begins, as long as ranks are about as quick."""
+        if self._ranks.rank > 0 and self.provider.loaded is not None:
+            self.provider.loaded.grammars.begin_compiling(constraint)
 
     def _end_session(self, end: SessionEnd) -> None:
         try:
             freed = self.provider.reuse.end_session(end.session, end.salt)
         except UnknownSession:
             if not any(map(end.is_of, self.jobs.values())):
-                end.freed.set_exception(_no_session(end.session))
+                no_session = APIError(
+                    404,
+                    f"there is no session {shortened(end.session)}: no request with your key and "
+                    "cache_salt has named it, or it was ended or forgotten since; a salt goes into "
+                    "the query, as ?cache_salt=alice",
+                    code="session_not_found",
+                )
+                end.freed.set_exception(no_session)
                 return
             freed = 0  # nothing is computed yet
         except Exception as error:  # the client waits for an answer, whatever becomes of the thread
@@ -288,8 +297,7 @@ class GenerationThread:
             if not self._fetch(job):
                 self._admit(job)
         except Exception as error:
-            self._require_common(error)
-            self._fail(job, _as_api_error(error))
+            self._fail_to_begin(job, error)
 
     def _fetch(self, job: Job) -> bool:
         """Let a job wait aside while its prompt's pages are read from servers; false if there is
@@ -315,8 +323,7 @@ class GenerationThread:
                 self._fit(job)
             insort(self._queue, job, key=_order)
         except Exception as error:
-            self._require_common(error)
-            self._fail(job, _as_api_error(error))
+            self._fail_to_begin(job, error)
 
     def _fit(self, job: Job) -> None:
         """Lower a job's `max_tokens` to what memory holds of one choice while nothing else runs.
@@ -346,10 +353,13 @@ class GenerationThread:
         while self._queue and self._can_join(self._queue[0]):
             job = self._queue.pop(0)
             try:
-                self._give(job)
+                rows = self._rows_for(job)
+                if job.prompt is None:
+                    job.prompt = job.read(rows.loaded)
+                self._fit(job)
+                rows.begin(job, job.prompt)
             except Exception as error:
-                self._require_common(error)
-                self._fail(job, _as_api_error(error))
+                self._fail_to_begin(job, error)
 
     def _can_join(self, job: Job) -> bool:
         rows = self._rows
@@ -359,13 +369,6 @@ class GenerationThread:
             # Its model is loaded and its prompt is read while no other job runs.
             return False
         return rows.can_join(job.prompt)
-
-    def _give(self, job: Job) -> None:
-        rows = self._rows_for(job)
-        if job.prompt is None:
-            job.prompt = job.read(rows.loaded)
-        self._fit(job)
-        rows.begin(job, job.prompt)
 
     def _record_begun(self, job: Job) -> None:
         for fetcher in self.provider.fetchers[:1]:
@@ -388,14 +391,12 @@ class GenerationThread:
         for job in late:
             # Not one whose prompt is still fetched.
             if job in self._queue or (self._rows is not None and self._rows.holds(job)):
-                self._fail(job, busy(self._why_late(), max(1, round(patience_s))))
-
-    def _why_late(self) -> str:
-        return (
-            f"the request could not begin in {self._options.admission_timeout:g} s, as "
-            f"{len(self._running())} others run. Ask again later, or start the server with a "
-            "larger --max-kv-bytes, --decode-concurrency or --admission-timeout"
-        )
+                why = (
+                    f"the request could not begin in {patience_s:g} s, as {len(self._running())} "
+                    "others run. Ask again later, or start the server with a larger "
+                    "--max-kv-bytes, --decode-concurrency or --admission-timeout"
+                )
+                self._fail(job, busy(why, max(1, round(patience_s))))
 
     def _rows_for(self, job: Job) -> Rows:
         """The rows of a job's model, which replaces the loaded one if that is another."""
@@ -436,13 +437,8 @@ class GenerationThread:
         """Fail the running jobs, or the one that could not begin while none ran, and start an empty
         batch: the old one's state is unknown."""
         self._require_common(error)
-        if is_shortage(error):  # what is in use is freed now
-            failure = no_memory()
-        elif isinstance(error, PoolExhausted):  # the folder for pages out of memory is full
-            failure = busy(str(error))
-        else:
-            failure = APIError(500, "the server failed to compute this", code="internal")
-            self._failed_steps += 1
+        failure = _as_api_error(error, "the server failed to compute this")
+        self._failed_steps += failure.status == 500
         if self._failed_steps >= MOST_FAILED_STEPS:
             raise error
         log.error("a step failed, and its requests with it", exc_info=error)
@@ -463,6 +459,12 @@ class GenerationThread:
         """Raise an error that other ranks may not have: without this one they cannot go on."""
         if self._ranks.size > 1 and not isinstance(error, COMMON_ERRORS):
             raise error
+
+    def _fail_to_begin(self, job: Job, error: Exception) -> None:
+        self._require_common(error)
+        if not isinstance(error, COMMON_ERRORS):
+            log.error("a request could not begin", exc_info=error)
+        self._fail(job, _as_api_error(error, "the server failed to begin this: see its log"))
 
     def _drop_choice(self, number: int, choice: int) -> None:
         job = self.jobs.get(number)
@@ -494,7 +496,6 @@ class GenerationThread:
             self._queue.remove(job)
         if self._rows is not None:
             self._rows.drop(job)
-            self._rows.forget(job)
         self._has_left = True
 
     def _running(self) -> list[Job]:
@@ -506,23 +507,12 @@ def _order(job: Job) -> tuple[int, int]:
     return job.priority, job.number
 
 
-def _no_session(name: str) -> APIError:
-    return APIError(
-        404,
-        f"there is no session {shortened(name)}: no request with your key and cache_salt has named "
-        "it, or it was ended or forgotten since; a salt goes into the query, as ?cache_salt=alice",
-        code="session_not_found",
-    )
-
-
-def _as_api_error(error: Exception) -> APIError:
-    """The error that a client gets for a job that could not begin."""
-    match error:
-        case APIError():
-            return error
-        case PoolExhausted():
-            return busy(str(error))
-    log.error("a request could not begin", exc_info=error)
-    if is_shortage(error):
+def _as_api_error(error: Exception, otherwise: str) -> APIError:
+    """What a client is told of an error, which for most kinds of errors is `otherwise`."""
+    if isinstance(error, APIError):
+        return error
+    if is_shortage(error):  # what is in use is freed now
         return no_memory()
-    return APIError(500, "the server failed to begin this: see its log", code="internal")
+    if isinstance(error, PoolExhausted):  # or the folder for pages out of memory is full
+        return busy(str(error))
+    return APIError(500, otherwise, code="internal")

@@ -31,7 +31,6 @@ from paged_kv.integrations.speculation.draft_models import (
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.memory import limited_freed_buffers
-from paged_kv.server.engine.context_length import context_length
 from paged_kv.server.engine.freed_buffers import freed_buffers_limit
 from paged_kv.server.engine.image_support import (
     loading_with_mlx_vlm,
@@ -125,7 +124,9 @@ class PagedModelProvider(ModelProvider):
         self.why_no_images: str | None = None
         self.options = options
         self.prompt_step = options.prefill_step_size
-        self._other = _other_server(options)
+        self._other: OtherServer | None = None
+        if options.prefill_from is not None:
+            self._other = OtherServer(options.prefill_from, read_prefill_key(options.prefill_key))
         self._limits = ExitStack()  # of MLX, while a model is loaded
         cli_args: Any = options
         super().__init__(cli_args)
@@ -214,7 +215,8 @@ class PagedModelProvider(ModelProvider):
             loaded: Any = self.model
             self.draft_model = load_draft_model(draft, loaded, model, self.tokenizer)
             self._make_factories()
-            self._limit_freed_buffers()
+            limit = freed_buffers_limit(self.model, self.prompt_step)
+            self._limits.enter_context(limited_freed_buffers(limit))
             self.draft = make_draft(
                 draft,
                 self.draft_model,
@@ -282,7 +284,10 @@ class PagedModelProvider(ModelProvider):
             media_marks=_media_marks(self.prompts, self.processor, tokenizer),
             why_no_images=self.why_no_images,
             vocab_size=vocab_size,
-            context_length=_context_length(key[0]),
+            # Nothing else: each of several ranks downloads its own part of the weights.
+            context_length=context_length(
+                load_config(downloaded(key[0], allow_patterns=["*.json"]))
+            ),
             is_batchable=can_batch,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             at_pages=any(each.pool.quantises or each.store for each in self.factories),
@@ -291,11 +296,6 @@ class PagedModelProvider(ModelProvider):
             roles=roles_of(tokenizer, options.chat_template_args),
             grammars=ModelGrammars(tokenizer, vocab_size),
         )
-
-    def _limit_freed_buffers(self) -> None:
-        """Bound what MLX keeps of freed buffers, until the model is unloaded."""
-        limit = freed_buffers_limit(self.model, self.prompt_step)
-        self._limits.enter_context(limited_freed_buffers(limit))
 
     def _make_factories(self) -> None:
         options = self.options
@@ -318,12 +318,6 @@ class PagedModelProvider(ModelProvider):
             self.fetchers = [handing, *map(PromptFetcher, drafting)]
 
 
-def _other_server(options: ServerOptions) -> OtherServer | None:
-    if options.prefill_from is None:
-        return None
-    return OtherServer(options.prefill_from, read_prefill_key(options.prefill_key))
-
-
 @contextmanager
 def _loading(field: str, name: str | None) -> Iterator[None]:
     """Blame errors on the field of a request that names what is loaded."""
@@ -332,11 +326,6 @@ def _loading(field: str, name: str | None) -> Iterator[None]:
     except Exception as error:
         message = f"{field}={shortened(name)} cannot be loaded: {error}"
         raise APIError(404, message, param=field, code="model_not_found") from error
-
-
-def _context_length(model: str) -> int | None:
-    # Nothing else: each of several ranks downloads its own part of the weights.
-    return context_length(load_config(downloaded(model, allow_patterns=["*.json"])))
 
 
 def _media_marks(prompts: Any, processor: Any, tokenizer: Any) -> dict[int, str]:
@@ -374,3 +363,48 @@ def _callless_machine(tokenizer: Any) -> TextStateMachine:
     )
     machine: TextStateMachine = make_text_state_machine(callless)
     return machine
+
+
+# Where the configs of vision models keep that of the language model.
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+# The names that configs have for it, as vLLM looks for them.
+_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_seq_length",
+    "max_sequence_length",
+    "seq_length",
+    "model_max_length",
+)
+
+# Of these kinds of rotary embeddings the config names the length after scaling.
+_SCALED = ("longrope", "su", "llama3", "default", "mrope")
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """The most tokens that a model was made for; None if its config does not say.
+
+    Follows vLLM's `_get_and_verify_max_len`, but of several lengths the longest counts: this is
+    for refusing prompts.
+    """
+    parts = [config, *[config[part] for part in _PARTS if isinstance(config.get(part), dict)]]
+    return max((length for part in parts for length in _lengths(part)), default=None)
+
+
+def _lengths(config: dict[str, Any]) -> list[int]:
+    lengths = [config[name] for name in _NAMES if _is_length(config.get(name))]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    is_scaled = kind in _SCALED or str(config.get("model_type")).startswith("gemma3")
+    if is_scaled or not lengths or not isinstance(factor, int | float):
+        return lengths
+    unscaled = (scaling.get(f"original_{_NAMES[0]}"), config.get(_NAMES[0]))
+    base = next((each for each in unscaled if each is not None and _is_length(each)), max(lengths))
+    return [*lengths, int(base * factor)]
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

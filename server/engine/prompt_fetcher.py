@@ -192,7 +192,7 @@ class PromptFetcher:
 
 
 class PromptReuse:
-    """Finds and keeps prefixes of prompts.
+    """Keeps prompts.
 
     Args:
         factories: of the loaded model; and of its draft model, if there is one, whose prompts
@@ -217,20 +217,6 @@ class PromptReuse:
         self._max_bytes = max_bytes
         self._held_share = held_share
         self._now = 0.0
-
-    def fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any] | None, int]:
-        """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
-        length in tokens; at least one token is left. None without a model.
-
-        An empty cache is useful too: in it, layers with a window cache their out-of-window blocks.
-        """
-        if self._factory is None:
-            return None, 0
-        return self._factory.fetch_cache(tokens, salt=salt)
-
-    def parting(self, tokens: list[int], salt: Hashable) -> int:
-        """After how many tokens a prompt is worth an `insert`, beside its end; 0 if nowhere."""
-        return 0 if self._factory is None else self._factory.parting(tokens, salt=salt)
 
     def insert(
         self,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.server.engine.batched_rows import BatchedRows, Happened
-from paged_kv.server.engine.begun_grammars import begun_grammars, stopped_grammar
 from paged_kv.server.engine.jobs import Begun, Empty, Failed, Job, Prompt
 from paged_kv.server.engine.paged_model_provider import (
     LoadedModel,
@@ -16,6 +16,7 @@ from paged_kv.server.engine.paged_model_provider import (
 )
 from paged_kv.server.engine.sampling import Samplers
 from paged_kv.server.engine.single_row import SingleRow
+from paged_kv.server.http.api_errors import APIError, wrong_value
 
 
 class Rows:
@@ -45,10 +46,6 @@ class Rows:
         runs alone."""
         return not len(self) or not (len(self._single) or self._is_alone(prompt))
 
-    def forget(self, job: Job) -> None:
-        """Note that a job has ended."""
-        self._grammars.pop(job, None)
-
     def begin(self, job: Job, prompt: Prompt) -> None:
         """Add a job; it begins in the next step that has room for it.
 
@@ -61,7 +58,7 @@ class Rows:
             return
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
-        if grammars := begun_grammars(self.loaded, job, prompt):
+        if grammars := _begun_grammars(self.loaded, job, prompt):
             samplings = [
                 each.within(grammar) for each, grammar in zip(samplings, grammars, strict=True)
             ]
@@ -81,14 +78,17 @@ class Rows:
         for job, grammars in list(self._grammars.items()):
             if error := next((each.error for each in grammars if each.error is not None), None):
                 self.drop(job)
-                yield job, Failed(stopped_grammar(job, error))
+                field = None if job.constraint is None else job.constraint.field
+                stopped = f"{field} is too large or too slow to follow: {error}"
+                yield job, Failed(wrong_value(stopped, field))
 
     def drop(self, job: Job, number: int | None = None) -> None:
         """Stop a job, or one of its choices."""
         self._batch.drop(job, number)
         self._single.drop(job, number)
-        if number is None and job in self._empty:
-            self._empty.remove(job)
+        if number is None:
+            self._grammars.pop(job, None)
+            self._empty = [each for each in self._empty if each is not job]
 
     def holds(self, job: Job) -> bool:
         """Whether the job has an unfinished choice."""
@@ -101,3 +101,45 @@ class Rows:
 
     def _is_alone(self, prompt: Prompt) -> bool:
         return not self.loaded.is_batchable or prompt.media is not None
+
+
+def model_constraint(
+    requested: Constraint | CallConstraint | None, loaded: LoadedModel | None
+) -> Constraint | None:
+    """What a request's constraint means for its model. What depends on the model is None while
+    that is not loaded.
+
+    Raises:
+        APIError: 400, the model does not call tools as is asked.
+    """
+    if requested is None or isinstance(requested, Constraint):
+        return requested
+    try:
+        return None if loaded is None else requested.for_model(loaded.tokenizer)
+    except ValueError as error:
+        raise wrong_value(f"{requested.field}: {error}", requested.field) from None
+
+
+def _begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[FollowedGrammar]:
+    """The grammar of each choice, at its beginning; none if any text will do. It is compiled here
+    if it was not before, as for a model that was loaded for this job.
+
+    Raises:
+        APIError: 400, it does not compile, or the model's answers have a form of their own.
+    """
+    constraint = model_constraint(job.constraint, loaded)
+    if constraint is None:
+        return []
+    compiled = job.compiled
+    try:
+        if compiled is None or not loaded.grammars.made(compiled):
+            compiled = loaded.grammars.compiled(constraint)
+    except APIError:
+        if constraint.is_optional:
+            return []
+        raise
+    try:
+        place = constraint.place(loaded.tokenizer, prompt.initial_state)
+    except ValueError as error:
+        raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+    return [compiled.begin(**place) for _ in range(job.choices)]

@@ -3,14 +3,13 @@ for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv.integrations.batching.cache_rows import compute
 from paged_kv.integrations.batching.short_memory import FittingSteps
@@ -60,6 +59,7 @@ class SingleRow:
     ) -> None:
         self._loaded = loaded
         self._provider = provider
+        (self._factory, *_) = provider.factories
         self._stream = stream
         self._job: Job | None = None
         self._dropped: set[int] = set()
@@ -119,9 +119,9 @@ class SingleRow:
         model: Any = self._provider.model
         lengths = accumulate(len(segment) for segment in prompt.segments)
         known = prompt.cache_key
-        parting = self._provider.reuse.parting(known, job.salt)
+        parting = self._factory.parting(known, salt=job.salt)
         ends = sorted({*lengths, parting} - {0, len(prompt.tokens)})
-        cache, cached = self._fetch(known, job.salt)
+        cache, cached = self._factory.fetch_cache(known, salt=job.salt)
         hold(self._provider.reuse, prompt, job.salt)
         if prompt.media is None:
             return _Start(model, cache, cached, ends)
@@ -131,13 +131,8 @@ class SingleRow:
             raise wrong_value(f"the model cannot read these images: {error}", "messages") from error
         if steps.start < cached:
             # Nothing is found of one token: this cache is empty.
-            cache, _ = self._fetch(prompt.cache_key[:1], job.salt)
+            cache, _ = self._factory.fetch_cache(known[:1], salt=job.salt)
         return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
-
-    def _fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any], int]:
-        cache, cached = self._provider.reuse.fetch(tokens, salt)
-        model: Any = self._provider.model
-        return make_prompt_cache(model) if cache is None else cache, cached
 
     def _choice(
         self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start

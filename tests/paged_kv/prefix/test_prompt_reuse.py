@@ -35,7 +35,7 @@ def keep(prompts: PromptReuse, model: Any, factory: PagedCacheFactory, tokens: l
 
 def fetched(prompts: PromptReuse, tokens: list[int], salt: str | None = SALT) -> Any:
     """The number of cached tokens, and the tokens left to compute."""
-    cache, cached = prompts.fetch(tokens, salt)
+    cache, cached = prompts._factories[0].fetch_cache(tokens, salt=salt)
     return cache, tokens[cached:]
 
 

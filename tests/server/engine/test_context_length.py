@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.engine.context_length import context_length
+from paged_kv.server.engine.paged_model_provider import context_length
 
 
 def scaled(length: int, kind: str, factor: float, original: int | None = None) -> dict[str, Any]:

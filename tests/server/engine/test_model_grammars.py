@@ -9,7 +9,7 @@ import pytest
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, regex
 from paged_kv.server.engine import model_grammars
-from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
+from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.model_grammars import ModelGrammars
 from paged_kv.server.http.api_errors import APIError
 from tests.support.patience import PATIENCE_S
@@ -53,9 +53,8 @@ def test_a_grammar_that_is_wrong_is_tried_again(compiling: Compiling) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_other_ranks_compile_before_the_request_begins(rank: int, compiling: Compiling) -> None:
     grammars = ModelGrammars(None, 10)
-    provider: Any = SimpleNamespace(
-        ranks=SimpleNamespace(rank=rank), loaded=SimpleNamespace(grammars=grammars)
-    )
+    provider = SimpleNamespace(loaded=SimpleNamespace(grammars=grammars))
+    thread: Any = SimpleNamespace(_ranks=SimpleNamespace(rank=rank), provider=provider)
     compiling.may_end.set()
-    compile_on_other_ranks(provider, SLOW)
+    GenerationThread._compile(thread, SLOW)
     assert compiling.begun.wait(PATIENCE_S if rank else 0.1) is (rank > 0)
