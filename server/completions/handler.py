@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
@@ -68,7 +67,7 @@ class CompletionHandler:
         except ClientDisconnect:
             log.info("the client has disconnected")
         except APIError as error:
-            service.metrics.note_error(error)
+            service.metrics.refused += error.status == 503
             service.metrics.answered[error.status] += 1
             raise
         except Exception:
@@ -136,7 +135,7 @@ class CompletionHandler:
             except APIError as error:
                 if not stream.has_begun:
                     raise
-                self._service.metrics.note_error(error)
+                self._service.metrics.refused += error.status == 503
                 error = renamed(error, state.request.names)
                 await stream.send(_streamed((answers or _answers(state)).on_error, error))
 
@@ -246,7 +245,8 @@ class EventStream:
         async with self._turn:
             if not self.has_begun:
                 self.has_begun = True
-                await self._send(_head(headers or {}))
+                described = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+                await self._send(_head(described | dict(headers or {})))
             await self._send({"type": "http.response.body", "body": content, "more_body": True})
             self._sent_at = self._loop.time()
 
@@ -271,8 +271,7 @@ class EventStream:
 
 
 def _head(headers: Mapping[str, str]) -> dict[str, Any]:
-    named = {"content-type": "text/event-stream", "cache-control": "no-cache", **headers}
-    encoded = [(name.lower().encode(), value.encode()) for name, value in named.items()]
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": encoded}
 
 
@@ -305,9 +304,6 @@ def _limit_header(state: RequestState) -> dict[str, str]:
 
 async def send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
     """Answer with 200 and this JSON."""
-    response = Response(content, headers=headers, media_type="application/json")
-    await response({"type": "http"}, _never, send)
-
-
-async def _never() -> Any:
-    raise AssertionError("a Response receives nothing")
+    described = {"content-type": "application/json", "content-length": str(len(content))}
+    await send(_head(described | dict(headers or {})))
+    await send({"type": "http.response.body", "body": content})

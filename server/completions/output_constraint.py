@@ -157,7 +157,10 @@ class GrammarCompiler:
                 `structured` is not installed.
         """
         requested = jobs[0].constraint  # all jobs of a request have the same
-        constraint = await self._of_model(requested, loaded)
+        work = partial(model_constraint, requested, loaded)
+        # The grammar of many tools takes long to write.
+        has_tools = isinstance(requested, CallConstraint)
+        constraint = await self._workers.compile(work) if has_tools else work()
         compiled = None
         try:
             if constraint is not None:
@@ -173,15 +176,6 @@ class GrammarCompiler:
         for job in jobs:
             job.constraint = requested if loaded is None else constraint
             job.compiled = compiled
-
-    async def _of_model(
-        self, requested: Constraint | CallConstraint | None, loaded: LoadedModel | None
-    ) -> Constraint | None:
-        work = partial(model_constraint, requested, loaded)
-        # The grammar of many tools takes long to write.
-        return (
-            await self._workers.compile(work) if isinstance(requested, CallConstraint) else work()
-        )
 
     async def _require_valid(self, constraint: Constraint) -> None:
         grammar = constraint.grammar

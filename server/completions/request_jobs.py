@@ -19,20 +19,20 @@ from mlx_lm.server import (
 
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.output_constraint import constraint_of
-from paged_kv.server.completions.prompt_limit import fit_context
 from paged_kv.server.completions.prompt_logprobs import (
     MOST_SCORES,
     prompt_logprobs_of,
     require_scorable,
 )
 from paged_kv.server.completions.prompt_reader import (
+    fit_context,
     read_chat,
     read_prefill,
     read_text,
 )
-from paged_kv.server.engine.ending import Ending
 from paged_kv.server.engine.jobs import Channel, Job, Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.server.engine.sampling import Ending
 from paged_kv.server.http.api_errors import wrong_value
 from paged_kv.server.http.schema import (
     LARGEST_COUNT,

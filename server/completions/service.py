@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.output_constraint import GrammarCompiler
-from paged_kv.server.completions.short_hits import ShortHits
-from paged_kv.server.completions.system_texts import SystemTexts
+from paged_kv.server.completions.short_hits import ShortHits, SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.generation_thread import GenerationThread

@@ -1,17 +1,18 @@
-"""Says why a prompt finds much less in the cache than the turn before it has left there."""
+"""Says why a prompt finds less in the cache than its conversation or its system text has left."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.lru import LRU
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.http.schema import ChatBody
@@ -23,6 +24,14 @@ MOST_CONVERSATIONS = 32
 WORTH_TELLING = 2 * PAGE_SIZE
 # Of what is shown of two prompts where they part.
 _SHOWN_TOKENS = 8
+
+# Texts of another beginning are others' instructions. Shorter texts cost little to compute again.
+BEGINNING_CHARACTERS = 1024
+# Of each text, for its comparison with the next. Agents have some 60,000.
+MOST_CHARACTERS = 1 << 17
+MOST_TEXTS = 64
+# Of what differs, and before it.
+SHOWN_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class ShortHits:
     """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[tuple[Hashable, str], _Turn] = OrderedDict()
+        self._turns: LRU[tuple[Hashable, str], _Turn] = LRU(MOST_CONVERSATIONS)
         self.last: ShortHit | None = None
 
     def record(self, body: ChatBody, job: Job, tokenizer: Any) -> None:
@@ -80,10 +89,8 @@ class ShortHits:
             json.dumps(body.tools, sort_keys=True),
             inner_salt(job.salt),
         )
-        earlier = self._turns.pop(key, None)
+        earlier = self._turns.get(key)
         self._turns[key] = turn
-        if len(self._turns) > MOST_CONVERSATIONS:
-            self._turns.popitem(last=False)
         if earlier is not None and earlier.messages < turn.messages:
             self._compare(earlier, turn, job, tokenizer)
 
@@ -128,3 +135,52 @@ def _cause(earlier: _Turn, turn: _Turn, parted: int, cached: int) -> str:
     if earlier.tools != turn.tools:
         return "its tools are others"
     return "the client or the chat template changed earlier messages"
+
+
+class SystemTexts:
+    """The latest system texts of a server, one for each beginning."""
+
+    def __init__(self) -> None:
+        # By their salts and beginnings; None once a change was told.
+        self._texts: LRU[tuple[Hashable, str], str | None] = LRU(MOST_TEXTS)
+
+    def record(self, messages: Iterable[Any], job: Job) -> None:
+        """Log where the system text of a chat parts from an earlier one, once for a beginning.
+
+        Args:
+            messages: of the chat.
+            job: its prompt, which has begun.
+        """
+        text = _system_text(messages)[:MOST_CHARACTERS]
+        if len(text) < BEGINNING_CHARACTERS:
+            return
+        key = inner_salt(job.salt), text[:BEGINNING_CHARACTERS]
+        earlier = self._texts.get(key, text)
+        self._texts[key] = text if earlier == text else None
+        if earlier not in (None, text):
+            _tell(earlier, text, job)
+
+
+def _system_text(messages: Iterable[Any]) -> str:
+    first = takewhile(lambda each: each["role"] in ("system", "developer"), messages)
+    contents = [each.get("content") or "" for each in first]
+    parts = [[{"text": each}] if isinstance(each, str) else each for each in contents]
+    return "".join(part.get("text", "") for each in parts for part in each)
+
+
+def _tell(earlier: str, text: str, job: Job) -> None:
+    assert job.prompt is not None, "it has begun"
+    pairs = enumerate(zip(earlier, text, strict=False))
+    shorter = min(len(earlier), len(text))
+    at = next((at for at, (there, here) in pairs if there != here), shorter)
+    end = at + SHOWN_CHARACTERS
+    log.warning(
+        "%s: of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
+        "and this one %r. Put what changes last, into the latest message",
+        job.request_id,
+        len(job.prompt.tokens),
+        job.cached_tokens,
+        text[max(0, at - SHOWN_CHARACTERS) : at],
+        earlier[at:end],
+        text[at:end],
+    )

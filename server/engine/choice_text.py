@@ -157,7 +157,11 @@ class ChoiceText:
         is_whole = token.finish_reason is not None and stop_text is None
         delta = Delta(finish_reason=reason, stop_text=stop_text)
         before = self._state[0]
-        for state, part in self._segments(text, reason):
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if reason is not None:
+            self._state, held, state = TextStateMachine.flush(self._state)
+            segments = [*segments, (state, held)]
+        for state, part in segments:
             self._add(delta, state, part)
             delta.is_reasoning = state == "reasoning"
         is_text = before == self._state[0] == "normal"
@@ -198,13 +202,6 @@ class ChoiceText:
             self._stop, held, _ = TextStateMachine.flush(self._stop)
             safe += held
         return safe, None
-
-    def _segments(self, text: str, reason: str | None) -> list[tuple[str, str]]:
-        self._state, segments = TextStateMachine.split(self._state, text)
-        if reason is not None:
-            self._state, held, state = TextStateMachine.flush(self._state)
-            segments.append((state, held))
-        return list(segments)
 
     def _add(self, delta: Delta, state: str, part: str) -> None:
         if state == _TOOL:

@@ -29,6 +29,7 @@ from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.jobs import (
     Begun,
+    Empty,
     Failed,
     Job,
     Mailbox,
@@ -37,7 +38,7 @@ from paged_kv.server.engine.jobs import (
     Stage,
     Token,
 )
-from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.engine.step_watch import StepWatch
@@ -237,9 +238,6 @@ class GenerationThread:
         self._rows = None
         self._obey(self._mailbox.take(wait=False))
         self._outbox.flush()
-        self._release()
-
-    def _release(self) -> None:
         self.provider.reset()
         gc.collect()
         # MLX ends the process with "terminate called" if a thread's streams outlive it.
@@ -356,6 +354,9 @@ class GenerationThread:
                 rows = self._rows_for(job)
                 if job.prompt is None:
                     job.prompt = job.read(rows.loaded)
+                if job.computes_nothing:
+                    self._end_empty(job, rows.loaded)
+                    continue
                 self._fit(job)
                 rows.begin(job, job.prompt)
             except Exception as error:
@@ -370,12 +371,20 @@ class GenerationThread:
             return False
         return rows.can_join(job.prompt)
 
+    def _end_empty(self, job: Job, loaded: LoadedModel) -> None:
+        self._record_begun(job)
+        self._outbox.put(job, Begun(job, loaded))
+        for number in job.numbers:
+            self._outbox.put(job, Empty(number))
+        self._leave(job)
+
     def _record_begun(self, job: Job) -> None:
         for fetcher in self.provider.fetchers[:1]:
             fetcher.end(job.number)
         job.stage = Stage.RUNNING
         tokens = 0 if job.prompt is None else len(job.prompt.tokens)
-        self.metrics.note_prompt(tokens, job.cached_tokens)
+        self.metrics.prompt_tokens += tokens
+        self.metrics.cached_tokens += job.cached_tokens
         log.info(
             "%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, job.cached_tokens
         )
@@ -489,13 +498,13 @@ class GenerationThread:
 
     def _leave(self, job: Job) -> None:
         job.stage = Stage.ENDED
-        self.jobs.pop(job.number, None)
         for fetcher in self.provider.fetchers:
             fetcher.end(job.number)
         if job in self._queue:
             self._queue.remove(job)
         if self._rows is not None:
             self._rows.drop(job)
+        self.jobs.pop(job.number, None)  # last: without jobs, others take the pools for idle
         self._has_left = True
 
     def _running(self) -> list[Job]:

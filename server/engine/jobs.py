@@ -19,8 +19,8 @@ from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.speculation.batch import SpeculationCounts
 from paged_kv.prefix.keeping import inner_salt
-from paged_kv.server.engine.ending import Ending
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.server.engine.sampling import Ending
 from paged_kv.server.http.api_errors import APIError
 
 

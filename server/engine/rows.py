@@ -1,21 +1,26 @@
-"""Runs jobs on one loaded model: in a batch, or one job alone."""
+"""Runs jobs on one loaded model: in a batch; or one job alone, with images, or of a model whose
+caches cannot be batched. Nothing is drafted for that one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step, wired_limit
 
+from paged_kv.integrations.batching.cache_rows import compute
+from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.server.engine.batched_rows import BatchedRows, Happened
-from paged_kv.server.engine.jobs import Begun, Empty, Failed, Job, Prompt
-from paged_kv.server.engine.paged_model_provider import (
-    LoadedModel,
-    PagedModelProvider,
-)
-from paged_kv.server.engine.sampling import Samplers
-from paged_kv.server.engine.single_row import SingleRow
+from paged_kv.integrations.states.counted_states import are_ours
+from paged_kv.server.engine.batched_rows import BatchedRows, Happened, as_token, hold
+from paged_kv.server.engine.jobs import Begun, Event, Failed, Job, Progress, Prompt
+from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
+from paged_kv.server.engine.sampling import Samplers, Sampling
 from paged_kv.server.http.api_errors import APIError, wrong_value
 
 
@@ -36,10 +41,9 @@ class Rows:
         self._single = SingleRow(provider, loaded, stream)
         self._samplers = Samplers(loaded)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
-        self._empty: list[Job] = []  # that are to generate nothing
 
     def __len__(self) -> int:
-        return len(self._batch) + len(self._single) + len(self._empty)
+        return len(self._batch) + len(self._single)
 
     def can_join(self, prompt: Prompt) -> bool:
         """Whether a job may begin or wait beside those that are there: not if it or one of them
@@ -53,9 +57,6 @@ class Rows:
             APIError: 400, its sampling options or its grammar do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
-        if job.computes_nothing:
-            self._empty.append(job)
-            return
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
         if grammars := _begun_grammars(self.loaded, job, prompt):
@@ -68,10 +69,6 @@ class Rows:
 
     def step(self) -> Happened:
         """Compute a token of every choice, and a part of the unfinished prompts."""
-        while self._empty:
-            job = self._empty.pop()
-            yield job, Begun(job, self.loaded)
-            yield from ((job, Empty(number)) for number in job.numbers)
         for rows in (self._batch, self._single):
             if len(rows):
                 yield from rows.step()
@@ -88,11 +85,10 @@ class Rows:
         self._single.drop(job, number)
         if number is None:
             self._grammars.pop(job, None)
-            self._empty = [each for each in self._empty if each is not job]
 
     def holds(self, job: Job) -> bool:
         """Whether the job has an unfinished choice."""
-        return self._batch.holds(job) or self._single.holds(job) or job in self._empty
+        return self._batch.holds(job) or self._single.holds(job)
 
     def close(self) -> None:
         """Drop all jobs."""
@@ -143,3 +139,201 @@ def _begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[Follo
     except ValueError as error:
         raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
     return [compiled.begin(**place) for _ in range(job.choices)]
+
+
+class _Start(NamedTuple):
+    """Where the computation of a prompt begins.
+
+    Attributes:
+        model: computes the prompt's steps: the loaded model, or `PromptSteps`.
+        cache: holds the first `cached` tokens.
+        ends: of the parts of the prompt that other prompts may share: a step ends at each.
+    """
+
+    model: Callable[..., mx.array]
+    cache: list[Any]
+    cached: int
+    ends: list[int]
+
+
+class _Sampled(NamedTuple):
+    """A token, its log probabilities [vocabulary], and why it is the last one, if it is."""
+
+    token: int
+    logprobs: mx.array
+    finish_reason: str | None
+
+
+class SingleRow:
+    """One job at a time, its choices one after the other. All of this runs on the generation
+    thread.
+
+    Args:
+        provider: has loaded `loaded`.
+        loaded: the model.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
+    ) -> None:
+        self._loaded = loaded
+        self._provider = provider
+        (self._factory, *_) = provider.factories
+        self._stream = stream
+        self._job: Job | None = None
+        self._dropped: set[int] = set()
+        self._events: Happened = iter(())
+
+    def __len__(self) -> int:
+        return int(self._job is not None)
+
+    def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
+        """Add a job; the next steps compute it. No other job may be running.
+
+        Raises:
+            APIError: 400, the model cannot read its images.
+        """
+        start = self._start(job, prompt)
+        job.cached_tokens = start.cached
+        self._job, self._dropped = job, set()
+        begun: list[tuple[Job, Event]] = [(job, Begun(job, self._loaded))]
+        self._events = chain(begun, self._choices(job, prompt, samplings, [start]))
+
+    def step(self) -> Happened:
+        """Compute the next part of the prompt, or the next token."""
+        for event in self._events:
+            yield event
+            return
+        self._job = None
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Stop a job, or one of its choices."""
+        if self._job is job and number is None:
+            self.close()
+        elif self._job is job and number is not None:
+            self._dropped.add(number)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job has an unfinished choice."""
+        return self._job is job
+
+    def close(self) -> None:
+        """Drop the job."""
+        self._job, self._events = None, iter(())
+
+    def _choices(
+        self, job: Job, prompt: Prompt, samplings: list[Sampling], started: list[_Start]
+    ) -> Happened:
+        for number, sampling in enumerate(samplings, job.first_choice):
+            # Taken out, so that only the choice holds the pages that are inserted at its end.
+            start = started.pop() if started else self._start(job, prompt)
+            events = self._choice(job, prompt, number, sampling, start)
+            del start
+            for event in events:
+                yield event
+                if number in self._dropped:
+                    break
+
+    def _start(self, job: Job, prompt: Prompt) -> _Start:
+        model: Any = self._provider.model
+        lengths = accumulate(len(segment) for segment in prompt.segments)
+        known = prompt.cache_key
+        parting = self._factory.parting(known, salt=job.salt)
+        ends = sorted({*lengths, parting} - {0, len(prompt.tokens)})
+        cache, cached = self._factory.fetch_cache(known, salt=job.salt)
+        hold(self._provider.reuse, prompt, job.salt)
+        if prompt.media is None:
+            return _Start(model, cache, cached, ends)
+        try:
+            steps = prompt.media.begin(model, cached)
+        except ValueError as error:
+            raise wrong_value(f"the model cannot read these images: {error}", "messages") from error
+        if steps.start < cached:
+            # Nothing is found of one token: this cache is empty.
+            cache, _ = self._factory.fetch_cache(known[:1], salt=job.salt)
+        return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
+
+    def _choice(
+        self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
+    ) -> Happened:
+        computed, cache = list(prompt.cache_key), start.cache
+        for done in self._read(start, prompt.tokens):
+            if done in start.ends:
+                # Of a copy of the list, which is emptied.
+                self._keep(computed[:done], [*cache], job, prompt)
+            yield job, Progress(done, len(prompt.tokens))
+        stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
+        for response in self._generate(job, start, prompt.tokens, sampling):
+            computed.append(response.token)
+            if stops.advance(response.token):
+                response = response._replace(finish_reason="stop")
+            job.generated_tokens += 1
+            if response.finish_reason is not None:
+                # Insert before the client sees the end and drops the job.
+                self._keep(computed, cache, job, prompt)
+            yield job, as_token(job, number, response)
+            if response.finish_reason is not None:
+                return
+
+    def _keep(self, tokens: list[int], cache: list[Any], job: Job, prompt: Prompt) -> None:
+        self._provider.reuse.insert(tokens, cache, job.salt, job.session)
+        hold(self._provider.reuse, prompt, job.salt)
+
+    def _generate(
+        self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
+    ) -> Iterator[_Sampled]:
+        """The tokens that follow a prompt, of which the cache holds all but the last."""
+        most, model = job.arguments.max_tokens, start.model
+        steps: Any = generate_step(
+            mx.array(tokens[-1:]),
+            model,
+            self._stream,
+            max_tokens=most,
+            sampler=sampling.sampler,
+            logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
+            prompt_cache=start.cache,
+            prefill_step_size=self._provider.prompt_step,
+        )
+        with wired_limit(model, [self._stream]):
+            for count, (token, logprobs) in enumerate(steps, 1):
+                yield _Sampled(token, logprobs, "length" if count == most else None)
+
+    def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
+        """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
+        return only at the prompt's end, and the client may leave before."""
+        done, step_size = start.cached, self._provider.prompt_step
+        steps = FittingSteps(step_size)
+        # What begins with images counts its steps, and cannot repeat one.
+        repeats = start.model is self._provider.model and are_ours(start.cache)
+        for border in [*start.ends, len(tokens) - 1]:
+            while done < border:
+                left = tokens[done : min(done + step_size, border)]
+                step = partial(self._read_step, start, left)
+                if repeats:
+                    done += steps.take(step, len(left))
+                else:
+                    step(len(left))
+                    done += len(left)
+                # What cannot be undone once a step is computed.
+                with mx.stream(self._stream):
+                    mx.eval([layer.state for layer in start.cache])
+                mx.clear_cache()
+                yield done
+
+    def _read_step(self, start: _Start, tokens: list[int], count: int) -> None:
+        """Compute the first `count` of these next tokens of a prompt."""
+        with mx.stream(self._stream):
+            start.model(mx.array([tokens[:count]]), cache=start.cache)
+            compute(start.cache)
+
+
+def _behind(tokens: list[int], processor: Any) -> Any:
+    """A logits processor that also sees the prompt's tokens, which the generator is not given."""
+    prompt = mx.array(tokens, mx.int32)
+
+    def process(seen: mx.array, logits: mx.array) -> mx.array:
+        processed: mx.array = processor(mx.concatenate([prompt, seen]), logits)
+        return processed
+
+    return process

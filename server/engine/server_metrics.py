@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from paged_kv.server.http.api_errors import APIError
-
 # The same buckets as vLLM's metrics of these names, so that its dashboards fit.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -68,12 +66,3 @@ class ServerMetrics:
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
-
-    def note_error(self, error: APIError) -> None:
-        """Count an error that a client gets."""
-        self.refused += error.status == 503
-
-    def note_prompt(self, tokens: int, cached: int) -> None:
-        """Count the prompt of a job that began."""
-        self.prompt_tokens += tokens
-        self.cached_tokens += cached

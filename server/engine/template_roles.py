@@ -89,7 +89,10 @@ class TemplateRoles:
     def fitted(self, messages: Sequence[Any], names: Mapping[str, Any]) -> Messages:
         """A conversation as the template takes it; `names` are a request's own for the roles."""
         if not (self.names_developer or "developer" in names):
-            messages = [_by_system(message) for message in messages]
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
         if self.form is None:
             return list(messages)
         fitted = self.form(messages)
@@ -128,10 +131,6 @@ def template_text(tokenizer: Any) -> str:
         return inspect.getsource(inspect.getmodule(render) or render)
     except (OSError, TypeError):
         return ""
-
-
-def _by_system(message: Any) -> Any:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _takes(tokenizer: Any, variables: Mapping[str, Any], form: Form | None) -> bool:

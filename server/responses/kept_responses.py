@@ -180,11 +180,6 @@ def _named(item: Object, name: str) -> Object:
     return {**item, "type": kind, "id": item_id}
 
 
-def listed_inputs(items: Iterable[Object]) -> list[Object]:
-    """Named items in the form of OpenAI's lists."""
-    return [{"status": "completed", **_in_parts(item)} for item in items]
-
-
 def _in_parts(item: Object) -> Object:
     content = item.get("content")
     if not isinstance(content, str):
@@ -249,7 +244,8 @@ class ResponseReader:
     async def inputs(self, request: Request) -> Response:
         """Send what the model was given for a response, the latest items first."""
         owner, name = self._requested(request)
-        items = listed_inputs(self._kept.get(owner, name).all_inputs())
+        inputs = self._kept.get(owner, name).all_inputs()
+        items = [{"status": "completed", **_in_parts(item)} for item in inputs]
         return JSONResponse(page_of(items, request.query_params))
 
     async def cancel(self, request: Request) -> Response:

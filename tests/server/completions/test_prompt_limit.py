@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.completions.prompt_limit import LimitedTokenizer
+from paged_kv.server.completions.prompt_reader import LimitedTokenizer
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 

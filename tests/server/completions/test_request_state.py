@@ -13,8 +13,7 @@ from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.handler import CompletionHandler, EventStream
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.request_state import RequestState
-from paged_kv.server.completions.short_hits import ShortHits
-from paged_kv.server.completions.system_texts import SystemTexts
+from paged_kv.server.completions.short_hits import ShortHits, SystemTexts
 from paged_kv.server.completions.tool_calls import CallParser
 from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.choice_text import stop_machine

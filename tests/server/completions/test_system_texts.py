@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.completions.system_texts import BEGINNING_CHARACTERS, MOST_TEXTS, SystemTexts
+from paged_kv.server.completions.short_hits import BEGINNING_CHARACTERS, MOST_TEXTS, SystemTexts
 
 LONG = "a" * BEGINNING_CHARACTERS
 

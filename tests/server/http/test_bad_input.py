@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.http.content_encoding import _ZSTD, BodyDecoder
+from paged_kv.server.http.request_body import _ZSTD, BodyDecoder
 from tests.support.bad_requests import CHAT, GOOD, TEXT, bad_requests
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
