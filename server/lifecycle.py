@@ -159,7 +159,10 @@ class PagedServer:
         is called while the model loads, the generation thread still runs."""
         thread = self.service.thread
         log.info("starting: listening at %s, port %d", self.service.options.host, self.port)
-        await self._import_all()
+        # What the first requests would import, before the generation thread does imports too.
+        self._uvicorn.config.load()
+        with suppress(ValueError):
+            await run_in_threadpool(status_page.metrics_module)
         thread.start()
         telling = asyncio.ensure_future(self._tell_when_ready())
         watching = asyncio.ensure_future(self._tell_when_hanging())
@@ -207,12 +210,6 @@ class PagedServer:
             if (hangs := thread.watch.is_hanging) and not told:
                 log.error("%s", thread.described_step())
             told = hangs
-
-    async def _import_all(self) -> None:
-        """Import what the first requests would, before the generation thread does imports too."""
-        self._uvicorn.config.load()
-        with suppress(ValueError):
-            await run_in_threadpool(status_page.metrics_module)
 
     async def _drain(self) -> None:
         """Refuse new requests, and wait for the running ones."""

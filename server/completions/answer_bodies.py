@@ -9,14 +9,7 @@ from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
-from paged_kv.server.completions.interface import (
-    Answers,
-    APIRequest,
-    Call,
-    Choice,
-    Object,
-    Usage,
-)
+from paged_kv.server.completions.interface import Answers, APIRequest, Call, Choice, Object, Usage
 from paged_kv.server.completions.prompt_logprobs import Logprobs, bounded, described
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.http.request_body import parse_body
@@ -57,7 +50,8 @@ class OpenAIAnswers(Answers):
             "model": body.model or DEFAULT_MODEL,
             "created": int(time.time()),
         }
-        self._includes_usage = body.includes_usage
+        options = body.stream_options
+        self._includes_usage = options is not None and bool(options.include_usage)
         self._of_tokens = Logprobs(tokenizer)
         self._prompt_count = body.prompt_logprobs or 0
 

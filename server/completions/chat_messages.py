@@ -67,11 +67,12 @@ def thoughts(text: str) -> Object:
 
 def tool_call(call_id: str, name: str, arguments: Any) -> Object:
     """A call in an answer."""
-    return {
-        "type": "function",
-        "id": call_id,
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(call_id: str, content: Any) -> Object:
+    """What a call gave."""
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def offered_tool(tool: Mapping[str, Any]) -> Object:

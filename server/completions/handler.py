@@ -6,14 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Hashable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
@@ -83,7 +76,7 @@ class CompletionHandler:
             with _renaming(state.request):
                 await while_connected(request.receive, self._answer(state, send))
         except ClientDisconnect:
-            service.metrics.finished["abort"] += state.num_open
+            service.metrics.finished["abort"] += len(state.open)
             raise
 
     def _begin(
@@ -123,7 +116,8 @@ class CompletionHandler:
         async with self._running(state) as answers:
             await state.finish()
             written = partial(json_bytes, answers.whole, state.choices, state.usage)
-            content = await self._service.workers.write(written, state.held_tokens)
+            scored = sum(len(each.tokens) + len(each.prompt or ()) for each in state.choices)
+            content = await self._service.workers.write(written, scored)
             await send_json(content, send, _limit_header(state))
 
     async def _stream(self, state: RequestState, stream: EventStream) -> None:

@@ -37,26 +37,21 @@ class Usage:
         return {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
 
     def as_dict(self) -> Object:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **({"completion_tokens_details": details} if (details := self._details) else {}),
-            **self.limit,
-        }
-
-    @property
-    def _details(self) -> dict[str, int]:
-        """Tokens of thoughts; and drafted ones, as OpenAI counts those of predicted outputs."""
+        """OpenAI's `usage` object, which counts drafted tokens as those of predicted outputs."""
         details = {"reasoning_tokens": self.reasoning_tokens} if self.reasoning_tokens else {}
         if self.draft_tokens:
             details |= {
                 "accepted_prediction_tokens": self.accepted_tokens,
                 "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
             }
-        return details
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({"completion_tokens_details": details} if details else {}),
+            **self.limit,
+        }
 
 
 @dataclass(frozen=True)

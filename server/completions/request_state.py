@@ -15,15 +15,7 @@ from paged_kv.server.completions.prompt_logprobs import first_part
 from paged_kv.server.completions.service import Service
 from paged_kv.server.completions.tool_calls import ChoiceCalls
 from paged_kv.server.engine.choice_text import ChoiceText, Delta
-from paged_kv.server.engine.jobs import (
-    Begun,
-    Empty,
-    Event,
-    Failed,
-    Job,
-    Progress,
-    Token,
-)
+from paged_kv.server.engine.jobs import Begun, Empty, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.schema import ChatBody, TextBody
 
@@ -40,6 +32,7 @@ class RequestState:
     Attributes:
         request, jobs: as given.
         choices: all choices, in order.
+        open: the numbers of those that have not ended.
         tokenizer: the model's; None until `begin` has returned.
     """
 
@@ -57,14 +50,14 @@ class RequestState:
         self._began = monotonic()
         # Those that have begun.
         self._begun: dict[int, _BegunChoice] = {}
-        self._open = {choice.index for choice in self.choices}
+        self.open = {choice.index for choice in self.choices}
         self._has_token = False
 
     @property
     def usage(self) -> Usage:
         """The token counts so far."""
         prompts = [job.prompt for job in self.jobs if job.prompt is not None]
-        limits = [most for job in self.jobs if (most := job.fitting_tokens) is not None]
+        limits = [job.arguments.max_tokens for job in self.jobs if job.is_limited]
         return Usage(
             sum(len(prompt.tokens) for prompt in prompts),
             sum(job.cached_tokens for job in self.jobs),
@@ -75,16 +68,6 @@ class RequestState:
             tuple(held for prompt in prompts for held in prompt.held),
             min(limits, default=None),
         )
-
-    @property
-    def num_open(self) -> int:
-        """The number of choices that have not ended."""
-        return len(self._open)
-
-    @property
-    def held_tokens(self) -> int:
-        """The number of tokens in `choices`, whose log probabilities were asked for."""
-        return sum(len(choice.tokens) + len(choice.prompt or ()) for choice in self.choices)
 
     async def begin(self) -> None:
         """Wait until one of the jobs runs.
@@ -111,7 +94,7 @@ class RequestState:
         Raises:
             APIError: something went wrong.
         """
-        while self._open:
+        while self.open:
             if not self._events.empty():
                 # Else the event loop would not get on before all waiting events are done.
                 await asyncio.sleep(0)
@@ -134,7 +117,7 @@ class RequestState:
         if reason == "stop" and begun.calls.num_calls:
             reason = "tool_calls"
         if reason is not None:
-            self._open.remove(number)
+            self.open.remove(number)
             self._service.metrics.finished[reason] += 1
         new = Choice(number, text, delta.reasoning, calls, reason, stop_text=delta.stop_text)
         begun.tokens += delta.tokens
@@ -156,7 +139,7 @@ class RequestState:
                 self._record_begun(job, loaded)
             case Empty():
                 return Delta(finish_reason="length")
-            case Token() if event.choice in self._open:
+            case Token() if event.choice in self.open:
                 return self._record_token(event)
         # A choice that ended at a stop word may still get a few tokens: ignore them.
         return None

@@ -26,6 +26,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
 from paged_kv.integrations.batching.short_memory import is_shortage
+from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.jobs import (
     Begun,
@@ -440,7 +441,8 @@ class GenerationThread:
         self._failed_steps = 0
         self._steps += 1
         if self._steps % COMPARED_STEPS == 0:
-            self.provider.require_same_caches()
+            for factory in self.provider.factories:
+                require_same_prefixes(self._ranks, factory.pool)
 
     def _note_failed_step(self, error: Exception) -> None:
         """Fail the running jobs, or the one that could not begin while none ran, and start an empty

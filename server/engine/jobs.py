@@ -166,10 +166,9 @@ class Job:
         return not self.arguments.max_tokens and self.prompt_logprobs is None
 
     @property
-    def fitting_tokens(self) -> int | None:
-        """The most tokens of each choice, if fewer fit than were asked for."""
-        most = self.arguments.max_tokens
-        return most if most < self.asked_tokens else None
+    def is_limited(self) -> bool:
+        """Whether fewer tokens of each choice fit than were asked for."""
+        return self.arguments.max_tokens < self.asked_tokens
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: they have no clients, and the prompt is read. They compile the

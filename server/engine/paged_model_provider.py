@@ -18,7 +18,6 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load, load_config
 
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
-from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
@@ -32,10 +31,7 @@ from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.memory import limited_freed_buffers
 from paged_kv.server.engine.freed_buffers import freed_buffers_limit
-from paged_kv.server.engine.image_support import (
-    loading_with_mlx_vlm,
-    refusal_of_mlx_vlm,
-)
+from paged_kv.server.engine.image_support import loading_with_mlx_vlm, refusal_of_mlx_vlm
 from paged_kv.server.engine.model_grammars import ModelGrammars
 from paged_kv.server.engine.prefill_request import OtherServer
 from paged_kv.server.engine.prompt_fetcher import PromptFetcher, PromptReuse
@@ -183,11 +179,6 @@ class PagedModelProvider(ModelProvider):
                 logging.warning("loading %s again", before.key[0])
                 self._load(*before.key)
             raise
-
-    def require_same_caches(self) -> None:
-        """Raise RanksDiffer if the ranks' caches have come apart."""
-        for factory in self.factories:
-            require_same_prefixes(self.ranks, factory.pool)
 
     def release_unused(self, is_idle: bool) -> None:
         """Release the blocks of dropped caches, and if no request is left, the memory of those that

@@ -57,12 +57,11 @@ def _content(*contents: Any) -> Any:
     """Contents as one: a text, or parts if any of them has parts."""
     if not any(isinstance(each, list) for each in contents):
         return "".join(each or "" for each in contents)
-    parts = [each if isinstance(each, list) else _text_parts(each) for each in contents]
-    return [part for each in parts for part in each]
-
-
-def _text_parts(text: str | None) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text}] if text else []
+    parts: list[Any] = []
+    for each in contents:
+        if each:
+            parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return parts
 
 
 # What a template must show of a conversation, in a form that it takes.

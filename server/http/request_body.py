@@ -21,12 +21,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from paged_kv.server.http.api_errors import (
-    APIError,
-    from_validation,
-    shortened,
-    wrong_value,
-)
+from paged_kv.server.http.api_errors import APIError, from_validation, shortened, wrong_value
 from paged_kv.server.http.schema import BodyFields
 
 log = logging.getLogger(__name__)

@@ -307,11 +307,6 @@ class Body(OpenAIFields):
         """The logit biases by token id."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class TextBody(Body):
     """A request body of /v1/completions.

@@ -16,17 +16,13 @@ from paged_kv.server.completions.chat_messages import (
     text_part,
     thoughts,
     tool_call,
+    tool_result,
 )
 from paged_kv.server.completions.interface import Answers, APIRequest, Mark, Object
 from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.schema import DEFAULT_MODEL, ChatBody
 from paged_kv.server.messages.answers import HOUR_S, MessageAnswers
-from paged_kv.server.messages.requests import (
-    CacheControl,
-    MessagesBody,
-    PromptBody,
-    ToolChoice,
-)
+from paged_kv.server.messages.requests import CacheControl, MessagesBody, PromptBody, ToolChoice
 from paged_kv.server.options import ServerOptions
 
 PATH = "/v1/messages"
@@ -164,7 +160,9 @@ def _add_user(chat: list[Object], content: Any) -> None:
     blocks = [text_part(content)] if isinstance(content, str) else content
     for block in blocks:
         if block["type"] == "tool_result":
-            chat.append(_tool_result(block))
+            result = block.get("content") or ""
+            parts = result if isinstance(result, str) else [_part(each) for each in result]
+            chat.append(tool_result(block["tool_use_id"], parts))
         elif chat and chat[-1]["role"] == "user":
             chat[-1]["content"].append(_part(block))
         else:
@@ -195,13 +193,6 @@ def _shown_text(block: Any) -> str:
     text = content if isinstance(content, str) else "".join(_texts(content))
     # Blocks follow each other without anything between them.
     return "".join(f"{each}\n" for each in (*about, text))
-
-
-def _tool_result(block: Any) -> Object:
-    content = block.get("content") or ""
-    if not isinstance(content, str):
-        content = [_part(each) for each in content]
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
 def _assistant(content: Any) -> Object:

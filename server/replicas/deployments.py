@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.options import parsed_options
 from paged_kv.server.lifecycle import LAST_S
 from paged_kv.server.options import SERVER_OPTIONS, ServerOptions, server_parser
@@ -91,16 +90,10 @@ def server_options(arguments: Mapping[str, Any]) -> ServerOptions:
     require_servable(options)
     names = ("model", "draft_model", "adapter_path", "api_key", "prefill_key")
     places: dict[str, Any] = {name: _full(getattr(options, name)) for name in names}
-    return replace(options, cache=_with_full_paths(options.cache), **places)
-
-
-def _with_full_paths(options: CacheOptions) -> CacheOptions:
-    given: Any = options.store
-    store = given and [_full(place) for place in given]
-    secret = _full(options.store_options.secret)
-    return replace(
-        options, store=store, store_options=replace(options.store_options, secret=secret)
-    )
+    cache, folders = options.cache, cast("list[Any] | None", options.cache.store)
+    store = folders and [_full(place) for place in folders]
+    secret = replace(cache.store_options, secret=_full(cache.store_options.secret))
+    return replace(options, cache=replace(cache, store=store, store_options=secret), **places)
 
 
 def _words(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -310,11 +310,6 @@ class ResponsesBody(OpenAIFields, ChatFields):
     ] = None
 
     @property
-    def includes_logprobs(self) -> bool:
-        """Whether the answer has the log probabilities of its texts' tokens."""
-        return LOGPROBS in (self.include or ())
-
-    @property
     def items(self) -> list[Any]:
         """The input as items; some may be references."""
         if isinstance(self.input, str):

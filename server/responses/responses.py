@@ -17,6 +17,7 @@ from paged_kv.server.completions.chat_messages import (
     text_part,
     thoughts,
     tool_call,
+    tool_result,
 )
 from paged_kv.server.completions.interface import Answers, APIRequest, Object, renamed
 from paged_kv.server.completions.prompt_logprobs import Logprobs
@@ -26,13 +27,8 @@ from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.schema import ChatBody, ResponseFormat
 from paged_kv.server.responses.answers import PLAIN, ResponseAnswers
 from paged_kv.server.responses.kept_responses import KeptResponses, Turn, named
-from paged_kv.server.responses.requests import ENCRYPTED, ResponsesBody, TextConfig
-from paged_kv.server.responses.tools import (
-    OfferedTool,
-    arguments_of,
-    function_name,
-    offered_tools,
-)
+from paged_kv.server.responses.requests import ENCRYPTED, LOGPROBS, ResponsesBody, TextConfig
+from paged_kv.server.responses.tools import OfferedTool, arguments_of, function_name, offered_tools
 
 PATH = "/v1/responses"
 
@@ -142,7 +138,7 @@ def chat_of(body: ResponsesBody, items: Iterable[Any], tools: Iterable[OfferedTo
     Raises:
         APIError: 400, it is too much, or nothing.
     """
-    choice, lists_tokens = body.tool_choice, body.includes_logprobs
+    choice, lists_tokens = body.tool_choice, LOGPROBS in (body.include or ())
     return chat_request(
         body,
         messages=_messages_of(body.instructions, items),
@@ -205,7 +201,9 @@ def _messages_of(instructions: str | None, items: Iterable[Any]) -> list[Object]
                 call = tool_call(item["call_id"], function_name(item), arguments_of(item))
                 message.setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
-                messages.append(_call_output(item))
+                output = item["output"]
+                parts = output if isinstance(output, str) else [_part(each) for each in output]
+                messages.append(tool_result(item["call_id"], parts))
     return shown_by_user(messages)
 
 
@@ -244,10 +242,3 @@ def _thoughts(item: Any) -> str:
         return "".join(each["text"] for each in content)
     encrypted = item.get("encrypted_content") or ""
     return encrypted.removeprefix(PLAIN) if encrypted.startswith(PLAIN) else ""
-
-
-def _call_output(item: Any) -> Object:
-    output = item["output"]
-    if not isinstance(output, str):
-        output = [_part(each) for each in output]
-    return {"role": "tool", "tool_call_id": item["call_id"], "content": output}
