@@ -232,15 +232,11 @@ def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> No
 @pytest.fixture
 def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let servers load a random hybrid, which reads the tokens of the llama's tokenizer."""
-    let_servers_load("falcon_h1", monkeypatch)
-
-
-def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load: Any = vars(server)["load"]
 
     def load_small(path: str, **kwargs: Any) -> Any:
         loaded = load(path, **kwargs)
-        return (small_model(name, vocab_size=loaded[1].vocab_size), *loaded[1:])
+        return (small_model("falcon_h1", vocab_size=loaded[1].vocab_size), *loaded[1:])
 
     monkeypatch.setattr(server, "load", load_small)
 

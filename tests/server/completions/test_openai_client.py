@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.support.running_server import (
-    FEW_LIKELY,
-    PagedRunningServer,
-    paged_server,
-    stock_server,
-)
+from tests.support.running_server import FEW_LIKELY, PagedRunningServer, paged_server, stock_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 

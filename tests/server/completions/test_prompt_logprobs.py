@@ -59,21 +59,19 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_a_plain_call(
 def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 64 * 4096)
-    others = [tokens_of(number, 290) for number in (7, 8)]
+    others, scored = [tokens_of(number, 290) for number in (7, 8)], {"prompt_logprobs": 2}
     expected = [completion(running, each)[0] for each in others]
-    body = {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1}
-    alone = asked(running, **body)["choices"]
+    (alone,) = asked(running, prompt=PROMPT, **scored)["choices"]
     step, preempted = BatchedRows.step, list[int]()
 
     def preempting(rows: BatchedRows) -> Iterator[Any]:
         rows._preemption.chunk_tokens = 128
         yield from step(rows)
         reading = GeneratorParts(rows._generator).reading.uids
-        scored = [uid for uid in reading if rows._rows[uid].scores is not None]
-        if scored and len(reading) > 1 and not preempted:
-            preempted.append(scored[0])
-            rows._preemption.preempt(scored[0])
+        found = [uid for uid in reading if rows._reading[uid] is not None]
+        if found and len(reading) > 1 and not preempted:
+            preempted.append(found[0])
+            rows._preemption.preempt(found[0])
             rows._factory.pool.clear()  # so that its first tokens are scored again
 
     monkeypatch.setattr(BatchedRows, "step", preempting)
@@ -81,13 +79,12 @@ def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
     running.hold_until_submitted(3)
     with ThreadPoolExecutor(3) as clients:
         texts = clients.map(lambda each: completion(running, each)[0], others)
-        choices = asked(running, **body)["choices"]
+        (choice,) = asked(running, prompt=PROMPT, **scored)["choices"]
         assert list(texts) == expected
     assert preempted
-    assert [each.keys() for each in choices[0]["prompt_logprobs"][1:]] == [
-        each.keys() for each in alone[0]["prompt_logprobs"][1:]
-    ]
-    assert choices[0]["text"] == alone[0]["text"]
+    assert choice["text"] == alone["text"]
+    listed = [list(map(set, each["prompt_logprobs"][1:])) for each in (alone, choice)]
+    assert listed[0] == listed[1]
 
 
 def test_the_likeliest_token_has_the_same_number_in_both_lists(running: PagedRunningServer) -> None:

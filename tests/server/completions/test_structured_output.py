@@ -15,10 +15,7 @@ from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from paged_kv.server.completions import output_constraint
 from tests.support.agent_model import Script, agent_folder
-from tests.support.running_server import (
-    PagedRunningServer,
-    paged_server,
-)
+from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.tiny_model import BLOCK
 
 LARGE = ["--max-kv-bytes", "64MB"]

@@ -6,11 +6,7 @@ from typing import Any
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tool_parsers import json_tools
 
-from paged_kv.server.engine.choice_text import (
-    ChoiceText,
-    Delta,
-    stop_machine,
-)
+from paged_kv.server.engine.choice_text import ChoiceText, Delta, stop_machine
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.engine.paged_model_provider import _callless_machine
 

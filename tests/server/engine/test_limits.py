@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.running_server import (
-    PagedRunningServer,
-    paged_server,
-)
+from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.tiny_model import tiny_folder
 
 CONTEXT = 96

@@ -9,10 +9,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from paged_kv.server.engine.choice_text import (
-    MOST_LINE_TOKENS,
-    linear_time,
-)
+from paged_kv.server.engine.choice_text import MOST_LINE_TOKENS, linear_time
 
 # Of one to four bytes.
 CHARACTERS = "aé日😀"

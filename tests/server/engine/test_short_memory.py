@@ -49,13 +49,11 @@ def test_only_the_request_without_memory_is_refused(
     wait_until(lambda: running.pools[0].stats().bytes_active == 0)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"extra_body": {"prompt_logprobs": 1}}, marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
 def test_shortages_end_no_server_and_steps_become_smaller(
-    options: dict[str, Any], running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options: dict[str, Any] = {"extra_body": {"prompt_logprobs": 1}}
     expected, _ = completion(running, PROMPTS[1], **options)
     fail_where(lambda tokens: POISON in tokens, monkeypatch)
     for _ in range(MOST_FAILED_STEPS + 1):

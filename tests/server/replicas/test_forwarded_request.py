@@ -9,11 +9,7 @@ import pytest
 from starlette.types import Scope
 
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.replicas.forwarded_request import (
-    ForwardedRequest,
-    Trail,
-    forwarded_request,
-)
+from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Trail, forwarded_request
 from paged_kv.server.responses.kept_responses import KeptResponses
 
 LONG = "A sentence that fills a prompt. " * 40
