@@ -26,7 +26,6 @@ from benches.models import MODELS, filled, load_model
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.kernels import self_test
 from paged_kv.kernels.backends import device_backend
 from paged_kv.kernels.pages.number_format import KEY_FORMATS
@@ -171,8 +170,6 @@ def checks() -> Iterator[dict[str, Any]]:
     with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
         for found in pool.map(checks_of, *zip(*kinds, strict=True)):
             yield from found
-    if compiled_steps.why_not(device_backend()) is None:
-        yield finding(compiled_steps.check())
 
 
 def checks_of(dtype: str, page_format: str) -> list[dict[str, Any]]:

@@ -47,8 +47,8 @@ class CacheOptions(PoolOptions):
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
         compile: let steps of one token per sequence be recorded once by `mx.compile` and repeated
             without Python, for models whose steps depend on no number: with the same tokens. None
-            means what PAGED_KV_COMPILE says, 0 or 1, or else on Metal and CUDA where `paged-kv
-            doctor` found it right and faster.
+            means what PAGED_KV_COMPILE says, 0 or 1, or else, on Metal and CUDA, if the first steps
+            show that it is right and faster.
     """
 
     store: TierPlace | Sequence[TierPlace] | None = option(

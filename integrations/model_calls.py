@@ -50,9 +50,10 @@ _hooked = SharedChanges()
 _PAGED = {PagedKVCache}
 
 
-def compile_steps(version: ModelVersion, pool: PagePool) -> Recordings:
-    """Let the calls of a model with caches of this pool take recorded steps."""
-    recordings = Recordings(version.model, lambda: version.latest, head_of(pool))
+def compile_steps(version: ModelVersion, pool: PagePool, *, on_trial: bool) -> Recordings:
+    """Let the calls of a model with caches of this pool take recorded steps; see `Recordings`."""
+    head = head_of(pool)
+    recordings = Recordings(version.model, lambda: version.latest, head, on_trial=on_trial)
     _recordings[pool] = recordings
     return recordings
 

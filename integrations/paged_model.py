@@ -180,8 +180,9 @@ class PagedModel:
         if not self._options.always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode
-        if self._compiles and not pool.rows:
-            self.recordings[pool] = compile_steps(self.version, pool)
+        if self._compiles is not False and not pool.rows:
+            on_trial = self._compiles is None
+            self.recordings[pool] = compile_steps(self.version, pool, on_trial=on_trial)
 
 
 def _shared(options: CacheOptions, ranks: Ranks) -> CacheOptions:

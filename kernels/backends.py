@@ -122,11 +122,9 @@ class Verdict:
 
     Attributes:
         disabled: whether a kernel is wrong, so that plain operations serve everything.
-        compiles: whether compiled steps are right and faster than steps that Python takes.
     """
 
     disabled: bool
-    compiles: bool = False
 
 
 def verdict_on(variant: str) -> Verdict | None:
@@ -153,7 +151,7 @@ def record_verdict(variant: str, verdict: Verdict) -> None:
 
 
 def forget_verdicts() -> None:
-    """Use all backends again, and compile no steps until the doctor has looked again.
+    """Use all backends again.
 
     Raises:
         OSError: the file cannot be deleted.
@@ -185,9 +183,11 @@ def _key(variant: str) -> str:
 def _read() -> dict[str, Verdict]:
     file = verdict_file()
     try:
-        return {key: Verdict(**each) for key, each in json.loads(file.read_text()).items()}
+        return {
+            key: Verdict(each["disabled"]) for key, each in json.loads(file.read_text()).items()
+        }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         warn_once(f"{file} cannot be read, so no backend is disabled: {error}")
         return {}

@@ -1,5 +1,6 @@
 """Decides whether steps are compiled, keeps the recorded ones of a model's pool, chooses among
-them, and compares some of those that are repeated with steps that Python takes."""
+them, tries the first ones, and compares some of those that are repeated with steps that Python
+takes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from statistics import median
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -28,9 +31,8 @@ from paged_kv.integrations.compiled.recording import (
 )
 from paged_kv.integrations.heads.model_head import ModelHead
 from paged_kv.integrations.heads.recorded_outputs import record_outputs
-from paged_kv.kernels.backends import device_name, variant, verdict_on
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.pages.errors import ThreadConflict, warn_once
+from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.lru import LRU
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.recorded import (
@@ -41,6 +43,9 @@ from paged_kv.steps.recorded import (
 )
 from paged_kv.steps.step import Step
 
+# Steps that a trial takes both ways and times, one way after the other. The first step of each
+# recording is not among them: MLX compiles in it.
+TRIAL_STEPS = 7
 # Beyond this one, comparisons are as far apart as this. A comparison takes a step in Python: one
 # for each recording, ten, and then 0.2 % of all steps.
 LAST_DOUBLING = 512
@@ -108,18 +113,24 @@ class Recordings:
             `ModelVersion.latest`.
         head: the prediction head of the pool's last layer; None for none. It takes each step in
             Python, behind the model.
+        on_trial: whether recordings serve only after `TRIAL_STEPS` steps, whose logits are
+            Python's, in which they were right and faster.
 
     Attributes:
         model: the model.
         count: how many steps were recorded.
         repeated: how many steps repeated a recording.
         compared: how many of these Python took too, for a comparison; their logits are Python's.
-        compares: whether some repeated steps are compared: not where somebody else compares all.
         reason: why no step is recorded; None if they are.
     """
 
     def __init__(
-        self, model: Module, version: Callable[[], int], head: ModelHead | None = None
+        self,
+        model: Module,
+        version: Callable[[], int],
+        head: ModelHead | None = None,
+        *,
+        on_trial: bool = False,
     ) -> None:
         self.model = model
         self._version = version
@@ -127,7 +138,6 @@ class Recordings:
         self._head = head
         self._modules = [] if head is None else head.modules
         self.count = self.repeated = self.compared = 0
-        self.compares = True
         self.reason: str | None = None
         self._kept: LRU[Hashable, Recording] = LRU(MOST_KEPT)
         self._comparisons: defaultdict[Hashable, Comparisons] = defaultdict(Comparisons)
@@ -135,6 +145,7 @@ class Recordings:
         self._contents: ModelContents | None = None
         self._changes = 0
         self._is_comparing = False
+        self._trial: list[float] | None = [] if on_trial else None  # relative times of its steps
 
     def take(
         self, entry: type[Module], call: ModelCall, tokens: mx.array, caches: list[Any]
@@ -190,6 +201,9 @@ class Recordings:
             self._reset_for_change()
             if self.reason is not None:
                 return None
+        if self._trial is not None:
+            mx.eval(tokens)  # what is computed before the step is no part of its time
+        began = perf_counter()
         if self._contents is None:
             self._contents = ModelContents(self.model)
         states = unpaged(caches)
@@ -213,10 +227,11 @@ class Recordings:
             return None
         self.repeated += 1
         comparisons = self._comparisons[entry, place, tokens.shape]
-        if not (self.compares and comparisons.is_due(is_first=is_first)):
+        if not comparisons.is_due(is_first=is_first) and self._trial is None:
             record_outputs(self._modules, found.outputs)
             return found.keep(caches, step)
-        return self._compared(comparisons, found, partial(call, stock_tokens, cache=caches), step)
+        python = partial(call, stock_tokens, cache=caches)
+        return self._compared(comparisons, found, python, step, None if is_first else began)
 
     def _compared(
         self,
@@ -224,24 +239,37 @@ class Recordings:
         found: Repeated,
         python: Callable[[], mx.array],
         step: RecordableStep,
+        began: float | None,
     ) -> mx.array | None:
         """The logits of a step that Python takes after a recording was repeated without effect: on
-        GPUs it has written the step to its pages, where Python's step writes it again."""
+        GPUs it has written the step to its pages, where Python's step writes it again. A trial
+        times both, the repeated one from when it began."""
         try:
             mx.eval(found)
         except Exception as error:  # a device may refuse to compute it
             self._give_up(error)
             return None
+        ended = perf_counter()
         self.compared += 1
         self._is_comparing = True
         try:
             logits = python()
         finally:
             self._is_comparing = False
+        if self._trial is not None and began is not None:
+            mx.eval(logits)
+            self._trial.append((ended - began) / (perf_counter() - ended))
         dtypes = {each.pages.geometry.k_dtype for each in step.layers}
         if comparisons.is_wrong(are_alike(found.logits, logits, dtypes)):
             self._give_up(NotRecordable("a repeated step had other logits than one by Python"))
+        elif self._trial is not None and len(self._trial) >= TRIAL_STEPS:
+            self._end_trial(median(self._trial))
         return logits
+
+    def _end_trial(self, relative_time: float) -> None:
+        self._trial = None
+        if relative_time >= 1:
+            self._give_up(NotRecordable(f"they took {relative_time:.2f} times as long as Python's"))
 
     def _record(
         self,
@@ -332,9 +360,9 @@ def _step_of(
 VARIABLE = "PAGED_KV_COMPILE"
 
 
-def compiles(choice: bool | None, backend: Backend) -> bool:
-    """Whether steps are recorded: by a factory's argument, else by PAGED_KV_COMPILE, else where
-    the doctor has found that right and faster.
+def compiles(choice: bool | None, backend: Backend) -> bool | None:
+    """Whether steps are recorded: by a factory's argument, else by PAGED_KV_COMPILE; None for a
+    trial, else, where the backend's may pay.
 
     Raises:
         TypeError: the argument is neither a bool nor None.
@@ -349,13 +377,4 @@ def compiles(choice: bool | None, backend: Backend) -> bool:
         return choice
     if named is not None:
         return named == "1"
-    recorder = backend.recorder
-    if recorder is None or not recorder.pays:
-        return False
-    verdict = verdict_on(variant(backend))
-    if verdict is None:
-        warn_once(
-            f"decode steps are not compiled: run `paged-kv doctor` once, which finds out whether "
-            f"that is right and faster on this device ({device_name()})"
-        )
-    return verdict is not None and verdict.compiles
+    return None if backend.recorder is not None and backend.recorder.pays else False

@@ -13,12 +13,10 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         description=(
             "Says which backend is active and why. Runs every kernel once on this device, and "
             "compares its results with attention in float64. If one is wrong, the backend is "
-            "disabled from then on: plain operations serve everything. On GPUs, decode steps that "
-            "are compiled once are compared with steps that Python takes, and used from then on "
-            "if they are right and faster. "
+            "disabled from then on: plain operations serve everything. "
             "Prints the verdict, all that is wrong, and a line for each operation. "
             "PAGED_KV_BACKEND selects a backend, PAGED_KV_ISA the instruction set of the CPU "
-            "kernels. Exit status 1 if a kernel or a compiled step is wrong."
+            "kernels. Exit status 1 if a kernel is wrong."
         ),
         **examples(
             "paged-kv doctor",
@@ -45,7 +43,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     choice.add_argument(
         "--reset",
         action="store_true",
-        help="use all backends again, compile no steps, and examine nothing",
+        help="use all backends again, and examine nothing",
     )
     parser.set_defaults(run=run_doctor)
 

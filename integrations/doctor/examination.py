@@ -1,5 +1,4 @@
-"""Runs every kernel and compiled steps on this device, disables a backend that is wrong, and says
-what it found."""
+"""Runs every kernel on this device, disables a backend that is wrong, and says what it found."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.kernels.backends import (
     Verdict,
-    choose_backend,
     device_backend,
     device_name,
     record_verdict,
@@ -54,29 +51,17 @@ class Findings:
     """All that an examination found.
 
     Attributes:
-        system: lines about the backend, the device, the BLAS and compiled steps.
-        kernels: the results of checks of kernels, in the order that they ran in.
-        steps: the result of the check of compiled steps; None if none are compiled.
+        system: lines about the backend, the device and the BLAS.
+        checks: the results, in the order that the checks ran in.
     """
 
     system: list[str] = field(default_factory=list)
-    kernels: list[CheckResult] = field(default_factory=list)
-    steps: CheckResult | None = None
-
-    @property
-    def checks(self) -> list[CheckResult]:
-        """The results of all checks."""
-        return self.kernels if self.steps is None else [*self.kernels, self.steps]
+    checks: list[CheckResult] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[CheckResult]:
         """The checks that failed."""
         return [each for each in self.checks if not each.passed]
-
-    @property
-    def disables(self) -> bool:
-        """Whether a kernel is wrong, which disables the backend."""
-        return not all(each.passed for each in self.kernels)
 
     def summary(self) -> str:
         """The verdict, what is wrong, the system, and a line for each operation."""
@@ -98,22 +83,13 @@ class Findings:
         """Whether all is right, what is disabled, and what to do."""
         if not self.wrong:
             return ["all checks passed"]
-        lines = [f"{len(self.wrong)} of {len(self.checks)} checks failed"]
-        if self.disables:
-            lines.append(
-                "the backend is disabled: plain operations serve everything from now on, unless "
-                "PAGED_KV_BACKEND names a backend"
-            )
-        if self.steps is not None and not self.steps.passed:
-            lines.append(
-                "steps are not compiled from now on, unless a factory or PAGED_KV_COMPILE asks "
-                "for it"
-            )
-        lines.append(
+        return [
+            f"{len(self.wrong)} of {len(self.checks)} checks failed",
+            "the backend is disabled: plain operations serve everything from now on, unless "
+            "PAGED_KV_BACKEND names a backend",
             "`paged-kv doctor --reset` undoes this. Please report it: "
-            "paged-kv doctor --report report.md"
-        )
-        return lines
+            "paged-kv doctor --report report.md",
+        ]
 
 
 _SIZE, _REPETITIONS = 512, 3
@@ -165,21 +141,9 @@ def examine(tell: Callable[[object], None]) -> Findings:
     for line in found.system:
         tell(line)
     for check in checks(backend):
-        found.kernels.append(_result(check))
-        tell(found.kernels[-1])
-    # Factories have this backend from now on.
-    record_verdict(name, Verdict(disabled=found.disables))
-    if reason := compiled_steps.why_not(choose_backend()):
-        found.system.append(f"steps are not compiled: {reason}")
-        tell(found.system[-1])
-        return found
-    found.steps = _result(compiled_steps.check())
-    tell(found.steps)
-    if found.steps.passed:
-        time = compiled_steps.relative_time()
-        found.system.append(f"compiled steps take {time:.2f} times as long as steps of Python")
-        tell(found.system[-1])
-        record_verdict(name, Verdict(disabled=found.disables, compiles=time < 1))
+        found.checks.append(_result(check))
+        tell(found.checks[-1])
+    record_verdict(name, Verdict(disabled=bool(found.wrong)))
     return found
 
 

@@ -51,7 +51,7 @@ def write_report(file: Path, *, verbose: bool) -> int:
         verbose: whether all of the examination is printed too.
 
     Returns:
-        1 if a kernel or a compiled step was wrong, else 0.
+        1 if a kernel was wrong, else 0.
 
     Raises:
         OSError: the file cannot be written; raised before anything runs.

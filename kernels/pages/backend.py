@@ -253,7 +253,7 @@ class StepRecorder:
     pages that the tables have room for, and hide what is no token.
 
     Attributes:
-        pays: whether recorded steps are quicker as far as is known.
+        pays: whether recorded steps may be quicker, which the first ones show.
     """
 
     pays = False

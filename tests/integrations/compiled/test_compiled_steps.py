@@ -15,7 +15,9 @@ from mlx_lm.models import llama
 from benches.model_families import alone, attempt, batched
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled import recordings as recordings_module
-from paged_kv.integrations.compiled.recordings import Comparisons, Recordings
+from paged_kv.integrations.compiled.recordings import TRIAL_STEPS, Comparisons, Recordings
+from paged_kv.kernels.pages.backend import StepRecorder
+from paged_kv.steps.recorded import RecordedStep
 from tests.support.zoo import FAMILIES, small_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -37,7 +39,7 @@ def _only_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparisons, "is_due", lambda self, is_first: False)
 
 
-def new_factory(model: Any, *, compile: bool = True, **options: Any) -> PagedCacheFactory:
+def new_factory(model: Any, *, compile: bool | None = True, **options: Any) -> PagedCacheFactory:
     return PagedCacheFactory(model, compile=compile, **{"max_bytes": POOL_BYTES} | options)
 
 
@@ -110,6 +112,26 @@ def test_pages_that_fill_and_windows_that_wrap(name: str, page_format: str) -> N
     expected, got, recordings = both(model, run, page_format=page_format)
     assert got == expected
     assert recordings.repeated >= 7
+
+
+@pytest.mark.parametrize(
+    ("time", "offset", "serves"), [(0.9, 0, True), (1.1, 0, False), (0.9, 1, False)]
+)
+def test_recordings_serve_once_they_were_right_and_faster(
+    time: float, offset: int, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAGED_KV_COMPILE")
+    monkeypatch.setattr(StepRecorder, "pays", True)
+    monkeypatch.setattr(recordings_module, "median", lambda times: time)
+    right = RecordedStep.offset_of
+    monkeypatch.setattr(RecordedStep, "offset_of", lambda step, at: right(step, at) - offset)
+    model = small_llama()
+    got, expected = (new_factory(model, compile=each) for each in (None, False))
+    tokens = [greedy(model, PROMPT, each.make_cache(), 16) for each in (got, expected)]
+    assert tokens[0] == tokens[1]
+    recordings = recordings_of(got)
+    assert (recordings.reason is None) == (recordings.repeated > recordings.compared) == serves
+    assert recordings.compared == (2 if offset else TRIAL_STEPS + 1)
 
 
 @pytest.mark.parametrize("page_format", ["fp16", "q8"])

@@ -3,15 +3,13 @@ tests/kernels/gpu/test_backend.py."""
 
 import json
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.integrations.doctor import compiled_steps, examination, report
+from paged_kv.integrations.doctor import examination, report
 from paged_kv.kernels import backends
 from paged_kv.kernels.backends import (
     Verdict,
@@ -22,10 +20,8 @@ from paged_kv.kernels.backends import (
     verdict_file,
     verdict_on,
 )
-from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.self_test import Check
-from paged_kv.steps.recorded import NotRecordable, RecordedStep
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +53,6 @@ def test_the_verdict_comes_first_then_what_is_wrong_and_a_line_for_each_operatio
     ]
     assert problems[0].endswith("off by 3.0e+00, at most 1e-01")
     assert system[0].startswith("backend: native")
-    assert system[-1].startswith("steps are not compiled: ")
     assert [line.rsplit("  ", 1)[1] for line in operations] == ["2 of 2 right", "0 of 1 right"]
 
 
@@ -97,8 +92,8 @@ def test_a_wrong_kernel_disables_a_backend_unless_it_is_named(
 def test_a_verdict_holds_for_its_device_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     name = variant(device_backend())
     record_verdict("metal", Verdict(disabled=True))
-    record_verdict(name, Verdict(disabled=False, compiles=True))
-    assert verdict_on(name) == Verdict(disabled=False, compiles=True)
+    record_verdict(name, Verdict(disabled=False))
+    assert verdict_on(name) == Verdict(disabled=False)
     assert verdict_on("metal") == Verdict(disabled=True)
     assert verdict_on("cuda") is None
     for part in ("version", "device_name"):
@@ -110,83 +105,6 @@ def test_a_verdict_holds_for_its_device_and_versions(monkeypatch: pytest.MonkeyP
         assert verdict_on(name) is None
     assert main(["doctor", "--reset"]) == 0
     assert not verdict_file().exists()
-
-
-@pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain operations whose recorded steps pay, and few steps."""
-    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
-    monkeypatch.setattr(StepRecorder, "pays", True)
-    monkeypatch.setattr(compiled_steps, "STEPS", 10)
-    monkeypatch.setattr(compiled_steps, "PROMPT_TOKENS", 252)
-    monkeypatch.setattr(compiled_steps, "LAYERS", 1)
-    monkeypatch.setattr(compiled_steps, "TIMED_STEPS", 1)
-    monkeypatch.setattr(compiled_steps, "REPETITIONS", 1)
-
-
-# On a machine that has not taken these steps before, MLX compiles them for twenty seconds.
-@pytest.mark.slow
-@pytest.mark.usefixtures("kernels", "compiles")
-def test_compiled_steps_are_compared_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--verbose"]) == 0
-    out = capsys.readouterr().out
-    assert "pass  compiled steps " in out
-    assert "compiled steps take " in out
-
-
-@pytest.mark.usefixtures("kernels", "compiles")
-@pytest.mark.parametrize(
-    ("error", "time", "expected"), [(0.0, 0.5, True), (0.0, 1.05, False), (1.0, 0.5, False)]
-)
-def test_steps_are_compiled_where_they_were_found_right_and_faster(
-    error: float, time: float, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_verdict("plain", Verdict(disabled=False, compiles=not expected))
-    check = partial(Check, "compiled steps", "", lambda: error, 0.1)
-    monkeypatch.setattr(compiled_steps, "check", check)
-    monkeypatch.setattr(compiled_steps, "relative_time", lambda: time)
-    main(["doctor"])
-    assert verdict_on("plain") == Verdict(disabled=False, compiles=expected)
-
-
-def _wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = RecordedStep.offset_of
-    monkeypatch.setattr(RecordedStep, "offset_of", lambda step, layer: right(step, layer) - 1)
-
-
-def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedStep, "changed", lambda step: [])
-    monkeypatch.setattr(StepRecorder, "changes", lambda self, tables: 0)
-    monkeypatch.setattr(StepRecorder, "keep", lambda self, *_: None)
-
-
-def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def changed(step: RecordedStep) -> list[mx.array]:
-        raise NotRecordable("the compiler refuses it")
-
-    monkeypatch.setattr(RecordedStep, "changed", changed)
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (_wrong_positions, "off by "),
-        (_nothing_written, "off by "),
-        (_refused, "RuntimeError: the compiler refuses it"),
-    ],
-)
-@pytest.mark.slow
-@pytest.mark.usefixtures("kernels", "compiles")
-def test_compiled_steps_that_are_wrong_are_not_used(
-    fault: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault(monkeypatch)
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "FAIL  compiled steps " in out
-    assert said in out
-    assert "1 of 3 checks failed\nsteps are not compiled from now on" in out
-    assert verdict_on("plain") == Verdict(disabled=False, compiles=False)
 
 
 @pytest.mark.usefixtures("kernels")
