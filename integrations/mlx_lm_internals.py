@@ -1,17 +1,18 @@
-"""What is private in mlx-lm's generator and server, under names of ours. No other file names it.
+"""What is private in mlx-lm's generator and server, and what its versions do differently, under
+names of ours. No other file names it.
 
 A release of mlx-lm may change it without notice. So attributes are checked when this is imported,
 and functions when they are first called: an error says what is missing, and which versions of
-mlx-lm have it.
+mlx-lm have it. `version_trial` tries what no name shows.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +20,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.models import cache as mlx_lm_cache
 
-from paged_kv.allocator.errors import PagedKVError
-
-KNOWN = "mlx-lm>=0.32.0,<=0.32.2"
-"""The versions whose private parts are those below, as pyproject.toml asks for them."""
-
-
-class MLXLMChanged(PagedKVError, ImportError):
-    """mlx-lm lacks something private that paged_kv builds on."""
-
-    def __init__(self, name: str) -> None:
-        installed = version("mlx-lm")
-        super().__init__(f"mlx-lm {installed} has no {name}: pip install '{KNOWN}'")
+from paged_kv.extras import MLXLMChanged
 
 
 @cache
@@ -46,21 +37,26 @@ def _private(path: str, *parameters: str) -> Any:
     for name in names:
         found = getattr(found, name, None)
     if found is None or not {*parameters} <= signature(found).parameters.keys():
-        raise MLXLMChanged(f"{path.replace(':', '.')}({', '.join(parameters)})")
+        raise MLXLMChanged(f"has no {path.replace(':', '.')}({', '.join(parameters)})")
     return found
 
 
 class _Attribute:
     """An attribute that the constructor of a class sets, of the object that a view shows.
 
+    Args:
+        kind: the class.
+        names: what versions of mlx-lm call it, the newest first.
+
     Raises:
         MLXLMChanged: the constructor sets no such attribute.
     """
 
-    def __init__(self, kind: Any, name: str) -> None:
-        if name not in kind.__init__.__code__.co_names:
-            raise MLXLMChanged(f"{kind.__name__}.{name}")
-        self._name = name
+    def __init__(self, kind: Any, *names: str) -> None:
+        found = [name for name in names if name in kind.__init__.__code__.co_names]
+        if not found:
+            raise MLXLMChanged(f"has no {kind.__name__}.{names[0]}")
+        self._name = found[0]
 
     def __get__(self, view: Any, kind: type | None = None) -> Any:
         return getattr(view.shown, self._name)
@@ -78,17 +74,23 @@ class GeneratorParts:
         processing: for each of these the segments that are left, what is computed, and how many
             tokens there are.
         generating: the batch that generates.
-        counters: what it has done so far, such as `prompt_tokens`.
     """
 
     waiting = _Attribute(BatchGenerator, "_unprocessed_sequences")
     reading = _Attribute(BatchGenerator, "_prompt_batch")
     processing = _Attribute(BatchGenerator, "_currently_processing")
     generating = _Attribute(BatchGenerator, "_generation_batch")
-    counters = _Attribute(BatchGenerator, "_counters")
+    _counters = _Attribute(BatchGenerator, "_counters", "_prompt_tokens_counter")
 
     def __init__(self, generator: Any) -> None:
         self.shown = generator
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens of prompts it has computed so far."""
+        counters: Any = self._counters
+        count: int = getattr(counters, "prompt_tokens", counters)  # 0.31 has a number for each
+        return count
 
     def put_in_line(self, waiting: Sequence[Any]) -> None:
         """Let these sequences wait, and no others."""
@@ -111,6 +113,7 @@ class BatchParts:
         next_logprobs: their log-probabilities.
         token_context: the tokens that logits processors see.
         num_tokens: how many are emitted.
+        stops: what sequences end with; those of prompts that are computed have it too.
         matchers: of stop sequences.
     """
 
@@ -120,7 +123,8 @@ class BatchParts:
     next_logprobs = _Attribute(GenerationBatch, "_next_logprobs")
     token_context = _Attribute(GenerationBatch, "_token_context")
     num_tokens = _Attribute(GenerationBatch, "_num_tokens")
-    matchers = _Attribute(GenerationBatch, "_matchers")
+    stops = _Attribute(GenerationBatch, "stop_sequences", "state_machines")
+    matchers = _Attribute(GenerationBatch, "_matchers", "_matcher_states")
 
     def __init__(self, batch: Any) -> None:
         self.shown = batch
@@ -206,3 +210,70 @@ def tokenized(
     provider = SimpleNamespace(processor=processor, cli_args=options)
     arguments = SimpleNamespace(chat_template_kwargs=template)
     return tokenize(SimpleNamespace(model_provider=provider), tokenizer, request, arguments)
+
+
+_HAS_META_STATE = hasattr(mlx_lm_cache.KVCache, "meta_state")
+"""Whether the arrays of caches are saved apart from all else that they hold, as in 0.31."""
+
+
+def content_of(cache: Any) -> Any:
+    """All that one of mlx-lm's caches holds: a tree of arrays, numbers, strings and None."""
+    return (cache.state, cache.meta_state) if _HAS_META_STATE else cache.state
+
+
+def cache_with(kind: Any, content: Any) -> Any:
+    """A cache of a class of mlx-lm that holds a `content_of`."""
+    return kind.from_state(*content) if _HAS_META_STATE else kind.from_state(content)
+
+
+def let_load(kind: Any) -> None:
+    """Let mlx-lm save and load prompt caches with a class that has a `state` and `from_state` as
+    mlx-lm 0.32 defines them."""
+    # Classes are looked up by name in mlx-lm's own module.
+    setattr(mlx_lm_cache, kind.__name__, kind)
+    if _HAS_META_STATE:
+        _save_arrays_apart(kind)
+
+
+def _save_arrays_apart(kind: Any) -> None:
+    """Let `state` be the arrays of a class's state, and `meta_state` the rest as JSON."""
+    own = vars(kind)
+    if "state" not in own:
+        return  # a class that it derives from has both
+    stock, restore = own["state"], own.get("from_state")
+
+    def from_state(kind: Any, arrays: list[mx.array], rest: str) -> Any:
+        def found(tree: dict[str, Any]) -> Any:
+            return arrays[tree["array"]] if tree.keys() == {"array"} else tree
+
+        state = json.loads(rest, object_hook=found)
+        if restore is not None:
+            return restore.__func__(kind, state)
+        cache = kind.__new__(kind)
+        stock.fset(cache, state)
+        return cache
+
+    kind.state = property(lambda self: _apart(stock.fget(self))[0], stock.fset)
+    kind.meta_state = property(lambda self: json.dumps(_apart(stock.fget(self))[1]))
+    kind.from_state = classmethod(from_state)
+
+
+def _apart(state: Any) -> tuple[list[mx.array], Any]:
+    """The arrays of a tree, and the tree with the number of each in its place."""
+    arrays = [mx.zeros(1)]  # a layer without arrays would not be in the file
+
+    def without(tree: Any) -> Any:
+        match tree:
+            case mx.array():
+                arrays.append(tree)
+                return {"array": len(arrays) - 1}
+            case dict():
+                return {name: without(each) for name, each in tree.items()}
+            case list() | tuple():
+                return [without(each) for each in tree]
+            case str():
+                return "".join(tree)  # the text of a `ModelIdentity` is what its iterator gives
+        return tree
+
+    rest = without(state)
+    return arrays, rest

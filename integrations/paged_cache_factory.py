@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
 from mlx.nn.layers.base import Module
-from mlx_lm.models import cache as mlx_lm_cache
 
 from paged_kv.allocator.prefixes.owners import Owner
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
@@ -24,11 +23,13 @@ from paged_kv.integrations.distributed.sharded_model import folder_of_rank
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
+from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.counted_states import continued
 from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.integrations.version_trial import require_trusted
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.pool.arguments import FormatChoice
@@ -47,9 +48,8 @@ from paged_kv.trace.recorder import request_recorder
 
 logger = logging.getLogger("paged_kv")
 
-# mlx-lm's load_prompt_cache looks classes up by name in its own module.
 for _each in (PagedKVCache, PagedChunkedKVCache):
-    setattr(mlx_lm_cache, _each.__name__, _each)
+    let_load(_each)
 
 
 class PagedCacheFactory:
@@ -89,6 +89,7 @@ class PagedCacheFactory:
         OSError: the file that PAGED_KV_TRACE names cannot be written, or is not empty; or the
             folder for offloaded pages cannot be written (`OffloadError`).
         StoreError: the folder cannot be used; the message says why.
+        MLXLMChanged: mlx-lm is of a version that was not tested, and does not work with pages.
 
     Example:
         >>> factory = PagedCacheFactory(model, max_bytes=4 * 2**30)
@@ -106,6 +107,7 @@ class PagedCacheFactory:
         head: PredictionHead | None = None,
         **keywords: Unpack[CacheKeywords],
     ) -> None:
+        require_trusted(partial(PagedCacheFactory, max_bytes="64MB"))
         options = replace(options, **keywords)
         self._media = MediaKeys(model, processor)
         self.prompt_step: int | None = None

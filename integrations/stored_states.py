@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
+from paged_kv.integrations.mlx_lm_internals import cache_with, content_of
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 
 _CLASSES: dict[str, Any] = {
@@ -37,11 +38,11 @@ class StoredStates:
 
     def pack(self, states: list[Any]) -> tuple[Any, dict[str, Any]]:
         arrays: dict[str, Bytes] = {}
-        notes = [[type(each).__name__, _packed(each.state, arrays)] for each in states]
+        notes = [[type(each).__name__, _packed(content_of(each), arrays)] for each in states]
         return notes, arrays
 
     def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
-        return [_CLASSES[name].from_state(_unpacked(tree, arrays)) for name, tree in notes]
+        return [cache_with(_CLASSES[name], _unpacked(tree, arrays)) for name, tree in notes]
 
     def knows(self, states: list[Any]) -> bool:
         """Whether all of these can be packed."""

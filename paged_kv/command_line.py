@@ -18,9 +18,10 @@ from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.arguments import Parser, examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
-from paged_kv.extras import MissingBackend, extra_module, missing_named
+from paged_kv.extras import MissingBackend, MLXLMChanged, extra_module, missing_named
 
 _SHELLS = ("bash", "zsh", "tcsh")
+_KNOWN_ERRORS = (PagedKVError, MissingBackend, MLXLMChanged, MemoryError, OSError, ValueError)
 
 
 def add_completion_parser(
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
-    except (PagedKVError, MissingBackend, MemoryError, OSError, ValueError) as error:
+    except _KNOWN_ERRORS as error:
         print(f"{command}: {_in_words(error)}", file=sys.stderr)
         return 1
     return status

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +56,21 @@ class MissingBackend(ImportError):
     """mlx has no backend on this machine; the message says which extra installs one."""
 
 
+TESTED_MLX_LM = ("0.31.3", "0.32.0", "0.32.1", "0.32.2")
+"""The versions of mlx-lm that .ci/check_versions has run. Others are tried where they run."""
+
+
+class MLXLMChanged(ImportError):
+    """mlx-lm lacks, or does otherwise, what paged_kv builds on; the message says what, and which
+    versions are known to work."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(
+            f"mlx-lm {version('mlx-lm')} {change}. All of paged_kv works with {TESTED_MLX_LM[-1]} "
+            f"(pip install 'mlx-lm=={TESTED_MLX_LM[-1]}'); tested are {', '.join(TESTED_MLX_LM)}"
+        )
+
+
 @contextmanager
 def missing_named() -> Iterator[None]:
     """Replace the error of an import that lacks a package by one that says what to install. On
@@ -64,6 +79,7 @@ def missing_named() -> Iterator[None]:
     Raises:
         ValueError: a package is not installed that an extra brings.
         MissingBackend: mlx found no `libmlx`.
+        MLXLMChanged: mlx-lm has not what is imported from it.
     """
     try:
         yield
@@ -72,6 +88,8 @@ def missing_named() -> Iterator[None]:
         if isinstance(error, ModuleNotFoundError) and package in _EXTRAS:
             command = install_command(_EXTRAS[package])
             raise ValueError(f"this needs the package {package}: {command}") from None
+        if package == "mlx_lm" and error.name != package:
+            raise MLXLMChanged(f"lacks what this needs ({error})") from error
         if "libmlx" not in str(error):
             raise
         raise MissingBackend(

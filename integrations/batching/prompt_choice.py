@@ -157,10 +157,10 @@ class PromptChoice:
 
     def _timed(self, begun: set[int]) -> Responses:
         """As `step_with`; records how long it takes."""
-        computed, began = self._parts.counters.prompt_tokens, perf_counter()
+        computed, began = self._parts.prompt_tokens, perf_counter()
         step_s = self._step_s if len(self._parts.generating) else 0.0
         responses = step_with(self._generator, begun)
-        seconds, computed = perf_counter() - began, self._parts.counters.prompt_tokens - computed
+        seconds, computed = perf_counter() - began, self._parts.prompt_tokens - computed
         if computed > _FEW_TOKENS:
             self._rates.computing.record(computed, max(0.0, seconds - step_s))
         elif not self._had_prompts:

@@ -256,7 +256,7 @@ def row_as_waiting(batch: Any, at: int, segments: list[Tokens], max_tokens: int)
         max_tokens,
         batch.extract_cache(at),
         batch.tokens[at],
-        *(batch.samplers[at], batch.logits_processors[at], batch.stop_sequences[at]),
+        *(batch.samplers[at], batch.logits_processors[at], BatchParts(batch).stops[at]),
     )
 
 
@@ -268,8 +268,8 @@ def generating_row(batch: Any, at: int) -> GenerationBatch:
     row.samplers = [batch.samplers[at]]
     row.logits_processors = [batch.logits_processors[at]]
     row.max_tokens = [batch.max_tokens[at]]
-    row.stop_sequences = [batch.stop_sequences[at]]
     new, old = BatchParts(row), BatchParts(batch)
+    new.stops = [old.stops[at]]
     new.next_tokens = mx.array([int(old.next_tokens[at])], dtype=mx.uint32)
     new.next_logprobs = [old.next_logprobs[at]]
     new.token_context = [old.token_context[at]]

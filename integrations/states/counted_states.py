@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.other_caches import integers
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.sequence import PromptStates
 
@@ -152,5 +152,4 @@ def continued(prompt_cache: list[Any], pool: PagePool, number: int) -> list[Any]
     return prompt_cache
 
 
-# mlx-lm's load_prompt_cache looks classes up by name in its own module.
-setattr(mlx_lm_cache, CountedArraysCache.__name__, CountedArraysCache)
+let_load(CountedArraysCache)

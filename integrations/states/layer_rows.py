@@ -25,10 +25,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
@@ -425,5 +425,4 @@ def _closed(step: Step, rows: AppendedRows) -> range:
     return range(before.tokens // rows.rate, after.tokens // rows.rate)
 
 
-# mlx-lm's load_prompt_cache looks classes up by name in its own module.
-setattr(mlx_lm_cache, LayerRows.__name__, LayerRows)
+let_load(LayerRows)

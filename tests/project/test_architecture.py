@@ -46,7 +46,8 @@ ROOMS = {
         "cache integrations.batching integrations.heads kernels kernels.pages pool steps"
     ),
     "integrations.states": (
-        "cache integrations.batching integrations.model_hooks kernels.pages pool recognition steps"
+        "cache integrations.batching integrations.mlx_lm_internals integrations.model_hooks "
+        "kernels.pages pool recognition steps"
     ),
     "integrations": (
         "allocator allocator.prefixes cache commands integrations.batching integrations.compiled "

@@ -1,0 +1,181 @@
+"""Tries a version of mlx-lm that was released after this package, before pages are trusted with it.
+
+A small random model generates with mlx-lm's caches and with pages, in the ways that paged_kv builds
+on. Equal tokens let that version pass; a file in the cache folder remembers it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import llama
+
+from paged_kv.extras import TESTED_MLX_LM, MLXLMChanged
+
+Tokens = list[int]
+
+# Longer than a page; and of unequal lengths, so that batches have padding.
+_PROMPT = [(7 * at * at + 3 * at + 1) % 61 for at in range(270)]
+_PROMPTS = [_PROMPT, _PROMPT[:5], _PROMPT[3:40]]
+_STEPS = 6
+_trusted = set(TESTED_MLX_LM)
+
+
+def require_trusted(make_factory: Callable[[Any], Any]) -> None:
+    """Try the version of mlx-lm that is installed, unless it has been tested or tried.
+
+    Args:
+        make_factory: makes a factory of a model.
+
+    Raises:
+        MLXLMChanged: something went another way with pages than with mlx-lm's caches.
+    """
+    found = version("mlx-lm")
+    if found in _trusted:
+        return
+    _trusted.add(found)  # The factory of the trial asks too.
+    if _is_recorded(found):
+        return
+    try:
+        with _seed_kept():
+            _try_out(make_factory)
+    except BaseException:
+        _trusted.remove(found)
+        raise
+    _record(found)
+
+
+def _try_out(make_factory: Callable[[Any], Any]) -> None:
+    model = _model()
+    factory = make_factory(model)
+    for part, generated in _PARTS.items():
+        try:
+            expected = generated(model, lambda: mlx_lm_cache.make_prompt_cache(model))
+            with factory if part == _BATCHES else nullcontext():
+                found = generated(model, factory.make_cache)
+        except Exception as error:  # whatever a changed function raises
+            raise MLXLMChanged(f"cannot be used for {part} ({error!r})") from error
+        if found != expected:
+            raise MLXLMChanged(f"gives other tokens with pages than without in {part}")
+
+
+def _generated(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
+    return _continued(model, make_cache(), _PROMPT)
+
+
+def _batched(model: Any, make_cache: Callable[[], list[Any]]) -> list[Tokens]:
+    generator = BatchGenerator(model, max_tokens=_STEPS)
+    uids = generator.insert(_PROMPTS[:2])
+    uids += generator.insert(_PROMPTS[2:], caches=[make_cache()])
+    tokens: dict[int, Tokens] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            tokens[response.uid].append(response.token)
+    return list(tokens.values())
+
+
+def _trimmed(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
+    prompt_cache = make_cache()
+    _continued(model, prompt_cache, _PROMPT)
+    mlx_lm_cache.trim_prompt_cache(prompt_cache, 20)
+    return _continued(model, prompt_cache, _PROMPTS[1])
+
+
+def _loaded(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
+    prompt_cache = make_cache()
+    _continued(model, prompt_cache, _PROMPT)
+    with TemporaryDirectory() as folder:
+        file = os.path.join(folder, "prompt.safetensors")
+        mlx_lm_cache.save_prompt_cache(file, prompt_cache)
+        return _continued(model, mlx_lm_cache.load_prompt_cache(file), _PROMPTS[1])
+
+
+_BATCHES = "batches with rows of unequal length"
+_PARTS: dict[str, Callable[[Any, Callable[[], list[Any]]], Any]] = {
+    "generate": _generated,
+    _BATCHES: _batched,
+    "trim": _trimmed,
+    "save and load": _loaded,
+}
+
+
+def _continued(model: Any, prompt_cache: list[Any], prompt: Tokens) -> Tokens:
+    steps = generate_step(mx.array(prompt), model, prompt_cache=prompt_cache, max_tokens=_STEPS)
+    return [int(token) for token, _ in steps]
+
+
+def _model() -> Any:
+    """A model of two layers, in float32. Its weights are always the same."""
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=64,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            vocab_size=61,
+        )
+    )
+    keys = map(mx.random.key, range(1000))
+    model.update(
+        tree_map(lambda each: mx.random.normal(each.shape, key=next(keys)), model.parameters())
+    )
+    return model
+
+
+@contextmanager
+def _seed_kept() -> Iterator[None]:
+    """Give MLX's random numbers back their place: those of a program do not depend on a trial."""
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)
+
+
+def _file() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "paged-kv" / "tried-mlx-lm.json"
+
+
+def _key(found: str) -> str:
+    return f"mlx-lm {found}, mlx {version('mlx')}, paged_kv {version('paged-kv')}"
+
+
+def _recorded() -> list[str]:
+    """The versions that passed here; none where the file says nothing that can be read."""
+    try:
+        tried: Any = json.loads(_file().read_text())
+        return [str(each) for each in tried]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _is_recorded(found: str) -> bool:
+    return _key(found) in _recorded()
+
+
+def _record(found: str) -> None:
+    """Remember that a version passed. Without the file, the next process tries it again."""
+    file = _file()
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps([*_recorded(), _key(found)]))
+        temporary.replace(file)
+    except OSError:
+        pass
