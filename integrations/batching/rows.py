@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from time import monotonic
@@ -183,8 +184,10 @@ def running_uids(generator: BatchGenerator) -> list[int]:
 def hidden_prompts(generator: Any) -> Iterator[None]:
     """Lets BatchGenerator's steps compute nothing of the prompts that have begun before."""
     parts = GeneratorParts(generator)
-    hidden, processing = parts.reading, parts.processing
-    parts.reading = hidden.empty(generator.model, hidden.fallback_sampler)
+    # A batch of the same class, as others than mlx-lm's may compute prompts.
+    hidden, processing = copy(parts.reading), parts.processing
+    hidden.prompt_cache = [*hidden.prompt_cache]
+    parts.reading.filter([])
     parts.processing = []
     try:
         yield

@@ -9,6 +9,7 @@ from paged_kv.admission.prompt_turns import PART_STEPS
 from paged_kv.integrations.batching import prompt_choice
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.rows import Responses, WaitingQueue, step_with
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from tests.integrations.batching.test_preemption import (
     LARGE,
     PROMPTS,
@@ -33,9 +34,10 @@ class Clock:
         monkeypatch.setattr(prompt_choice, "step_with", self._step)
 
     def _step(self, generator: Any, begun: set[int]) -> Responses:
-        before = generator._counters.prompt_tokens
+        parts = GeneratorParts(generator)
+        before = parts.prompt_tokens
         prompts, generated = step_with(generator, begun)
-        self.now += bool(generated) + (generator._counters.prompt_tokens - before) / 16
+        self.now += bool(generated) + (parts.prompt_tokens - before) / 16
         return prompts, generated
 
 

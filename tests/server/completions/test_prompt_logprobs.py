@@ -65,7 +65,6 @@ def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
     step, preempted = BatchedRows.step, list[int]()
 
     def preempting(rows: BatchedRows) -> Iterator[Any]:
-        rows._preemption.chunk_tokens = 128
         yield from step(rows)
         reading = GeneratorParts(rows._generator).reading.uids
         found = [uid for uid in reading if rows._reading[uid] is not None]
