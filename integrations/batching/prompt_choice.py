@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -68,6 +67,8 @@ class PromptChoice:
         # Seconds of the last steps without prompts.
         self._seconds: deque[float] = deque(maxlen=_STEPS)
         self._had_prompts = False
+        self._ended: float | None = None  # when the last step ended, if answers go on
+        self._last_s = 0.0
 
     def begin_step(self) -> list[int]:
         """The sequences that wait, in the order in which they may begin."""
@@ -106,10 +107,9 @@ class PromptChoice:
         prompts = [*reading, *(self._waiting.pop(uid) for uid in begun)]
         chosen = self.turns.chosen(prompts)
         everybody = [*prompts, *self._waiting.values()]
-        began = perf_counter()
         self._generator.prefill_step_size = self._within_memory(max([1, *chosen.values()]))
         late = [each.number for each in reading if each.number not in chosen]
-        if len(late) == len(reading):
+        if reading and len(late) == len(reading):
             # Nothing of these changes, so they stay a batch.
             with hidden_prompts(self._generator):
                 responses = self._timed(begun)
@@ -117,14 +117,14 @@ class PromptChoice:
             for uid in late:
                 self._pause(uid)
             responses = self._timed(begun)
-        self.turns.end_step(perf_counter() - began, everybody, chosen)
+        self.turns.end_step(self._last_s, everybody, chosen)
         return responses
 
     @property
     def _step_s(self) -> float:
         """Seconds of a step without prompts; 0 if none was taken."""
-        # Some are slow for reasons of their own.
-        return median(self._seconds) if self._seconds else 0.0
+        # Steps soon behind a prompt are slower than those that answers would take without it.
+        return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
 
     def _in_order(self) -> list[int]:
         assert self.turns is not None
@@ -160,12 +160,15 @@ class PromptChoice:
         computed, began = self._parts.prompt_tokens, perf_counter()
         step_s = self._step_s if len(self._parts.generating) else 0.0
         responses = step_with(self._generator, begun)
-        seconds, computed = perf_counter() - began, self._parts.prompt_tokens - computed
+        ended, computed = perf_counter(), self._parts.prompt_tokens - computed
+        # To answers that wait for this step, what came before it is a part of it.
+        self._last_s = ended - (self._ended or began)
         if computed > _FEW_TOKENS:
-            self._rates.computing.record(computed, max(0.0, seconds - step_s))
+            self._rates.computing.record(computed, max(0.0, ended - began - step_s))
         elif not self._had_prompts:
-            self._rates.decoding.record(1, seconds)
-            self._seconds.append(seconds)
+            self._rates.decoding.record(1, ended - began)
+            self._seconds.append(self._last_s)
         # Behind a prompt the tokens of the next step are computed already.
         self._had_prompts = computed > _FEW_TOKENS
+        self._ended = ended if len(self._parts.generating) else None
         return responses
