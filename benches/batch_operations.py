@@ -187,34 +187,20 @@ def compare(contiguous: Contiguous, paged: Paged, operation: str) -> dict[str, A
     return {"mlx_lm": stock, "paged": ours, "ratios": ratios}
 
 
-def print_row(operation: str, phase: str, row: dict[str, Any]) -> None:
-    stock, ours = row["mlx_lm"][phase], row["paged"][phase]
-    print(
-        f"{operation:9} {phase:10} {1e3 * stock['seconds']:9.2f} ms {1e3 * ours['seconds']:9.3f} ms"
-        f" {stock['new_bytes'] / 1e6:9.2f} MB {ours['new_bytes'] / 1e6:7.2f} MB"
-        f"   blocks used {ours['blocks_used']:.0f} {ours['blocks_used_change']:+.0f},"
-        f" copied {ours['blocks_copied_change']:.0f}"
-    )
-
-
 def main() -> None:
     # Nothing attends here, and the pool would warn that nothing reads its pages.
     logging.getLogger("paged_kv").setLevel(logging.ERROR)
     contiguous, paged = Contiguous(), Paged()
-    print(f"{'':26} mlx-lm        pages        mlx-lm         pages")
-    operations = {}
-    for operation in OPERATIONS:
-        operations[operation] = compare(contiguous, paged, operation)
-        for phase in ("operation", "next_write"):
-            print_row(operation, phase, operations[operation])
-    geometry = {"layers": LAYERS, "heads": HEADS, "dim": DIM, "dtype": "float16"}
     figures = {
-        **geometry,
+        "layers": LAYERS,
+        "heads": HEADS,
+        "dim": DIM,
+        "dtype": "float16",
         "tokens": max(LENGTHS) + 2,
         "lengths": LENGTHS,
         "pool_bytes": POOL_BYTES,
         "repetitions": REPETITIONS,
-        "operations": operations,
+        "operations": {each: compare(contiguous, paged, each) for each in OPERATIONS},
     }
     write_result("batch_operations", figures)
 

@@ -20,16 +20,13 @@ from typing import Any
 import mlx.core as mx
 
 from benches.models import load_model, random_tokens, read
+from benches.one_layer import DIM, KV_HEADS, QUERY_HEADS, SCALE, STRIDE, new_pages, normal
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
-from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 
-KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
-STRIDE = 1 << 16
 LENGTHS, FORMATS, SHARES = (32 << 10, 128 << 10), ("fp16", "q8", "q4"), (4, 8, 16)
 LATEST = 100  # tokens of the page that is being written
 MODEL_TOKENS, MODEL_SHARES = 32 << 10, (4, 16)
@@ -41,10 +38,7 @@ class Layer:
     """Pages of one layer, of which a context of any length up to theirs can be read."""
 
     def __init__(self, name: str, length: int, *, has_summaries: bool) -> None:
-        shape = KV_HEADS, DIM, mx.float16
-        self.pages = LayerPages(
-            LayerGeometry(*shape, *shape, has_summaries), choose_backend(), STRIDE
-        )
+        self.pages = new_pages(has_summaries=has_summaries)
         full = length // PAGE_SIZE
         self.pages.map_slab(0, full, page_format_named(name))
         self.pages.map_slab(1, 2, FP16)
@@ -53,7 +47,7 @@ class Layer:
             keys = mean + mx.random.normal((1, KV_HEADS, PAGE_SIZE, DIM))
             self._write(keys.astype(mx.float16), STRIDE)
             self.pages.copy({STRIDE: page})
-        self._write(mx.random.normal((1, KV_HEADS, LATEST, DIM)).astype(mx.float16), STRIDE + 1)
+        self._write(normal(1, KV_HEADS, LATEST, DIM), STRIDE + 1)
 
     def _write(self, keys: mx.array, entry: int) -> None:
         metadata = AttentionMetadata(((entry,),), (keys.shape[2],), (0,))
@@ -63,9 +57,8 @@ class Layer:
         """A step behind so many tokens."""
         table = (*range(length // PAGE_SIZE), STRIDE + 1)
         metadata = AttentionMetadata((table,), (length + LATEST,), (0,))
-        queries = mx.random.normal((1, QUERY_HEADS, 1, DIM)).astype(mx.float16)
-        mx.eval(queries)
-        attention = Attention(DIM**-0.5, read_tokens=read_tokens)
+        queries = normal(1, QUERY_HEADS, 1, DIM)
+        attention = Attention(SCALE, read_tokens=read_tokens)
         return lambda: mx.eval(self.pages.attend(queries, metadata, attention))
 
 
@@ -75,21 +68,23 @@ def layer_rows(name: str, length: int) -> list[Figures]:
     exact = layer.step(length)
     rows = []
     for share in SHARES:
-        read = length // share
-        sides = exact, layer.step(length, read), layer.step(read - LATEST)
+        read_tokens = length // share
+        sides = exact, layer.step(length, read_tokens), layer.step(read_tokens - LATEST)
         of_exact, of_chosen, of_short = in_turns(*sides, repetitions=31)
-        rows.append(
-            {
-                "format": name,
-                "tokens": length,
-                "read_tokens": read,
-                "exact_seconds": median(of_exact),
-                "chosen_seconds": median(of_chosen),
-                "as_short_seconds": median(of_short),
-                "times": ratio(of_exact, of_chosen),
-            }
-        )
+        times = {"format": name, **row_of(length, read_tokens, of_exact, of_chosen)}
+        rows.append(times | {"as_short_seconds": median(of_short)})
     return rows
+
+
+def row_of(tokens: int, read_tokens: int, exact: list[float], chosen: list[float]) -> Figures:
+    """What both sides take behind so many tokens."""
+    return {
+        "tokens": tokens,
+        "read_tokens": read_tokens,
+        "exact_seconds": median(exact),
+        "chosen_seconds": median(chosen),
+        "times": ratio(exact, chosen),
+    }
 
 
 def fits(name: str, length: int) -> Figures:
@@ -104,9 +99,9 @@ def model_rows() -> list[Figures]:
     """Decode steps of the embedded model."""
     model, _ = load_model("stdlib-llama")
     tokens = random_tokens(model, MODEL_TOKENS)
-    reads = [None, *[MODEL_TOKENS // share for share in MODEL_SHARES]]
+    reads = [MODEL_TOKENS // share for share in MODEL_SHARES]
     steps = []
-    for read_tokens in reads:
+    for read_tokens in (None, *reads):
         factory = PagedCacheFactory(model, read_tokens=read_tokens)
         cache = read(model, factory.make_cache(), tokens, 1024)
 
@@ -116,14 +111,8 @@ def model_rows() -> list[Figures]:
         steps.append(step)
     exact, *chosen = in_turns(*steps, repetitions=31)
     return [
-        {
-            "tokens": MODEL_TOKENS,
-            "read_tokens": read_tokens,
-            "exact_seconds": median(exact),
-            "chosen_seconds": median(of_chosen),
-            "times": ratio(exact, of_chosen),
-        }
-        for read_tokens, of_chosen in zip(reads[1:], chosen, strict=True)
+        row_of(MODEL_TOKENS, read_tokens, exact, of_chosen)
+        for read_tokens, of_chosen in zip(reads, chosen, strict=True)
     ]
 
 

@@ -1,8 +1,10 @@
-"""Times reading and writing pages on a CPU, beside MLX and the machine:
-python -m benches.cpu_kernels
+"""Times reading and writing pages on a CPU, beside MLX and the machine, and quantised pages beside
+those of 16 bits: python -m benches.cpu_kernels [cpu_kernels | quantised_kernels]
 
 One layer of 8 key-value heads of 128 and 32 query heads. Sides that are compared take turns, and
 each figure is the median of its repetitions; ratios are medians of ratios within a turn.
+
+cpu_kernels, in float16 and bfloat16:
 
     decode       one query token for each row, beside MLX's attention over contiguous arrays of the
                  same numbers. Bytes are those of the keys and values that are read
@@ -17,71 +19,54 @@ each figure is the median of its repetitions; ratios are medians of ratios withi
     overhead     a layer's write and attend of one token after 299, beside the same after 1: the
                  time that does not depend on the tokens that are read
     pages        decode with pages in order, and in an order drawn at random
+
+quantised_kernels, in float16:
+
+    decode       one query token for each sequence: pages of each format, beside those of 16 bits
+    mlx_lm       the same at 1 sequence of 32K, beside mlx-lm's attention to keys and values of 4
+                 bits
+    prefill      512 new tokens after 4,096
+    prompt       the first 512 tokens: their write, their attention, and the recoding of their pages
+    model        stdlib-llama in bfloat16, in CPU time: a prompt of 1,100 tokens for each sequence,
+                 and decode steps that recode a page of each (three) beside those that do not
 """
 
-import random
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from time import process_time
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
+from benches.models import load_model
+from benches.one_layer import (
+    DIM,
+    DTYPES,
+    GEOMETRY,
+    KV_HEADS,
+    QUERY_HEADS,
+    SCALE,
+    Layer,
+    normal,
+)
 from benches.results_file import write_result
+from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
-from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
-SCALE = DIM**-0.5
-STRIDE = 1 << 16
 LONG, SHORT = 32 * 1024, 1024
 SPARE_PAGES = 1024
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+FORMATS = ("fp16", "q8", "q4")
+RECODING_STEPS = 3
 
-
-class Layer:
-    """B rows of so many tokens: in pages, and as contiguous arrays."""
-
-    def __init__(
-        self, batch: int, tokens: int, dtype: mx.Dtype, *, spare: int = 0, shuffled: bool = False
-    ) -> None:
-        geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
-        self.pages = LayerPages(geometry, choose_backend(), STRIDE)
-        per_row = -(-(tokens + 1) // PAGE_SIZE)
-        entries = list(range(batch * per_row))
-        if shuffled:
-            random.Random(0).shuffle(entries)
-        self.pages.map_slab(0, len(entries) + spare, FP16)
-        tables = [entries[per_row * row : per_row * (row + 1)] for row in range(batch)]
-        self.tables = tuple(map(tuple, tables))
-        self.dtype, self.batch, self.tokens = dtype, batch, tokens
-        self.keys, self.values = self.random(KV_HEADS, tokens), self.random(KV_HEADS, tokens)
-        self.pages.write(self.keys, self.values, self.metadata(tokens))
-
-    def random(self, heads: int, tokens: int) -> mx.array:
-        array = mx.random.normal((self.batch, heads, tokens, DIM)).astype(self.dtype)
-        mx.eval(array)
-        return array
-
-    def metadata(self, tokens: int) -> AttentionMetadata:
-        return AttentionMetadata(self.tables, (tokens,) * self.batch, (0,) * self.batch)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def attend(self, queries: mx.array) -> Callable[[], None]:
-        metadata = self.metadata(self.tokens)
-        return lambda: mx.eval(self.pages.attend(queries, metadata, Attention(SCALE)))
-
-    def attend_with_mlx(self, queries: mx.array) -> Callable[[], None]:
-        mask = "causal" if queries.shape[2] > 1 else None
-        attention = mx.fast.scaled_dot_product_attention
-        return lambda: mx.eval(attention(queries, self.keys, self.values, scale=SCALE, mask=mask))
+Figures = dict[str, Any]
+Work = Callable[[], None]
 
 
 class Reading:
@@ -96,20 +81,19 @@ class Reading:
         list(self._threads.map(np.max, self._halves))
 
 
-def bandwidth(reading: Reading) -> float:
-    """Bytes a second that two threads read."""
-    (times,) = in_turns(reading, repetitions=9)
-    return reading.bytes / median(times)
+def attend_with_mlx(layer: Layer, queries: mx.array) -> Work:
+    mask = "causal" if queries.shape[2] > 1 else None
+    attention = mx.fast.scaled_dot_product_attention
+    return lambda: mx.eval(attention(queries, layer.keys, layer.values, scale=SCALE, mask=mask))
 
 
-def decode(batch: int, tokens: int, dtype: str) -> dict[str, Any]:
-    layer = Layer(batch, tokens, DTYPES[dtype])
-    queries = layer.random(QUERY_HEADS, 1)
+def decode(tokens: int, dtype: mx.Dtype) -> Figures:
+    layer = Layer(1, tokens, dtype)
+    queries = layer.queries()
     # A short context is over before the clock has ticked often enough.
     repetitions = 9 if tokens == LONG else 101
-    pages, stock = in_turns(
-        layer.attend(queries), layer.attend_with_mlx(queries), repetitions=repetitions
-    )
+    sides = layer.attend(queries), attend_with_mlx(layer, queries)
+    pages, stock = in_turns(*sides, repetitions=repetitions)
     return {
         "pages_seconds": median(pages),
         "mlx_seconds": median(stock),
@@ -119,9 +103,9 @@ def decode(batch: int, tokens: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def decode_of_a_batch(batch: int, tokens: int, dtype: str, reading: Reading) -> dict[str, float]:
-    layer = Layer(batch, tokens, DTYPES[dtype])
-    pages, read = in_turns(layer.attend(layer.random(QUERY_HEADS, 1)), reading, repetitions=15)
+def decode_of_a_batch(dtype: mx.Dtype, reading: Reading) -> Figures:
+    layer = Layer(8, LONG, dtype)
+    pages, read = in_turns(layer.attend(layer.queries()), reading, repetitions=15)
     return {
         "pages_seconds": median(pages),
         "pages_bytes_per_second": layer.kv_bytes / median(pages),
@@ -130,9 +114,9 @@ def decode_of_a_batch(batch: int, tokens: int, dtype: str, reading: Reading) -> 
     }
 
 
-def short_beside_long(dtype: str) -> dict[str, float]:
-    short, long = (Layer(1, tokens, DTYPES[dtype]) for tokens in (SHORT, LONG))
-    queries = long.random(QUERY_HEADS, 1)
+def short_beside_long(dtype: mx.Dtype) -> Figures:
+    short, long = (Layer(1, tokens, dtype) for tokens in (SHORT, LONG))
+    queries = long.queries()
     at_short, at_long = in_turns(short.attend(queries), long.attend(queries), repetitions=61)
     return {
         "short_seconds": median(at_short),
@@ -142,16 +126,12 @@ def short_beside_long(dtype: str) -> dict[str, float]:
     }
 
 
-def prefill(dtype: str, new: int = 512, before: int = 4096) -> dict[str, Any]:
-    layer = Layer(1, before + new, DTYPES[dtype])
-    queries = layer.random(QUERY_HEADS, new)
+def prefill(dtype: mx.Dtype, new: int = 512, before: int = 4096) -> Figures:
+    layer = Layer(1, before + new, dtype)
+    queries = layer.queries(new)
     left, right = (np.random.default_rng(0).random((4096, 4096), np.float32) for _ in range(2))
-    pages, stock, product = in_turns(
-        layer.attend(queries),
-        layer.attend_with_mlx(queries),
-        lambda: left @ right,
-        repetitions=7,
-    )
+    sides = layer.attend(queries), attend_with_mlx(layer, queries), lambda: left @ right
+    pages, stock, product = in_turns(*sides, repetitions=7)
     # Two multiplications and two additions for every query, key it may see, head and dimension.
     work = 4 * QUERY_HEADS * DIM * (new * before + new * (new + 1) // 2)
     rate, product_rate = work / median(pages), 2 * 4096**3 / median(product)
@@ -165,23 +145,23 @@ def prefill(dtype: str, new: int = 512, before: int = 4096) -> dict[str, Any]:
     }
 
 
-def write(dtype: str, batch: int = 8) -> dict[str, Any]:
-    small, large = (Layer(batch, 300, DTYPES[dtype], spare=spare) for spare in (0, SPARE_PAGES))
-    keys, values = small.random(KV_HEADS, 1), small.random(KV_HEADS, 1)
+def write(dtype: mx.Dtype, batch: int = 8) -> Figures:
+    small, large = (Layer(batch, 300, dtype, spare=spare) for spare in (0, SPARE_PAGES))
+    keys, values = (normal(batch, KV_HEADS, 1, DIM, dtype=dtype) for _ in range(2))
     source = np.asarray(mx.concatenate([keys, values]).view(mx.uint16))
     target = np.empty_like(source)
 
-    def writing(layer: Layer) -> Callable[[], None]:
+    def writing(layer: Layer) -> Work:
         metadata = layer.metadata(301)
         return lambda: layer.pages.write(keys, values, metadata)
 
-    in_small, in_large, copied = in_turns(
-        writing(small), writing(large), lambda: np.copyto(target, source), repetitions=501
-    )
+    sides = writing(small), writing(large), lambda: np.copyto(target, source)
+    in_small, in_large, copied = in_turns(*sides, repetitions=501)
+    pages = sum(map(len, small.tables))
     return {
         "bytes": source.nbytes,
-        "pages_in_small_pool": len(small.tables) * len(small.tables[0]),
-        "pages_in_large_pool": len(small.tables) * len(small.tables[0]) + SPARE_PAGES,
+        "pages_in_small_pool": pages,
+        "pages_in_large_pool": pages + SPARE_PAGES,
         "small_pool_seconds": median(in_small),
         "large_pool_seconds": median(in_large),
         "copy_seconds": median(copied),
@@ -189,12 +169,12 @@ def write(dtype: str, batch: int = 8) -> dict[str, Any]:
     }
 
 
-def overhead(dtype: str) -> dict[str, float]:
-    layer = Layer(1, 300, DTYPES[dtype])
-    keys, values = layer.random(KV_HEADS, 1), layer.random(KV_HEADS, 1)
-    queries = layer.random(QUERY_HEADS, 1)
+def overhead(dtype: mx.Dtype) -> Figures:
+    layer = Layer(1, 300, dtype)
+    keys, values = (normal(1, KV_HEADS, 1, DIM, dtype=dtype) for _ in range(2))
+    queries = layer.queries()
 
-    def step(tokens: int) -> Callable[[], None]:
+    def step(tokens: int) -> Work:
         metadata = layer.metadata(tokens)
 
         def write_and_attend() -> None:
@@ -207,9 +187,9 @@ def overhead(dtype: str) -> dict[str, float]:
     return {"at_300_seconds": median(at_300), "at_1_seconds": median(at_1)}
 
 
-def shuffled_pages(dtype: str) -> dict[str, float]:
-    in_order, shuffled = (Layer(1, LONG, DTYPES[dtype], shuffled=how) for how in (False, True))
-    queries = in_order.random(QUERY_HEADS, 1)
+def shuffled_pages(dtype: mx.Dtype) -> Figures:
+    in_order, shuffled = (Layer(1, LONG, dtype, shuffled=how) for how in (False, True))
+    queries = in_order.queries()
     straight, mixed = in_turns(in_order.attend(queries), shuffled.attend(queries), repetitions=41)
     return {
         "shuffled_over_in_order": ratio(mixed, straight),
@@ -217,28 +197,135 @@ def shuffled_pages(dtype: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    mx.random.seed(0)
+def cpu_kernels() -> Figures:
+    """Pages of 16 bits beside MLX, the memory and the processor."""
     reading = Reading()
-    figures: dict[str, Any] = {
-        "backend": choose_backend().name,
-        "kv_heads": KV_HEADS,
-        "head_dim": DIM,
-        "query_heads": QUERY_HEADS,
-        "read_bytes_per_second": bandwidth(reading),
-    }
-    for dtype in DTYPES:
-        figures[dtype] = {
-            "decode_of_1_at_32k": decode(1, LONG, dtype),
-            "decode_of_1_at_1k": decode(1, SHORT, dtype),
+    (read,) = in_turns(reading, repetitions=9)
+    figures: Figures = {"read_bytes_per_second": reading.bytes / median(read)}
+    for name, dtype in DTYPES.items():
+        figures[name] = {
+            "decode_of_1_at_32k": decode(LONG, dtype),
+            "decode_of_1_at_1k": decode(SHORT, dtype),
             "short_beside_long": short_beside_long(dtype),
-            "decode_of_8_at_32k": decode_of_a_batch(8, LONG, dtype, reading),
+            "decode_of_8_at_32k": decode_of_a_batch(dtype, reading),
             "prefill": prefill(dtype),
             "write": write(dtype),
             "overhead": overhead(dtype),
             "shuffled_pages": shuffled_pages(dtype),
         }
-    write_result("cpu_kernels", figures)
+    return figures
+
+
+def beside_16_bits(works: list[Work], repetitions: int) -> Figures:
+    times = dict(zip(FORMATS, in_turns(*works, repetitions=repetitions), strict=True))
+    return {
+        name: {"seconds": median(own), "times_fp16": ratio(times["fp16"], own)}
+        for name, own in times.items()
+    }
+
+
+def attention(batch: int, tokens: int, queries: int, repetitions: int) -> Figures:
+    layers = [Layer(batch, tokens, page_format=name) for name in FORMATS]
+    asked = layers[0].queries(queries)
+    return beside_16_bits([layer.attend(asked) for layer in layers], repetitions)
+
+
+def prompt(tokens: int, repetitions: int) -> Figures:
+    """What one row's first step costs; pages of 16 bits are not copied."""
+    layers = {name: Layer(1, tokens, page_format=name) for name in FORMATS}
+    asked = layers["fp16"].queries(tokens)
+
+    def first_step(name: str, layer: Layer) -> Work:
+        metadata = AttentionMetadata((layer.written,), (tokens,), (0,))
+        (table,) = layer.tables
+        copies = {} if name == "fp16" else dict(zip(layer.written, table, strict=True))
+
+        def work() -> None:
+            layer.pages.write(layer.keys, layer.values, metadata)
+            mx.eval(layer.pages.attend(asked, metadata, Attention(SCALE)))
+            layer.pages.copy(copies)
+
+        return work
+
+    return beside_16_bits([first_step(*each) for each in layers.items()], repetitions)
+
+
+def mlx_lm(repetitions: int = 3) -> Figures:
+    layer = Layer(1, LONG, page_format="q4")
+    asked = layer.queries()
+    keys, values = (mx.quantize(each, group_size=64, bits=4) for each in (layer.keys, layer.values))
+    mx.eval(keys, values)
+
+    def stock() -> None:
+        mx.eval(
+            quantized_scaled_dot_product_attention(
+                asked, keys, values, scale=SCALE, mask=None, group_size=64, bits=4
+            )
+        )
+
+    pages, theirs = in_turns(layer.attend(asked), stock, repetitions=repetitions)
+    return {
+        "q4_seconds": median(pages),
+        "mlx_lm_seconds": median(theirs),
+        "times_mlx_lm": ratio(theirs, pages),
+    }
+
+
+def model_steps(rows: int) -> Figures:
+    """Steps of the formats follow each other in turns."""
+    model, _ = load_model("stdlib-llama", mx.bfloat16)
+    caches = {
+        name: PagedCacheFactory(model, page_format=name, max_bytes=1 << 31).make_cache()
+        for name in FORMATS
+    }
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {"prefill": [], "decode": [], "recoding": []} for name in FORMATS
+    }
+
+    def take(cache: Any, count: int) -> float:
+        tokens, begin = mx.zeros((rows, count), dtype=mx.int32), process_time()
+        mx.eval(model(tokens, cache=cache))
+        return process_time() - begin
+
+    for count in (512, 512, 76):
+        for name, cache in caches.items():
+            taken[name]["prefill"].append(take(cache, count))
+    while len(taken[FORMATS[-1]]["recoding"]) < RECODING_STEPS:
+        for name, cache in caches.items():
+            kind = "decode" if cache[0].size() % PAGE_SIZE else "recoding"
+            taken[name][kind].append(take(cache, 1))
+    return {
+        name: {
+            "prefill": sum(times["prefill"]),
+            "decode": median(times["decode"]),
+            "recoding": median(times["recoding"]),
+        }
+        for name, times in taken.items()
+    }
+
+
+def quantised_kernels() -> Figures:
+    """Pages of fewer bits beside those of 16 and mlx-lm's."""
+    return {
+        "decode_of_1_at_1k": attention(1, SHORT, 1, 301),
+        "decode_of_8_at_1k": attention(8, SHORT, 1, 101),
+        "decode_of_1_at_32k": attention(1, LONG, 1, 21),
+        "decode_of_8_at_32k": attention(8, LONG, 1, 9),
+        "mlx_lm_of_1_at_32k": mlx_lm(),
+        "prefill": attention(1, 4096 + 512, 512, 5),
+        "prompt_of_512": prompt(512, 21),
+        "model_of_1": model_steps(1),
+        "model_of_8": model_steps(8),
+    }
+
+
+BENCHES = {each.__name__: each for each in (cpu_kernels, quantised_kernels)}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or BENCHES:
+        mx.random.seed(0)
+        write_result(name, {"backend": choose_backend().name, **GEOMETRY, **BENCHES[name]()})
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ own count of active memory.
 """
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from statistics import median
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +32,6 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 LAYERS, HEADS, DIM, TOKENS = 8, 8, 128, 16_384
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * mx.float16.size
 STEPS = {"decode": 1, "prefill": 2_048}
-MEGABYTE = 10**6
 
 
 class Subject(Protocol):
@@ -102,26 +100,13 @@ class Paged:
         }
 
 
-@dataclass
-class Growth:
-    """Figures of one cache that grew to all tokens."""
-
-    held_bytes: int
-    peak_above_held_bytes: int
-    largest_spike_bytes: int
-    largest_transient_bytes: int
-    copied_for_growth_bytes: int
-    median_step_seconds: float
-    max_step_seconds: float
-
-
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "KVCache": Contiguous,
     "pages": lambda: Paged(1 << 30),
 }
 
 
-def measure(make: Callable[[], Subject], step: int) -> Growth:
+def measure(make: Callable[[], Subject], step: int) -> dict[str, float]:
     """Grow a new cache to all tokens, `step` at a time."""
     gc.collect()
     mx.clear_cache()
@@ -140,49 +125,31 @@ def measure(make: Callable[[], Subject], step: int) -> Growth:
         peaks.append(max(mx.get_peak_memory(), held[-1]))
         copied += subject.copied()
     steps = list(zip(peaks, held, held[1:], strict=False))
-    return Growth(
-        held_bytes=held[-1] - start,
-        peak_above_held_bytes=max(peaks) - held[-1],
-        largest_spike_bytes=max(peak - before for peak, before, _ in steps),
-        largest_transient_bytes=max(peak - max(around) for peak, *around in steps),
-        copied_for_growth_bytes=copied,
-        median_step_seconds=statistics.median(seconds),
-        max_step_seconds=max(seconds),
-    )
-
-
-def with_ratios(growths: dict[str, Growth]) -> dict[str, Any]:
-    """The figures, and step times over the median of KVCache."""
-    unit = growths["KVCache"].median_step_seconds
     return {
-        name: {
-            **asdict(growth),
-            "median_step_over_kv_cache_median": growth.median_step_seconds / unit,
-            "max_step_over_kv_cache_median": growth.max_step_seconds / unit,
-        }
-        for name, growth in growths.items()
+        "held_bytes": held[-1] - start,
+        "peak_above_held_bytes": max(peaks) - held[-1],
+        "largest_spike_bytes": max(peak - before for peak, before, _ in steps),
+        "largest_transient_bytes": max(peak - max(around) for peak, *around in steps),
+        "copied_for_growth_bytes": copied,
+        "median_step_seconds": median(seconds),
+        "max_step_seconds": max(seconds),
     }
 
 
-def print_table(phase: str, rows: dict[str, Any]) -> None:
-    print(f"\n{phase}: {TOKENS:,} tokens, {STEPS[phase]:,} a step, MB and multiples of KVCache")
-    heads = ("held", "above", "spike", "transient", "copied", "median", "max")
-    print(f"{'':22}" + "".join(f"{head:>11}" for head in heads))
-    for name, row in rows.items():
-        megabytes = [row[key] / MEGABYTE for key in row if key.endswith("_bytes")]
-        times = [row[key] for key in row if key.endswith("_kv_cache_median")]
-        print(f"{name:22}" + "".join(f"{number:11,.2f}" for number in megabytes + times))
+def grown(step: int) -> dict[str, dict[str, float]]:
+    """The figures of both caches, and step times over the median of KVCache."""
+    found = {name: measure(make, step) for name, make in SUBJECTS.items()}
+    unit = found["KVCache"]["median_step_seconds"]
+    for each in found.values():
+        for name in ("median_step", "max_step"):
+            each[f"{name}_over_kv_cache_median"] = each[f"{name}_seconds"] / unit
+    return found
 
 
 def main() -> None:
-    measured = {
-        phase: with_ratios({name: measure(make, step) for name, make in SUBJECTS.items()})
-        for phase, step in STEPS.items()
-    }
-    for phase, rows in measured.items():
-        print_table(phase, rows)
     geometry = {"layers": LAYERS, "heads": HEADS, "dim": DIM, "dtype": "float16"}
     tokens = {"tokens": TOKENS, "token_bytes": TOKEN_BYTES, "tokens_per_step": STEPS}
+    measured = {phase: grown(step) for phase, step in STEPS.items()}
     write_result("growth", {**geometry, **tokens, **measured})
 
 

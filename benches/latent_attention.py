@@ -25,6 +25,7 @@ import numpy as np
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
+from benches.one_layer import DTYPES, normal
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
@@ -42,17 +43,11 @@ MLX_LM_REPETITIONS = {8 * 1024: 5, 32 * 1024: 2}
 REPETITIONS = {1: 21, 8: 7}
 
 
-def random(*shape: int, dtype: mx.Dtype) -> mx.array:
-    array = mx.random.normal(shape).astype(dtype)
-    mx.eval(array)
-    return array
-
-
 def queries_of(batch: int, heads: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Queries, and position queries times the scale."""
-    positions = random(batch, heads, 1, POSITIONS, dtype=dtype) * SCALE
+    positions = normal(batch, heads, 1, POSITIONS, dtype=dtype) * SCALE
     mx.eval(positions)
-    return random(batch, heads, 1, DIM, dtype=dtype), positions
+    return normal(batch, heads, 1, DIM, dtype=dtype), positions
 
 
 def paged(
@@ -101,8 +96,8 @@ def products(batch: int, tokens: int) -> Callable[[], None]:
 
 
 def decode(batch: int, tokens: int, dtype: mx.Dtype) -> dict[str, Any]:
-    latents = random(batch, 1, tokens, DIM, dtype=dtype)
-    position_keys = random(batch, 1, tokens, POSITIONS, dtype=dtype)
+    latents = normal(batch, 1, tokens, DIM, dtype=dtype)
+    position_keys = normal(batch, 1, tokens, POSITIONS, dtype=dtype)
     asked = queries_of(batch, HEADS, dtype)
     ours = paged(latents, position_keys, asked)
     pages, numpy = in_turns(ours, products(batch, tokens), repetitions=REPETITIONS[batch])
@@ -143,7 +138,7 @@ def step_of(cache: Any, latents: mx.array, position_keys: mx.array, dtype: mx.Dt
 
 def steps(dtype: mx.Dtype) -> dict[str, Any]:
     latents, position_keys = (
-        random(1, 1, STEP_TOKENS, dim, dtype=dtype) for dim in (DIM, POSITIONS)
+        normal(1, 1, STEP_TOKENS, dim, dtype=dtype) for dim in (DIM, POSITIONS)
     )
     pool = PagePool(1, max_bytes=1 << 26)
     caches = [PagedKVCache(pool, 0, [Sequence(pool)]), KVCache()]
@@ -170,7 +165,7 @@ def main() -> None:
         "step_heads": STEP_HEADS,
         "step_tokens": STEP_TOKENS,
     }
-    for name, dtype in (("bfloat16", mx.bfloat16), ("float16", mx.float16)):
+    for name, dtype in DTYPES.items():
         figures[name] = {"step": steps(dtype)}
         for tokens in CONTEXTS:
             for batch in BATCHES:

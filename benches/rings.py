@@ -22,15 +22,14 @@ import logging
 from collections import abc
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from mlx_lm import load
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from benches.models import load_model, random_tokens
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
@@ -45,9 +44,6 @@ POSITIONS = (2048, 8192, 32768, 131072)
 KV_HEADS, Q_HEADS, DIM = 8, 32, 128
 DECODE_REPETITIONS, PREFILL_REPETITIONS, PREFILL_TOKENS = 301, 3, 8192
 DECODED = 10_000
-MODEL = Path(__file__).parent.parent / "tests" / "models" / "stdlib-gemma3"
-
-Caches = list[Any]
 
 
 def new_caches(pool: PagePool) -> list[PagedKVCache]:
@@ -98,7 +94,6 @@ def memory() -> list[dict[str, Any]]:
             row = {"context": context, "write_chunk": chunk, "paged_bytes": held}
             row |= {"formula_bytes": formula, "mlx_lm_bytes": stock, "ring_of_2w_bytes": double}
             rows.append(row)
-            print(row, flush=True)
     return rows
 
 
@@ -112,8 +107,8 @@ def decode_step(position: int) -> Callable[[], None]:
 
     def step() -> None:
         mask = cache.make_mask(1)
-        read = cache.update_and_fetch(keys, keys)
-        mx.eval(paged_attention(queries, *read, cache, DIM**-0.5, mask))
+        held = cache.update_and_fetch(keys, keys)
+        mx.eval(paged_attention(queries, *held, cache, DIM**-0.5, mask))
 
     return step
 
@@ -122,7 +117,7 @@ def decode() -> list[dict[str, Any]]:
     # The first position twice: how far a side lies from itself in the same run.
     positions = (POSITIONS[0], *POSITIONS)
     columns = in_turns(*map(decode_step, positions), repetitions=DECODE_REPETITIONS)
-    rows = [
+    return [
         {
             "context": position,
             "microseconds": 1e6 * median(times),
@@ -131,9 +126,6 @@ def decode() -> list[dict[str, Any]]:
         }
         for position, times in zip(positions, columns, strict=True)
     ]
-    for row in rows:
-        print(row, flush=True)
-    return rows
 
 
 def peak_of(work: Callable[[], object]) -> tuple[float, int]:
@@ -146,25 +138,23 @@ def peak_of(work: Callable[[], object]) -> tuple[float, int]:
 
 
 def prefill() -> dict[str, Any]:
-    model = load(str(MODEL))[0]
-    model.set_dtype(mx.float32)
-    tokens = mx.random.randint(0, 4096, (1, PREFILL_TOKENS), key=mx.random.key(3))
+    model, _ = load_model("stdlib-gemma3")
+    tokens = random_tokens(model, PREFILL_TOKENS)
 
-    def run(make: Callable[[], Caches]) -> None:
-        cache = make()
+    def run(cache: list[Any]) -> None:
         for start in range(0, PREFILL_TOKENS, STEP):
-            mx.eval(model(tokens[:, start : start + STEP], cache=cache))
+            mx.eval(model(mx.array([tokens[start : start + STEP]]), cache=cache))
 
     def stock() -> None:
-        run(lambda: make_prompt_cache(model))
+        run(make_prompt_cache(model))
 
     def paged() -> None:
-        run(PagedCacheFactory(model, max_bytes=1 << 30).make_cache)
+        run(PagedCacheFactory(model, max_bytes=1 << 30).make_cache())
 
     turns = [(peak_of(stock), peak_of(paged)) for _ in range(PREFILL_REPETITIONS + 1)][1:]
     stock_times, paged_times = ([turn[side][0] for turn in turns] for side in (0, 1))
     stock_peak, paged_peak = (median(turn[side][1] for turn in turns) for side in (0, 1))
-    row = {
+    return {
         "tokens": PREFILL_TOKENS,
         "step": STEP,
         "mlx_lm_seconds": median(stock_times),
@@ -174,8 +164,6 @@ def prefill() -> dict[str, Any]:
         "mlx_lm_peak_bytes": stock_peak,
         "paged_peak_bytes": paged_peak,
     }
-    print(row, flush=True)
-    return row
 
 
 def allocations() -> dict[str, int]:
@@ -193,15 +181,13 @@ def allocations() -> dict[str, int]:
                 cache.make_mask(1)
                 cache.batch.append(cache.layer, keys, keys)
     after = pool.stats()
-    row = {
+    return {
         "decoded": DECODED,
         "allocations": taken.call_count,
         "blocks_used_change": after.blocks_used - before.blocks_used,
         "blocks_copied": after.cow_copies - before.cow_copies,
         "bytes_mapped_change": after.bytes_mapped - before.bytes_mapped,
     }
-    print(row, flush=True)
-    return row
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from benches.one_layer import DIM, DTYPES, QUERY_HEADS, SCALE, new_pages, normal
 from benches.results_file import write_result
 from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.cpu.native_backend import NativeBackend
@@ -32,13 +33,10 @@ from paged_kv.kernels.pages.attention_metadata import (
 )
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 
-KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
-STRIDE = 1 << 16
 OWN = PAGE_SIZE
 PAIRS = "avx512bf16"
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
 # Rows, and tokens of the prompt that they share.
 SHARED = ((16, 8 * 1024), (8, 32 * 1024), (16, 2 * 1024), (32, 2 * 1024))
 UNSHARED = ((16, 2 * 1024), (1, 32 * 1024))
@@ -55,8 +53,7 @@ def tables_of(rows: int, shared_pages: int, own_pages: int) -> tuple[Table, ...]
 
 
 def filled_pages(backend: NativeBackend, count: int, dtype: mx.Dtype) -> LayerPages:
-    geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
-    pages = LayerPages(geometry, backend, STRIDE)
+    pages = new_pages(dtype, backend)
     pages.map_slab(0, count, FP16)
     shape = pages.page(0).shape
     for page in range(count):
@@ -79,11 +76,10 @@ def decode(
     pages = filled_pages(backend, len(used), dtype)
     lengths = tuple(len(table) * PAGE_SIZE for table in tables)
     metadata = AttentionMetadata(BlockTables(tables), lengths, (0,) * rows)
-    queries = mx.random.normal((rows, QUERY_HEADS, 1, DIM)).astype(dtype)
-    mx.eval(queries)
+    queries = normal(rows, QUERY_HEADS, 1, DIM, dtype=dtype)
 
     def attend(batch: AttentionMetadata) -> Callable[[], None]:
-        return lambda: mx.eval(pages.attend(queries, batch, Attention(DIM**-0.5)))
+        return lambda: mx.eval(pages.attend(queries, batch, Attention(SCALE)))
 
     library, default = backend.library, backend.library.instruction_set
 
