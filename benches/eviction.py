@@ -1,7 +1,7 @@
 """What prompts find cached with each eviction policy:
 python -m benches.eviction [MOONCAKE_FILE] [--duels]
 
-The prefix index runs without pages (benches/cached_pages.py). `most` is the most that any
+The prefix index runs without pages (benches/cached_prompts.py). `most` is the most that any
 policy could find, as it knows the future. Prompts are those of
 
     agents      2, 4, 8 and 16 made-up agents at once (benches/page_loads.py), 1,000 requests
@@ -9,7 +9,7 @@ policy could find, as it knows the future. Prompts are those of
 
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
 median session has 555; for Mooncake's trace they are a number in all. `states` are those of
-recurrent layers (benches/kept_states.py), so many in all; `foreseen` evicts the one that is
+recurrent layers, so many in all; `foreseen` evicts the one that is
 found again last. Shares are of the prompts' tokens. All of it takes half an hour or less. The plot
 shows the states of agents: docs/pictures/eviction.svg.
 
@@ -27,8 +27,15 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from benches.cached_pages import Cache, ForeseenPages, IndexedPages
-from benches.kept_states import ForeseenStates, RankedStates, States, replay_states
+from benches.cached_prompts import (
+    Cache,
+    ForeseenPages,
+    ForeseenStates,
+    IndexedPages,
+    RankedStates,
+    States,
+    replay_states,
+)
 from benches.page_loads import DUEL_LOADS, Pages, Prompt, agent_prompts, duel_load, traced_prompts
 from benches.results_file import write_result
 from paged_kv.integrations.replay.trace_command import POLICIES

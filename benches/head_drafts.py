@@ -33,7 +33,7 @@ from benches.speculation import (
     TASKS,
     Batch,
     Prompts,
-    cache_prompts,
+    caching,
     first_layers,
     task_prompts,
 )
@@ -80,18 +80,14 @@ def nbytes(module: Any) -> int:
 
 def ways(model: Any, head_folder: Path | None, draft: Any, prompts: Prompts) -> dict[str, Drafting]:
     """The ways to draft, whose prompts are cached."""
-    plain = PagedCacheFactory(model, max_bytes="1GB")
-    cache_prompts(plain, model, prompts)
+    plain = caching(model, prompts)
     found = {"look-up": Drafting(plain, NGramDraft(), 0, 0)}
     if draft is not None:
-        drafting = PagedCacheFactory(draft, max_bytes="1GB")
-        cache_prompts(drafting, draft, prompts)
-        of_model = ModelDraft(draft, drafting)
+        of_model = ModelDraft(draft, caching(draft, prompts))
         found["draft model"] = Drafting(plain, of_model, nbytes(draft), len(draft.layers))
     if head_folder is not None:
         head = load_head(head_folder)
-        factory = PagedCacheFactory(model, max_bytes="1GB", head=head)
-        cache_prompts(factory, model, prompts)
+        factory = caching(model, prompts, head)
         output = nbytes(model.model.embed_tokens)
         found["head"] = Drafting(factory, HeadDraft(factory), nbytes(head) + output, 1)
     return found
@@ -103,8 +99,7 @@ def row_of(
     """The figures of one way for a batch of these prompts."""
     new_tokens, repetitions = lengths
     options: Figures = {"max_tokens": new_tokens, "stop_tokens": stop}
-    plain = PagedCacheFactory(model, max_bytes="1GB")
-    cache_prompts(plain, model, prompts)
+    plain = caching(model, prompts)
     without, drafted = Batch(plain, prompts, **options), Batch(way.factory, prompts, **options)
     make: Callable[..., Any] = partial(SpeculativeBatchGenerator, model, way.draft)
     times = in_turns(

@@ -87,7 +87,7 @@ class Rows:
         self.sequences = [PagedSequence(self.pool) for _ in lengths]
         for sequence, length in zip(self.sequences, lengths, strict=True):
             for start in range(0, length, STEP):
-                self._write([sequence], min(STEP, length - start))
+                self.write([sequence], min(STEP, length - start))
 
     @property
     def lengths(self) -> list[int]:
@@ -115,50 +115,34 @@ class Rows:
         """Held bits for each number."""
         return 8 * self.held / (self.numbers * sum(self.lengths))
 
-    def write(self, count: int) -> None:
-        """Append so many tokens to every sequence, as a batch."""
-        self._write(self.sequences, count)
-
     def grow(self, longest: int) -> Iterator[None]:
-        """Append tokens until one sequence has `longest`, with a stop wherever a page of one begins
-        and where the page that ends first does."""
-        while max(self.lengths) < longest:
-            self.write(1)
+        """Append tokens to the only sequence, with a stop wherever a page begins and ends."""
+        while self.lengths[0] < longest:
+            self.write(self.sequences, 1)
             yield
-            if rest := min(-length % PAGE_SIZE for length in self.lengths):
-                self.write(rest)
-                yield
+            self.write(self.sequences, PAGE_SIZE - 1)
+            yield
 
-    def _write(self, sequences: list[PagedSequence], count: int) -> None:
+    def write(self, sequences: list[PagedSequence], count: int) -> None:
+        """Append so many tokens to these sequences, as a batch."""
         tokens = mx.zeros((len(sequences), 1, count, HEAD), dtype=mx.float16)
-        layers = range(self.pool.num_layers)
-        caches = [PagedKVCache(self.pool, layer, sequences) for layer in layers]
-        for cache in caches:
-            mask = cache.make_mask(count, window_size=self.window(cache.layer))
+        for layer in range(self.pool.num_layers):
+            cache = PagedKVCache(self.pool, layer, sequences)
+            window = self.pool.windows.get(layer)
+            mask = cache.make_mask(count, window_size=window.size if window else None)
             keys, values = cache.update_and_fetch(tokens, tokens)
             mx.eval(paged_attention(tokens, keys, values, cache, 1.0, mask))
         del keys, values, mask
         self.most_held = max(self.most_held, self.held)
 
-    def window(self, layer: int) -> int | None:
-        """The number of tokens that a layer sees, if not all."""
-        window = self.pool.windows.get(layer)
-        return None if window is None else window.size
-
 
 def by_length(model: str, page_format: str, count: int, tokens: int) -> dict[str, float]:
     rows = Rows(page_format, None, [tokens] * count, MODELS[model])
-    rows.write(1)
+    rows.write(rows.sequences, 1)
     peak = 8 * rows.most_held / (rows.numbers * sum(rows.lengths))
     over = rows.bits / CODES[page_format] - 1
-    length = tokens + 1
-    return {
-        "rows": count,
-        "tokens": length,
-        "bits": rows.bits,
-        "over_codes": over,
-        "peak_bits": peak,
-    }
+    about = {"rows": count, "tokens": tokens + 1}
+    return about | {"bits": rows.bits, "over_codes": over, "peak_bits": peak}
 
 
 def one_row(page_format: str, max_bytes: str | None) -> list[dict[str, float]]:

@@ -28,7 +28,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -62,23 +62,9 @@ class Request:
     arrives: int
 
 
-@dataclass
-class Served:
-    """One run of the load."""
-
-    prompt_tokens_per_second: float = 0.0
-    generation_tokens_per_second: float = 0.0
-    all_tokens_per_second: float = 0.0
-    wall_seconds: float = 0.0
-    steps: int = 0
-    peak_rows: int = 0
-    peak_tokens_held: int = 0
-    peak_memory_bytes: int = 0
-    peak_kv_bytes: dict[str, int] = field(default_factory=dict)
-
-
-# What a run generated, by request.
+# What a run generated, by request; and its figures.
 Texts = list[list[int]]
+Served = dict[str, Any]
 
 
 def make_requests(tokenizer: Any) -> list[Request]:
@@ -102,23 +88,25 @@ def serve(
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
-    run, texts = Served(), [list[int]() for _ in requests]
-    generator = BatchGenerator(model)
+    texts = [list[int]() for _ in requests]
+    generator, held, kv = BatchGenerator(model), list[list[int]](), list[dict[str, int]]()
     with generator.stats() as stats:
-        for step, held in enumerate(_steps(generator, requests, make_cache, texts)):
-            run.steps = step + 1
-            run.peak_rows = max(run.peak_rows, len(held))
-            run.peak_tokens_held = max(run.peak_tokens_held, sum(held))
-            for name, size in kv_bytes(generator).items():
-                run.peak_kv_bytes[name] = max(run.peak_kv_bytes.get(name, 0), size)
-    run.peak_memory_bytes = mx.get_peak_memory()
-    run.prompt_tokens_per_second = stats.prompt_tps
-    run.generation_tokens_per_second = stats.generation_tps
-    run.wall_seconds = stats.wall_time
-    run.all_tokens_per_second = (
-        sum(len(request.prompt) for request in requests) + sum(map(len, texts))
-    ) / stats.wall_time
-    return run, texts
+        for tokens in _steps(generator, requests, make_cache, texts):
+            held.append(tokens)
+            kv.append(kv_bytes(generator))
+    tokens_in_all = sum(len(request.prompt) for request in requests) + sum(map(len, texts))
+    figures = {
+        "prompt_tokens_per_second": stats.prompt_tps,
+        "generation_tokens_per_second": stats.generation_tps,
+        "all_tokens_per_second": tokens_in_all / stats.wall_time,
+        "wall_seconds": stats.wall_time,
+        "steps": len(held),
+        "peak_rows": max(map(len, held)),
+        "peak_tokens_held": max(map(sum, held)),
+        "peak_memory_bytes": mx.get_peak_memory(),
+        "peak_kv_bytes": {name: max(each[name] for each in kv) for name in kv[0]},
+    }
+    return figures, texts
 
 
 def _steps(
@@ -150,12 +138,10 @@ def _steps(
 
 def medians(runs: list[Served]) -> dict[str, Any]:
     """The median of each figure."""
-    rows = [asdict(run) for run in runs]
-    peaks = [row.pop("peak_kv_bytes") for row in rows]
-    figures = {name: median(row[name] for row in rows) for name in rows[0]}
+    peaks = [run.pop("peak_kv_bytes") for run in runs]
     return {
-        **figures,
-        "wall_seconds_of_runs": [run.wall_seconds for run in runs],
+        **{name: median(run[name] for run in runs) for name in runs[0]},
+        "wall_seconds_of_runs": [run["wall_seconds"] for run in runs],
         "peak_kv_bytes": {name: median(peak[name] for peak in peaks) for name in peaks[0]},
     }
 

@@ -114,9 +114,12 @@ def task_prompts(tokenizer: Any, make: Callable[[int], str]) -> Prompts:
     return [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in chats]
 
 
-def cache_prompts(factory: PagedCacheFactory, model: Any, prompts: Prompts) -> None:
+def caching(model: Any, prompts: Prompts, head: Any = None) -> PagedCacheFactory:
+    """A factory that has these prompts."""
+    factory = PagedCacheFactory(model, max_bytes="1GB", head=head)
     for *prompt, _ in prompts:
         factory.insert_cache(prompt, read(model, factory.make_cache(), prompt))
+    return factory
 
 
 class Batch:
@@ -225,9 +228,8 @@ def look_up() -> dict[str, Any]:
     stop = [[token] for token in tokenizer.eos_token_ids]
     found = {}
     for task, make in TASKS.items():
-        factory = PagedCacheFactory(model, max_bytes="1GB")
         prompts = task_prompts(tokenizer, make)
-        cache_prompts(factory, model, prompts)
+        factory = caching(model, prompts)
         for rows in ROWS:
             found[f"{task}_{rows}"] = of_look_up(model, factory, prompts[:rows], stop)
             print(task, rows, found[f"{task}_{rows}"], flush=True)
@@ -238,10 +240,8 @@ def draft_model() -> dict[str, Any]:
     """A draft model behind source."""
     model, tokenizer = load_model("stdlib-llama")
     draft = first_layers(model, DRAFT_LAYERS)
-    factories = [PagedCacheFactory(each, max_bytes="1GB") for each in (model, draft)]
     prompts = [piece[:CONTEXT] for piece in contexts(tokenizer, CONTEXT, max(ROWS))]
-    for each, factory in zip((model, draft), factories, strict=True):
-        cache_prompts(factory, each, prompts)
+    factories = [caching(each, prompts) for each in (model, draft)]
     found = {}
     for rows in ROWS:
         found[str(rows)] = of_models(model, draft, factories, prompts[:rows])
