@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from mlx.nn.layers.base import Module
 
-from paged_kv.allocator.prefixes.owners import Owner
+from paged_kv.allocator.prefixes.prefix_node import Owner
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number

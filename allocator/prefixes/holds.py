@@ -45,9 +45,8 @@ class _Hold:
 
 
 class Holds:
-    """The pins and holds of one prefix index, `PrefixIndex.holds`. `PrefixIndex.pin` and `hold` add
-    to them. `unpin` and `expire` may be called from any thread; for all else the caller holds the
-    lock.
+    """The pins and holds of a prefix index, `PrefixIndex.holds`. `unpin` and `expire` may be called
+    from any thread; for all else the caller holds the lock.
 
     Args:
         lock: that of the index.
@@ -94,7 +93,15 @@ class Holds:
         share_of: Callable[[Node], float],
         most: float,
     ) -> None:
-        """Hold the nodes of a path for a namespace until a time: see `PrefixIndex.hold`."""
+        """Pin the nodes of a path until a time; holds that end later stay.
+
+        Args:
+            owner: their namespace.
+            path: what was found of a prompt.
+            until: the time.
+            share_of: the share of the memory that a node takes, 0 to 1.
+            most: the largest share that all holds may take; those of a namespace get half of it.
+        """
         for depth, node in enumerate(path):
             known = self._holds.get(node)
             latest = until if known is None else max(until, known.until)

@@ -7,27 +7,14 @@ marks show what is left of each prompt, without its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from paged_kv.allocator.errors import UnknownSession
-from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.allocator.prefixes.prefix_node import Node, Owner
 from paged_kv.lru import LRU
 
 # A session takes some hundred bytes, and each of its prompts that is no prefix of another as much.
 MOST_SESSIONS = 4096
-
-
-class Owner(NamedTuple):
-    """Whose a prompt is.
-
-    Attributes:
-        salt: only prompts with the same salt share prefixes.
-        session: the session's name; None for prompts of no session, which cannot be ended.
-    """
-
-    salt: Hashable
-    session: Hashable = None
 
 
 class Owners:
@@ -39,17 +26,12 @@ class Owners:
     """
 
     def __init__(self, most: int = MOST_SESSIONS) -> None:
-        self._owners: dict[Node, set[Owner]] = {}
         # The marked nodes of each session, the least recently used session first.
         self._ends: LRU[Owner, set[Node]] = LRU(most)
 
     def __len__(self) -> int:
         """Known sessions."""
         return len(self._ends)
-
-    def owners_of(self, node: Node) -> frozenset[Owner]:
-        """Those with a prompt that ends with a node."""
-        return frozenset(self._owners.get(node, ()))
 
     def mark(self, path: Sequence[Node], owner: Owner) -> None:
         """Record that a prompt of an owner ends with the last node of a path from a root's child.
@@ -68,15 +50,13 @@ class Owners:
 
     def unmark(self, node: Node, owner: Owner) -> None:
         """Forget that a prompt of an owner ends with a node."""
-        self._owners[node].remove(owner)
-        if not self._owners[node]:
-            del self._owners[node]
+        node.owners.remove(owner)
         if owner in self._ends:
             self._ends[owner].remove(node)
 
     def move(self, node: Node, target: Node | None) -> None:
         """Let the prompts that end with a node end with another, or with none."""
-        for owner in self.owners_of(node):
+        for owner in list(node.owners):
             self.unmark(node, owner)
             if target is not None:
                 self._put(target, owner)
@@ -96,6 +76,6 @@ class Owners:
         return nodes
 
     def _put(self, node: Node, owner: Owner) -> None:
-        self._owners.setdefault(node, set()).add(owner)
+        node.owners.add(owner)
         if owner.session is not None:
             self._ends[owner].add(node)

@@ -31,8 +31,8 @@ from paged_kv.allocator.prefixes.eviction import (
     Use,
 )
 from paged_kv.allocator.prefixes.holds import Holds
-from paged_kv.allocator.prefixes.owners import Owner, Owners
-from paged_kv.allocator.prefixes.prefix_node import Blocks, Match, Node, Windows
+from paged_kv.allocator.prefixes.owners import Owners
+from paged_kv.allocator.prefixes.prefix_node import Blocks, Match, Node, Owner, Windows
 
 
 class PrefixIndex:
@@ -61,7 +61,7 @@ class PrefixIndex:
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
         self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
         self._duel = Duel(policy) if isinstance(policy, BetterOfTwo) else None
-        self._owners = Owners()
+        self.owners = Owners()
         self._size = 0
 
     def __len__(self) -> int:
@@ -133,11 +133,6 @@ class PrefixIndex:
                         node.hold(allocator, slots)
             return tuple(path)
 
-    def own(self, nodes: Sequence[Node], owner: Owner) -> None:
-        """Record that these nodes, which `insert` returned, hold a prompt of an owner."""
-        with self.lock:
-            self._owners.mark(nodes, owner)
-
     def end_session(self, owner: Owner) -> int:
         """Remove what only prompts of a session use: the last nodes of each, up to one that is
         pinned, that another owner's prompt ends with, or that has other children. Returns how many
@@ -148,7 +143,7 @@ class PrefixIndex:
         """
         with self.lock:
             before = len(self)
-            for end in self._owners.release(owner):
+            for end in self.owners.release(owner):
                 node: Node | None = end
                 while node is not None and self._is_unused(node):
                     self._drop(node)
@@ -164,9 +159,9 @@ class PrefixIndex:
             found, before = self.known(namespace, tokens), len(self)
             is_whole = sum(len(node.tokens) for node in found.nodes) == found.num_tokens
             for node in reversed(found.nodes) if is_whole else ():
-                for owner in self._owners.owners_of(node):
+                for owner in list(node.owners):
                     if owner.session is None:
-                        self._owners.unmark(node, owner)
+                        self.owners.unmark(node, owner)
                 if not self._is_unused(node):
                     break
                 self._drop(node)
@@ -180,23 +175,6 @@ class PrefixIndex:
             found = self.known(namespace, tokens)
             self.holds.pin(salt, tokens, found)
             return found.num_tokens
-
-    def hold(
-        self,
-        namespace: Hashable,
-        tokens: Sequence[int],
-        until: float,
-        share_of: Callable[[Node], float],
-        most: float,
-    ) -> None:
-        """Pin the cached prefix of a prompt until a time; holds that end later stay.
-
-        Args:
-            share_of: the share of the memory that a node takes, 0 to 1.
-            most: the largest share that all holds may take; those of a namespace get half of it.
-        """
-        with self.lock:
-            self.holds.hold(namespace, self.known(namespace, tokens).nodes, until, share_of, most)
 
     def clear(self) -> int:
         """Evict everything that is not pinned; returns how many blocks' worth that was."""
@@ -292,7 +270,7 @@ class PrefixIndex:
         """Let a node with more tokens take the place of another, which stays while it is pinned."""
         self.holds.follow(shorter, longer)
         if not shorter.pins:
-            self._owners.move(shorter, longer)
+            self.owners.move(shorter, longer)
             self._drop(shorter)
 
     def _drop(self, leaf: Node) -> None:
@@ -314,7 +292,7 @@ class PrefixIndex:
             can_resume = self.can_resume() if self.can_resume else None
             saving = 1.0 if can_resume is None else float(can_resume(parent))
             self._leaves.put(parent, parent.use._replace(saving=saving))
-        self._owners.move(leaf, None if parent.parent is None else parent)
+        self.owners.move(leaf, None if parent.parent is None else parent)
         leaf.release_windows()
         for allocator, block in leaf.blocks.items():
             nodes = self._nodes[allocator, block]
@@ -350,7 +328,7 @@ class PrefixIndex:
     def _is_unused(self, node: Node) -> bool:
         """Whether a node is a leaf that neither a pin nor a prompt of an owner needs; false for one
         that was removed."""
-        return node in self._leaves and not node.pins and not self._owners.owners_of(node)
+        return node in self._leaves and not node.pins and not node.owners
 
     def _is_in_use(self, node: Node) -> bool:
         """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sortedcontainers import SortedDict
 
@@ -49,6 +49,18 @@ class Checkpoint(Protocol):
     pins: int
 
 
+class Owner(NamedTuple):
+    """Whose a prompt is.
+
+    Attributes:
+        salt: only prompts with the same salt share prefixes.
+        session: the session's name; None for prompts of no session, which cannot be ended.
+    """
+
+    salt: Hashable
+    session: Hashable = None
+
+
 @dataclass(eq=False)
 class Node:
     """One block of a prefix.
@@ -63,6 +75,7 @@ class Node:
         path_hash: of all tokens up to this block's end, and their namespace.
         use: when and how often it was used, for an eviction policy.
         pins: number of pins.
+        owners: those with a prompt that ends with it.
         namespace: of a root, that of its prompts.
     """
 
@@ -75,6 +88,7 @@ class Node:
     path_hash: int = 0
     use: Use = field(default_factory=lambda: Use(0, 0))
     pins: int = 0
+    owners: set[Owner] = field(default_factory=set)
     namespace: Hashable = None
 
     @property

@@ -21,8 +21,7 @@ from weakref import WeakMethod
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import locked
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.owners import Owner
-from paged_kv.allocator.prefixes.prefix_node import Match, Node, WindowSlots
+from paged_kv.allocator.prefixes.prefix_node import Match, Node, Owner, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
@@ -143,7 +142,9 @@ class PrefixCache:
     ) -> None:
         """Evict the cached prefix of a prompt after all that is not held, until a time: see
         `Holds`. All that is held may take a share `most` of the memory, 0 to 1."""
-        self.pool.index.hold(namespace, tokens, until, self._share_of, most)
+        index = self.pool.index
+        path = index.known(namespace, tokens).nodes
+        index.holds.hold(namespace, path, until, self._share_of, most)
 
     @locked
     def fetch(
@@ -221,7 +222,7 @@ class PrefixCache:
             path = nodes[: -(-prompt.num_tokens // PAGE_SIZE)]
             self._keep_states(path, prompt.num_tokens, prompt.states(), is_answer=False)
         if owner is not None:
-            self.pool.index.own(nodes, owner)
+            self.pool.index.owners.mark(nodes, owner)
         if not self.pool.num_layers:
             self.pool.index.prune(live_snapshots)  # no block of the others holds anything
         if self.lower is not None and keeping is not Keeping.NOTHING:

@@ -37,7 +37,8 @@ class Cached:
         self.allocator.release(blocks)
 
     def hold(self, tokens: list[int], until: float, namespace: str = "a") -> None:
-        self.index.hold(namespace, tokens, until, lambda _: 1 / 128, 40 / 128)
+        path = self.index.known(namespace, tokens).nodes
+        self.holds.hold(namespace, path, until, lambda _: 1 / 128, 40 / 128)
 
     def found(self, tokens: list[int], namespace: str = "a") -> int:
         return self.index.known(namespace, tokens).num_tokens

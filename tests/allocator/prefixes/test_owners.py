@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import UnknownSession
-from paged_kv.allocator.prefixes.owners import Owner, Owners
+from paged_kv.allocator.prefixes.owners import Owners
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.allocator.prefixes.prefix_node import Node, Owner
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 
@@ -31,7 +31,7 @@ class Owned:
         table = self.allocator.new_table()
         reserve(table, 0, len(tokens))
         blocks = [{self.allocator: block} for block in table.blocks]
-        self.index.own(self.index.insert(salt, tokens, blocks), Owner(salt, session))
+        self.index.owners.mark(self.index.insert(salt, tokens, blocks), Owner(salt, session))
         self.allocator.drop(table)
 
     def end(self, session: str, salt: str = "") -> int:
@@ -80,7 +80,8 @@ def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     owned = Owned()
     owned.insert(list(range(16)), "a")
     owned.index.pin("", "", list(range(4)))
-    owned.index.hold("", list(range(8)), 1.0, lambda _: 0.1, 1.0)
+    path = owned.index.known("", list(range(8))).nodes
+    owned.index.holds.hold("", path, 1.0, lambda _: 0.1, 1.0)
     table = owned.allocator.new_table()
     blocks = owned.index.known("", list(range(16))).nodes
     owned.allocator.retain([node.blocks[owned.allocator] for node in blocks])
@@ -99,7 +100,7 @@ def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
 
 def test_beyond_the_limit_the_least_recently_used_session_is_forgotten() -> None:
     owned = Owned()
-    owned.index._owners = Owners(most=2)
+    owned.index.owners = Owners(most=2)
     for session in "aba":
         owned.insert(list(range(10)), session)
     owned.insert([50], "c")
@@ -108,8 +109,8 @@ def test_beyond_the_limit_the_least_recently_used_session_is_forgotten() -> None
     assert owned.end("a") == 0  # what was b's is nobody's, but was not freed
     assert owned.known(list(range(10))) == 10
     assert owned.end("c") == 1
-    assert not owned.index._owners._ends
-    assert len(owned.index._owners._owners) == 1
+    assert not owned.index.owners._ends
+    assert sum(bool(node.owners) for node in owned.index.nodes()) == 1
 
 
 def test_a_prompt_is_forgotten_up_to_where_others_begin() -> None:
@@ -203,8 +204,8 @@ class Model:
         for session, salt in {each[:2] for each in self.prompts if each[0] is not None}:
             self.end(str(session), salt)
         self.owned.index.clear()
-        assert not self.owned.index._owners._owners
-        assert not self.owned.index._owners._ends
+        assert not self.owned.index.nodes()
+        assert not self.owned.index.owners._ends
 
 
 def is_used(page: tuple[int, ...], prompt: list[int]) -> bool:
