@@ -36,7 +36,7 @@ from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.options import AUTO
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
-from paged_kv.prefix.keeping import inner_salt, keeping_of
+from paged_kv.prefix.keeping import inner_salt, store_policy_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sizes import size_in_bytes
@@ -199,7 +199,7 @@ class PagedCacheFactory:
         prompt_cache = self.make_cache()
         page_format, version = self.pool.page_format, self._model.version.number
         namespace = self._namespace(page_format.name, salt, version)
-        prefix = self.prefixes.fetch(namespace, known, page_format, keeping=keeping_of(salt))
+        prefix = self.prefixes.fetch(namespace, known, page_format, policy=store_policy_of(salt))
         prefix.sequence.model_version = version
         for cache in paged_caches(prompt_cache):
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
@@ -250,10 +250,8 @@ class PagedCacheFactory:
             )
             return 0
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
-        states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
-        kept = self.prefixes.insert(
-            namespace, known, sequence, states, keeping=keeping, owner=owner
-        )
+        states, policy = unpaged_caches(prompt_cache), store_policy_of(salt)
+        kept = self.prefixes.insert(namespace, known, sequence, states, policy=policy, owner=owner)
         if states and len(known) and not kept:
             warn_of_states(self.pool.name, len(known), sequence.length)
         return kept

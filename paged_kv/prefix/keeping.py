@@ -18,18 +18,18 @@ from paged_kv.allocator.prefixes.prefix_node import Node
 _FADING = 0.8
 
 
-class Keeping(Enum):
+class StorePolicy(Enum):
     """What is written of a prompt.
 
-    NOTHING: it stays in memory.
-    AS_RULED: what `StoreOptions` say.
-    AT_ONCE: everything, as soon as it is inserted, to servers only: another machine waits for it.
+    NEVER: it stays in memory.
+    DEFAULT: what `StoreOptions` say.
+    NOW: everything, as soon as it is inserted, to servers only: another machine waits for it.
     KNOWN: nothing more than before: the prompt was looked up already, and does not count again.
     """
 
-    NOTHING = "nothing"
-    AS_RULED = "as ruled"
-    AT_ONCE = "at once"
+    NEVER = "never"
+    DEFAULT = "default"
+    NOW = "now"
     KNOWN = "known"
 
 
@@ -42,26 +42,26 @@ class MarkedSalt:
         salt: the inner salt, which may be marked too.
     """
 
-    keeping: ClassVar[Keeping]
+    policy: ClassVar[StorePolicy]
     salt: Hashable = None
 
 
 class Unstored(MarkedSalt):
     """A salt for prompts that are cached in memory only, and never written to a store."""
 
-    keeping = Keeping.NOTHING
+    policy = StorePolicy.NEVER
 
 
 class Published(MarkedSalt):
     """A salt for prompts that another machine waits for."""
 
-    keeping = Keeping.AT_ONCE
+    policy = StorePolicy.NOW
 
 
 class LookedUp(MarkedSalt):
     """A salt for the second look-up of a prompt, as of a sequence that gave its pages up."""
 
-    keeping = Keeping.KNOWN
+    policy = StorePolicy.KNOWN
 
 
 def inner_salt(salt: Hashable) -> Hashable:
@@ -69,22 +69,22 @@ def inner_salt(salt: Hashable) -> Hashable:
     return inner_salt(salt.salt) if isinstance(salt, MarkedSalt) else salt
 
 
-def keeping_of(salt: Hashable) -> Keeping:
+def store_policy_of(salt: Hashable) -> StorePolicy:
     """What may be kept of prompts of this salt."""
-    return salt.keeping if isinstance(salt, MarkedSalt) else Keeping.AS_RULED
+    return salt.policy if isinstance(salt, MarkedSalt) else StorePolicy.DEFAULT
 
 
 class LowerTier(Protocol):
     """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
     disk."""
 
-    def load(self, namespace: Hashable, tokens: Sequence[int], keeping: Keeping) -> None:
+    def load(self, namespace: Hashable, tokens: Sequence[int], policy: StorePolicy) -> None:
         """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
         evict other prefixes. Unless nothing may be kept, this counts that the prompt was seen."""
         ...
 
     def keep(
-        self, namespace: Hashable, nodes: Sequence[Node], num_tokens: int, keeping: Keeping
+        self, namespace: Hashable, nodes: Sequence[Node], num_tokens: int, policy: StorePolicy
     ) -> None:
         """Record that the index holds these nodes, a path from a root's child down, and that the
         first `num_tokens` tokens in them may be kept."""

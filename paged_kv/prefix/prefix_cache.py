@@ -25,7 +25,7 @@ from paged_kv.allocator.prefixes.prefix_node import Match, Node, Owner, WindowSl
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.keeping import Keeping, LowerTier, Rates
+from paged_kv.prefix.keeping import LowerTier, Rates, StorePolicy
 from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots
 from paged_kv.prefix.window_prefixes import (
     WindowPrefix,
@@ -153,14 +153,14 @@ class PrefixCache:
         tokens: abc.Sequence[int],
         page_format: PageFormat,
         *,
-        keeping: Keeping = Keeping.AS_RULED,
+        policy: StorePolicy = StorePolicy.DEFAULT,
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). Its full pages get `page_format`. `keeping` says what the tier below
+        last token. O(tokens). Its full pages get `page_format`. `policy` says what the tier below
         may learn of the prompt, and whether it counts."""
         if self.lower is not None:
-            self.lower.load(namespace, tokens, keeping)
-        is_new, index = keeping is not Keeping.KNOWN, self.pool.index
+            self.lower.load(namespace, tokens, policy)
+        is_new, index = policy is not StorePolicy.KNOWN, self.pool.index
         match = (index.match if is_new else index.peek)(namespace, tokens)
         start = self._common_start(match)
         if is_new:
@@ -180,7 +180,7 @@ class PrefixCache:
         sequence: Sequence,
         states: Any,
         *,
-        keeping: Keeping = Keeping.AS_RULED,
+        policy: StorePolicy = StorePolicy.DEFAULT,
         owner: Owner | None = None,
     ) -> int:
         """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
@@ -189,7 +189,7 @@ class PrefixCache:
         that are not paged, after all tokens of the sequence; the caller must not change them later.
         If the sequence went on behind these tokens, the states are kept that it had when its prompt
         ended.
-        `keeping` says what the tier below gets, and `owner` whose prompt it is; None if it is
+        `policy` says what the tier below gets, and `owner` whose prompt it is; None if it is
         nobody's, and may go with whoever's prompts use it.
         """
         sequence.commit()
@@ -225,8 +225,8 @@ class PrefixCache:
             self.pool.index.owners.mark(nodes, owner)
         if not self.pool.num_layers:
             self.pool.index.prune(live_snapshots)  # no block of the others holds anything
-        if self.lower is not None and keeping is not Keeping.NOTHING:
-            self.lower.keep(namespace, nodes, num_tokens, keeping)
+        if self.lower is not None and policy is not StorePolicy.NEVER:
+            self.lower.keep(namespace, nodes, num_tokens, policy)
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked

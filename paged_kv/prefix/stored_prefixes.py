@@ -33,7 +33,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.prefix.keeping import Keeping
+from paged_kv.prefix.keeping import StorePolicy
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
@@ -90,13 +90,13 @@ class StoredPrefixes:
         self._codec = codec
         self._options = options
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], policy: StorePolicy) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is None:
             return
         root = Link.root(identity)
-        if keeping is Keeping.AS_RULED and self._options.after > 1:
+        if policy is StorePolicy.DEFAULT and self._options.after > 1:
             for link in self._wanted(root, tokens, 0, 0).links:
                 self._store.record_lookup(link.digest)
         known = self._prefixes.known(namespace, tokens)
@@ -177,14 +177,14 @@ class StoredPrefixes:
         return ranks.all_true("readable", not damaged)
 
     def keep(
-        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
+        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, policy: StorePolicy
     ) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is None:
             return
         link, parts = Link.root(identity), list[_Part]()
-        is_awaited = keeping is Keeping.AT_ONCE
+        is_awaited = policy is StorePolicy.NOW
         for node in nodes[: num_tokens // PAGE_SIZE]:
             link = link.then(node.tokens)
             if is_awaited or self._is_due(link, num_tokens):

@@ -23,7 +23,7 @@ from typing import Any
 from paged_kv.allocator.errors import UnknownSession
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.prefix.keeping import Keeping, keeping_of
+from paged_kv.prefix.keeping import StorePolicy, store_policy_of
 from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.tiered_store import PrefetchBuffer
@@ -98,7 +98,7 @@ class PromptFetcher:
     ) -> bool:
         """Fetch the prompt of a job if servers may hold some of it; false if not, and then
         `when_done` is not called. Another thread calls it."""
-        if keeping_of(salt) is not Keeping.AS_RULED:
+        if store_policy_of(salt) is not StorePolicy.DEFAULT:
             return False
         wanted = self._factory.wanted_blocks(prompt, salt=salt)
         if wanted is None or len(prompt) - wanted.beyond <= PAGE_SIZE:
