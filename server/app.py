@@ -56,7 +56,6 @@ def make_app(service: Service) -> Starlette:
 
 
 def _api_routes(service: Service) -> list[Route]:
-    """The routes of clients."""
     options = service.options
     kept = KeptResponses(options, place=service.place)
     reader = ResponseReader(service.clients, kept)
@@ -108,8 +107,6 @@ def _api_routes(service: Service) -> list[Route]:
 
 
 def _status_routes(service: Service) -> list[Route]:
-    """The routes for operators and monitoring."""
-
     async def health(_: Request) -> Response:
         age_s = round(service.thread.watch.age_s, 3)
         return _state(service.is_healthy, "ok", "unavailable", step_seconds=age_s)

@@ -391,7 +391,6 @@ class GenerationThread:
         )
 
     def _refuse_late(self) -> None:
-        """Refuse the jobs that have waited too long."""
         patience_s = self._options.admission_timeout
         late = [
             job

@@ -75,10 +75,9 @@ class PrefillRequest:
             self._connection.sock.shutdown(2)
 
     def _connected(self) -> http.client.HTTPConnection:
-        host, port = self._url.hostname or "", self._url.port
-        if self._url.scheme == "https":
-            return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S)
-        return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
+        is_secure = self._url.scheme == "https"
+        kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+        return kind(self._url.hostname or "", self._url.port, timeout=_CONNECT_S)
 
     def _run(self) -> None:
         try:

@@ -32,6 +32,9 @@ ERROR_TYPES = {
 # Clients want thoughts to be signed, and send the signature back; this server signs nothing.
 SIGNATURE = "unsigned"
 
+# The types of blocks, and their fields of the same names.
+FIELDS: dict[type[Part], str] = {Reasoning: "thinking", Text: "text"}
+
 # A prefix that is marked so stays cached for so long after its last use, as at Anthropic.
 HOUR_S = 3600.0
 
@@ -71,8 +74,10 @@ class MessageAnswers(Answers):
                 content.append(_empty_block(change.first))
             elif isinstance(change, ItemEnd):
                 content[-1] |= _signed(change.kind)
+            elif isinstance(change, Call):
+                content[-1]["input"] = json.loads(change.arguments)
             else:
-                content[-1] |= _longer(content[-1], change)
+                content[-1][FIELDS[type(change)]] += change.text
         return self._message(content, usage) | self._stopped(choice)
 
     def on_start(self, usage: Usage) -> list[Object]:
@@ -164,26 +169,12 @@ def _empty_block(first: Part) -> Object:
             return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
 
 
-def _longer(block: Object, part: Part) -> Object:
-    """What a block becomes with one part more."""
-    match part:
-        case Reasoning(text):
-            return {"thinking": block["thinking"] + text}
-        case Text(text):
-            return {"text": block["text"] + text}
-        case Call(_, _, arguments):
-            return {"input": json.loads(arguments)}
-
-
 def _signed(kind: type[Part]) -> Object:
     return {"signature": SIGNATURE} if kind is Reasoning else {}
 
 
 def _delta(part: Part) -> Object:
-    match part:
-        case Reasoning(text):
-            return {"type": "thinking_delta", "thinking": text}
-        case Text(text):
-            return {"type": "text_delta", "text": text}
-        case Call(_, _, arguments):
-            return {"type": "input_json_delta", "partial_json": arguments}
+    if isinstance(part, Call):
+        return {"type": "input_json_delta", "partial_json": part.arguments}
+    name = FIELDS[type(part)]
+    return {"type": f"{name}_delta", name: part.text}

@@ -171,13 +171,12 @@ _MOST_LISTED = 100
 
 def named(items: Iterable[Object], name: str) -> list[Object]:
     """The items, each with a type and an id, in which the name is."""
-    return [_named(item, f"{name}_{number}") for number, item in enumerate(items)]
-
-
-def _named(item: Object, name: str) -> Object:
-    kind = item.get("type") or "message"
-    item_id = item.get("id") or f"{ID_PREFIXES[kind]}_{name}"
-    return {**item, "type": kind, "id": item_id}
+    found = []
+    for number, item in enumerate(items):
+        kind = item.get("type") or "message"
+        item_id = item.get("id") or f"{ID_PREFIXES[kind]}_{name}_{number}"
+        found.append({**item, "type": kind, "id": item_id})
+    return found
 
 
 def _in_parts(item: Object) -> Object:
