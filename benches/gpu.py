@@ -26,10 +26,10 @@ from benches.models import MODELS, filled, load_model
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from paged_kv.kernels import self_test
 from paged_kv.kernels.backends import device_backend
+from paged_kv.kernels.pages import self_test
 from paged_kv.kernels.pages.number_format import KEY_FORMATS
-from paged_kv.kernels.self_test import TOLERANCES
+from paged_kv.kernels.pages.self_test import TOLERANCES
 
 PROMPTS, NEW_TOKENS = 6, 40
 LAYERS, STEPS, REPETITIONS = 32, 8, 4

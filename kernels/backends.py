@@ -1,17 +1,9 @@
-"""Chooses the backend, the code that reads and writes pages on this device, and remembers what
-`paged-kv doctor` found of the backends here.
+"""Chooses the backend, the code that reads and writes pages on this device."""
 
-A file in the cache folder holds that. A verdict holds for the device and the versions it was found
-with: a later version may be right.
-"""
-
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -20,7 +12,10 @@ from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.kernels.pages.page_format import LayerGeometry
+from paged_kv.kernels.pages.number_format import KEY_FORMATS
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout, page_format_named
+from paged_kv.kernels.pages.self_test import Probe
+from paged_kv.kernels.pages.verdicts import WrongKernel, verdicts_on
 
 
 def _native() -> Backend:
@@ -53,27 +48,26 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def choose_backend() -> Backend:
-    """The best backend for this device, or the one that PAGED_KV_BACKEND names; plain operations
-    in the place of one that `paged-kv doctor` found wrong, unless it is named.
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names. The best one checks
+    its kernels before they are used, unless PAGED_KV_CERTIFY is 0, and plain operations take its
+    place once one is wrong.
 
     Raises:
-        ValueError: see `device_backend`.
+        ValueError: PAGED_KV_CERTIFY is neither 0 nor 1; and see `device_backend`.
     """
+    certifies = os.environ.get("PAGED_KV_CERTIFY", "1")
+    if certifies not in ("0", "1"):
+        raise ValueError(f"PAGED_KV_CERTIFY must be 0 or 1, got {certifies!r}")
     backend = device_backend()
-    verdict = None if "PAGED_KV_BACKEND" in os.environ else verdict_on(variant(backend))
-    if verdict is None or not verdict.disabled:
+    if "PAGED_KV_BACKEND" in os.environ or certifies == "0" or type(backend) is Backend:
         return backend
-    warn_once(
-        f"the {variant(backend)} kernels are disabled, and plain MLX operations serve everything: "
-        "some were found wrong on this device. `paged-kv doctor` says which, and looks again; "
-        "`paged-kv doctor --reset` uses them"
-    )
-    return Backend()
+    backend.verdicts = verdicts_on(variant(backend))
+    return Backend() if backend.is_disabled else backend
 
 
 def device_backend() -> Backend:
-    """The best backend for this device, or the one that PAGED_KV_BACKEND names, even if
-    it is disabled.
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names, whose kernels are
+    used unchecked.
 
     Raises:
         ValueError: PAGED_KV_BACKEND names no backend, or one that is missing here; or another
@@ -97,13 +91,30 @@ def variant(backend: Backend) -> str:
 
 def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     """The backend for one layer: the given one if it supports the layer, else the plain one."""
-    if backend.supports(geometry):
-        return backend
-    warn_once(
-        f"no {backend.name} kernel takes layers of {geometry}: plain MLX operations serve them, "
-        "which is correct but slower (stats() counts such layers)"
-    )
-    return Backend()
+    if not backend.supports(geometry):
+        warn_once(
+            f"no {backend.name} kernel takes layers of {geometry}: plain MLX operations serve "
+            "them, which is correct but slower (stats() counts such layers)"
+        )
+        return Backend()
+    if backend.verdicts is not None and isinstance(backend, NativeBackend):
+        # One head and few tokens: it takes a few milliseconds. GPU kernels are checked one by one.
+        one = replace(geometry, k_heads=1, v_heads=1)
+        formats = tuple(name for name in KEY_FORMATS if _holds(name, one))
+        probe, unchecked = Probe(one, formats, 2, batch=1), NativeBackend(backend.library)
+        try:
+            backend.verdicts.require([str(one)], probe.attend(unchecked, writes=True).failure)
+        except WrongKernel:
+            return Backend()
+    return backend
+
+
+def _holds(page_format: str, geometry: LayerGeometry) -> bool:
+    try:
+        PageLayout(page_format_named(page_format), geometry)
+    except ValueError:
+        return False
+    return True
 
 
 def _best() -> Backend:
@@ -114,80 +125,3 @@ def _best() -> Backend:
         warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")
         return Backend()
     return NativeBackend(library)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the doctor found of a backend.
-
-    Attributes:
-        disabled: whether a kernel is wrong, so that plain operations serve everything.
-    """
-
-    disabled: bool
-
-
-def verdict_on(variant: str) -> Verdict | None:
-    """The latest verdict on a backend; None if the doctor has not examined it here.
-
-    Args:
-        variant: of the backend, such as "metal" or "native (avx2)".
-    """
-    return _read().get(_key(variant))
-
-
-def record_verdict(variant: str, verdict: Verdict) -> None:
-    """Let a verdict hold from now on. Other processes read all of the file or nothing.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    file = verdict_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    verdicts = _read() | {_key(variant): verdict}
-    temporary.write_text(json.dumps({key: asdict(each) for key, each in verdicts.items()}))
-    temporary.replace(file)
-
-
-def forget_verdicts() -> None:
-    """Use all backends again.
-
-    Raises:
-        OSError: the file cannot be deleted.
-    """
-    verdict_file().unlink(missing_ok=True)
-
-
-def verdict_file() -> Path:
-    """verdicts.json in the folder paged-kv of $XDG_CACHE_HOME, or of ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches) / "paged-kv" / "verdicts.json"
-
-
-def device_name() -> str:
-    """What MLX calls the device that it computes on."""
-    info = mx.device_info()
-    return str(info.get("device_name") or info.get("architecture") or mx.default_device())
-
-
-def _key(variant: str) -> str:
-    try:
-        mlx_lm = version("mlx-lm")
-    except PackageNotFoundError:
-        mlx_lm = "none"
-    versions = f"mlx {version('mlx')}, mlx-lm {mlx_lm}, paged_kv {version('paged-kv')}"
-    return f"{variant} on {device_name()}, {versions}"
-
-
-def _read() -> dict[str, Verdict]:
-    file = verdict_file()
-    try:
-        return {
-            key: Verdict(each["disabled"]) for key, each in json.loads(file.read_text()).items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        warn_once(f"{file} cannot be read, so no backend is disabled: {error}")
-        return {}

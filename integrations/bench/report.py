@@ -21,7 +21,7 @@ from paged_kv import __version__
 from paged_kv.extras import extra_module
 from paged_kv.integrations.bench.comparisons import Outcome
 from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
-from paged_kv.kernels.backends import device_name
+from paged_kv.kernels.pages.verdicts import device_name
 from paged_kv.sizes import format_size
 
 _PLOTS = (".svg", ".png", ".pdf")

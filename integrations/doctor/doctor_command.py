@@ -9,59 +9,67 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     """Add the command's parser."""
     parser = commands.add_parser(
         "doctor",
-        help="run every kernel on this device, and check its results",
+        help="say which kernels are right on this device, and check them",
         description=(
-            "Says which backend is active and why. Runs every kernel once on this device, and "
-            "compares its results with attention in float64. If one is wrong, the backend is "
-            "disabled from then on: plain operations serve everything. "
-            "Prints the verdict, all that is wrong, and a line for each operation. "
+            "Says which backend is active and why, which of its kernels were checked on this "
+            "device, and what is wrong with others. A kernel is checked before its first use, "
+            "against attention in float64; if one is wrong, plain operations serve everything. "
+            "--again runs every kernel now. "
             "PAGED_KV_BACKEND selects a backend, PAGED_KV_ISA the instruction set of the CPU "
             "kernels. Exit status 1 if a kernel is wrong."
         ),
         **examples(
             "paged-kv doctor",
-            "paged-kv doctor --verbose",
+            "paged-kv doctor --again --verbose",
             "paged-kv doctor --report report.md",
             "paged-kv doctor --reset",
-            "PAGED_KV_ISA=generic paged-kv doctor",
+            "PAGED_KV_ISA=generic paged-kv doctor --again",
         ),
     )
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="first print a line for each check, as soon as it is known: the last one tells where "
-        "a device hangs",
+        help="also list what is right; with --again or --report, first print a line for each "
+        "check, as soon as it is known: the last one tells where a device hangs",
     )
     choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--again",
+        action="store_true",
+        help="check every kernel now, and let that hold in the place of what was known",
+    )
     choice.add_argument(
         "--report",
         type=path,
         metavar="FILE",
-        help="also run a quick `paged-kv bench`, and write all that an issue needs to a file: the "
-        "results, chip, memory, versions and the log, without names of users, hosts or folders",
+        help="as --again, run a quick `paged-kv bench`, and write all that an issue needs to a "
+        "file: the results, what was known, chip, memory, versions and the log, without names of "
+        "users, hosts or folders",
     )
     choice.add_argument(
         "--reset",
         action="store_true",
-        help="use all backends again, and examine nothing",
+        help="forget what is known: kernels are checked before their next use",
     )
     parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine, report or reset, and return the exit status."""
+    """Tell, examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
-    from paged_kv.integrations.doctor.examination import examine
+    from paged_kv.integrations.doctor.examination import examine, known
     from paged_kv.integrations.doctor.report import progress, write_report
-    from paged_kv.kernels.backends import forget_verdicts
+    from paged_kv.kernels.pages.verdicts import forget_verdicts
 
     if arguments.reset:
         forget_verdicts()
-        print("no backend is disabled any more")
+        print("kernels are checked before their next use")
         return 0
     if arguments.report:
         return write_report(arguments.report, verbose=arguments.verbose)
-    with progress(verbose=arguments.verbose) as tell:
-        found = examine(tell)
-    print(found.summary())
-    return 1 if found.wrong else 0
+    if arguments.again:
+        with progress(verbose=arguments.verbose) as tell:
+            examine(tell)
+    are_right, text = known(verbose=arguments.verbose)
+    print(text)
+    return 0 if are_right else 1

@@ -1,95 +1,87 @@
-"""Runs every kernel on this device, disables a backend that is wrong, and says what it found."""
+"""Says what is known of the kernels on this device, and checks all of them again."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from time import perf_counter
 
 import mlx.core as mx
 
-from paged_kv.kernels.backends import (
-    Verdict,
-    device_backend,
-    device_name,
-    record_verdict,
-    variant,
-)
+from paged_kv.kernels.backends import device_backend, variant
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.kernels.self_test import Check, checks
+from paged_kv.kernels.pages.self_test import Check, checks
+from paged_kv.kernels.pages.verdicts import RIGHT, device_name, forget_verdicts, verdicts_on
 from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
 
+_IF_WRONG = (
+    "plain MLX operations serve everything from now on, unless PAGED_KV_BACKEND names a backend or "
+    "PAGED_KV_CERTIFY is 0",
+    "`paged-kv doctor --again` checks everything again. Please report it: "
+    "paged-kv doctor --report report.md",
+)
 
-@dataclass(frozen=True)
-class CheckResult:
-    """What a check found.
 
-    Attributes:
-        check: the check.
-        passed: whether its error is within the tolerance.
-        finding: the error, or the exception that it raised.
-        seconds: how long it took; this includes compiling the kernel.
+def known(*, verbose: bool) -> tuple[bool, str]:
+    """Whether no kernel is known to be wrong here, and the verdict, all that is wrong, and the
+    system; with `verbose` also all that is right."""
+    backend = device_backend()
+    found = verdicts_on(variant(backend)).found
+    right = [f"right  {kernel}" for kernel, verdict in found.items() if verdict == RIGHT]
+    wrong = [f"WRONG  {kernel}: {verdict}" for kernel, verdict in found.items() if verdict != RIGHT]
+    verdict = [f"{len(right)} of {len(found)} checks on this device found kernels right"]
+    verdict += _IF_WRONG if wrong else ()
+    parts = verdict, wrong, _system(backend), right if verbose else ()
+    return not wrong, "\n\n".join(filter(None, map("\n".join, parts)))
+
+
+def examine(tell: Callable[[str], None]) -> None:
+    """Run all checks, and let what they find hold in the place of what was known.
+
+    Args:
+        tell: takes a line for each check as soon as it is known, so that somebody who waits sees
+            where a device hangs.
+
+    Raises:
+        OSError: the file of verdicts cannot be deleted.
     """
-
-    check: Check
-    passed: bool
-    finding: str
-    seconds: float
-
-    def __str__(self) -> str:
-        verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.check.name:<32} {1e3 * self.seconds:9.1f} ms  {self.finding}"
+    forget_verdicts()
+    backend = device_backend()
+    for check in checks(backend):
+        verdicts_on(variant(backend)).check_again(check.name, partial(_failure, check, tell))
 
 
-@dataclass
-class Findings:
-    """All that an examination found.
+def _failure(check: Check, tell: Callable[[str], None]) -> str | None:
+    start = perf_counter()
+    passed, finding = check.result()
+    verdict, milliseconds = "right" if passed else "WRONG", 1e3 * (perf_counter() - start)
+    tell(f"{verdict}  {check.name:<42} {milliseconds:9.1f} ms  {finding}")
+    return None if passed else finding
 
-    Attributes:
-        system: lines about the backend, the device and the BLAS.
-        checks: the results, in the order that the checks ran in.
-    """
 
-    system: list[str] = field(default_factory=list)
-    checks: list[CheckResult] = field(default_factory=list)
+def _system(backend: Backend) -> list[str]:
+    """Lines about the backend, the device and the BLAS."""
+    lines = [
+        f"backend: {variant(backend)}, because {_reason()}",
+        f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}",
+    ]
+    blas = blas_line()
+    return [*lines, blas] if blas else lines
 
-    @property
-    def wrong(self) -> list[CheckResult]:
-        """The checks that failed."""
-        return [each for each in self.checks if not each.passed]
 
-    def summary(self) -> str:
-        """The verdict, what is wrong, the system, and a line for each operation."""
-        parts = self._verdict(), map(str, self.wrong), self.system, self._operations()
-        return "\n\n".join(filter(None, map("\n".join, parts)))
-
-    def details(self) -> str:
-        """A line for each check."""
-        return "\n".join(map(str, self.checks))
-
-    def _operations(self) -> list[str]:
-        """How many checks of each operation passed."""
-        passed: defaultdict[str, list[bool]] = defaultdict(list)
-        for each in self.checks:
-            passed[each.check.operation].append(each.passed)
-        return [f"{name:<20}  {sum(all_)} of {len(all_)} right" for name, all_ in passed.items()]
-
-    def _verdict(self) -> list[str]:
-        """Whether all is right, what is disabled, and what to do."""
-        if not self.wrong:
-            return ["all checks passed"]
-        return [
-            f"{len(self.wrong)} of {len(self.checks)} checks failed",
-            "the backend is disabled: plain operations serve everything from now on, unless "
-            "PAGED_KV_BACKEND names a backend",
-            "`paged-kv doctor --reset` undoes this. Please report it: "
-            "paged-kv doctor --report report.md",
-        ]
+def _reason() -> str:
+    if "PAGED_KV_BACKEND" in os.environ:
+        return "PAGED_KV_BACKEND names it"
+    if mx.default_device().type == mx.gpu:
+        return f"MLX computes on {mx.default_device()}"
+    library, missing = load_native_library()
+    if library is None:
+        return f"MLX computes on a CPU, and of the CPU kernels {missing}"
+    return "MLX computes on a CPU, and the CPU kernels run here"
 
 
 _SIZE, _REPETITIONS = 512, 3
@@ -124,55 +116,3 @@ def _seconds(one: mx.array, other: mx.array) -> float:
     began = perf_counter()
     mx.eval(one @ other)
     return perf_counter() - began
-
-
-def examine(tell: Callable[[object], None]) -> Findings:
-    """Run all checks, and record the verdict in the place of earlier ones.
-
-    Args:
-        tell: takes each line as soon as it is found, so that somebody who waits sees where a
-            device hangs.
-
-    Raises:
-        OSError: the file of verdicts cannot be written.
-    """
-    backend = device_backend()
-    name, found = variant(backend), Findings(_system(backend))
-    for line in found.system:
-        tell(line)
-    for check in checks(backend):
-        found.checks.append(_result(check))
-        tell(found.checks[-1])
-    record_verdict(name, Verdict(disabled=bool(found.wrong)))
-    return found
-
-
-def _system(backend: Backend) -> list[str]:
-    lines = [
-        f"backend: {variant(backend)}, because {_reason()}",
-        f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}",
-    ]
-    blas = blas_line()
-    return [*lines, blas] if blas else lines
-
-
-def _reason() -> str:
-    if "PAGED_KV_BACKEND" in os.environ:
-        return "PAGED_KV_BACKEND names it"
-    if mx.default_device().type == mx.gpu:
-        return f"MLX computes on {mx.default_device()}"
-    library, missing = load_native_library()
-    if library is None:
-        return f"MLX computes on a CPU, and of the CPU kernels {missing}"
-    return "MLX computes on a CPU, and the CPU kernels run here"
-
-
-def _result(check: Check) -> CheckResult:
-    start = perf_counter()
-    try:
-        error = check.run()
-        finding = f"off by {error:.1e}, at most {check.tolerance:.0e}"
-        passed = error <= check.tolerance
-    except Exception as failure:
-        finding, passed = f"{type(failure).__name__}: {failure}", False
-    return CheckResult(check, passed, finding, perf_counter() - start)

@@ -17,11 +17,11 @@ from paged_kv.commands.arguments import require_writable
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.comparisons import QUICK
 from paged_kv.integrations.bench.report import as_table
-from paged_kv.integrations.doctor.examination import examine
+from paged_kv.integrations.doctor.examination import examine, known
 
 
 @contextmanager
-def progress(*, verbose: bool) -> Iterator[Callable[[object], None]]:
+def progress(*, verbose: bool) -> Iterator[Callable[[str], None]]:
     """A call that takes each line as it is found: prints it if `verbose`; otherwise a terminal
     shows the latest one, until the end."""
     if verbose:
@@ -36,10 +36,10 @@ def progress(*, verbose: bool) -> Iterator[Callable[[object], None]]:
         yield lambda line: None
 
 
-def _show(line: object) -> None:
+def _show(line: str) -> None:
     """Show a line in place of the one before, cut so that it does not wrap."""
     columns = shutil.get_terminal_size().columns - 1
-    print(f"\r\x1b[K{str(line)[:columns]}", end="", file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{line[:columns]}", end="", file=sys.stderr, flush=True)
 
 
 def write_report(file: Path, *, verbose: bool) -> int:
@@ -57,23 +57,32 @@ def write_report(file: Path, *, verbose: bool) -> int:
         OSError: the file cannot be written; raised before anything runs.
     """
     require_writable(file)
+    _, before = known(verbose=True)
+    each: list[str] = []
     with _logged() as log:
         with progress(verbose=verbose) as tell:
-            found = examine(tell)
-        print(found.summary())
+
+            def keep(line: str) -> None:
+                each.append(line)
+                tell(line)
+
+            examine(keep)
+        are_right, found = known(verbose=verbose)
+        print(found)
         content, outcomes = measured(None, QUICK)
         benched = as_table(content, outcomes)
         print(benched, end="")
     sections = {
-        "paged-kv doctor": found.summary(),
-        "Each check": found.details(),
+        "paged-kv doctor": found,
+        "Each check": "\n".join(each),
+        "What was known before": before,
         "paged-kv bench --quick": benched,
         "Log": log.getvalue(),
         "Bench as JSON": json.dumps(content, indent=2),
     }
     file.write_text(anonymous("\n".join(map(_section, sections.keys(), sections.values()))))
     print(f"wrote {file}: please look through it, and attach it to an issue")
-    return 1 if found.wrong else 0
+    return 0 if are_right else 1
 
 
 def anonymous(text: str) -> str:

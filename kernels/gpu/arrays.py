@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
 from paged_kv.kernels.pages.attention_metadata import Attention
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
 from paged_kv.kernels.pages.number_format import Encoding
-from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
+from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout, page_format_named
 
 # Places in `params`.
 PARAMETERS = (
@@ -94,14 +94,29 @@ class PageKind:
     one object, which makes look-ups quick.
 
     Attributes:
-        flags: the number formats that occur, as flags of kernels/gpu/pages.h.
-        bases: the bases of values that occur, ascending: 0 plain, of floats; 1 rotated, of codes.
+        formats: the names of the page formats that occur, sorted.
     """
 
     geometry: LayerGeometry
     slab_stride: int
-    flags: tuple[str, ...]
-    bases: tuple[int, ...]
+    formats: tuple[str, ...]
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        """The number formats that occur, as flags of kernels/gpu/pages.h."""
+        each = [one for pair in self._encodings for one in pair]
+        codes = ["HAS_CODES"] if any(one.group for one in each) else []
+        return tuple(sorted({*codes, *[f"HAS_{one.gpu_name}" for one in each]}))
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """The bases of values that occur, ascending: 0 plain, of floats; 1 rotated, of codes."""
+        return tuple(sorted({int(values.group > 0) for _, values in self._encodings}))
+
+    @property
+    def _encodings(self) -> list[tuple[Encoding, Encoding]]:
+        layouts = [PageLayout(page_format_named(each), self.geometry) for each in self.formats]
+        return list(map(_encodings, layouts))
 
     @property
     def dims(self) -> dict[str, int]:
@@ -157,11 +172,8 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
     layouts = [layout for _, layout in slabs]
     spare = MAX_SLABS - len(slabs)
     fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
-    pairs = {_encodings(layout) for layout in layouts}
-    flags = {f"HAS_{each.gpu_name}" for pair in pairs for each in pair}
-    flags |= {"HAS_CODES" for pair in pairs for each in pair if each.group}
-    bases = {int(values.group > 0) for _, values in pairs}
-    kind = page_kind(layouts[0].geometry, slab_stride, tuple(sorted(flags)), tuple(sorted(bases)))
+    formats = sorted({layout.page_format.name for layout in layouts})
+    kind = page_kind(layouts[0].geometry, slab_stride, tuple(formats))
     array = mx.array(np.array(fields, np.int32))
     count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
     return BoundSlabs((*handles, *handles[:1] * spare, array), kind, count)

@@ -7,7 +7,8 @@ step that reads chosen tokens is planned as one of so short a context. All input
 arrays are the same in all layers of a kind, and are made once per step.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,7 +25,9 @@ from paged_kv.kernels.gpu.arrays import (
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.self_test import Check, Probe
 from paged_kv.kernels.pages.tables import SEQUENCES, Tables
 
 Groups = tuple[int, int]
@@ -102,12 +105,24 @@ class LaunchPlan(NamedTuple):
 
 
 class PagedAttention:
-    """Attention of any number of query tokens per sequence."""
+    """Attention of any number of query tokens per sequence.
 
-    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+    Args:
+        kernels: the kernels.
+        order: orders them.
+        certify: gets a check of the kernels of each new plan, and raises WrongKernel.
+    """
+
+    def __init__(
+        self,
+        kernels: GpuKernels,
+        order: Order,
+        certify: Callable[[Callable[[Backend], Check]], None],
+    ) -> None:
         self._kernels = kernels
         self._order = order
-        self._plan = lru_cache(maxsize=256)(self._plan_of)
+        self._certify = certify
+        self._plan = lru_cache(maxsize=256)(self._certified_plan)
 
     def __call__(
         self,
@@ -163,8 +178,15 @@ class PagedAttention:
         plan = tables.plans[key] = self._plan(call, reach, tables.array.shape[1], groups)
         return plan
 
+    def _certified_plan(
+        self, call: Call, reach: int, width: int, groups: Groups | None
+    ) -> LaunchPlan:
+        plan = self._plan_of(call, reach, width, groups)
+        self._certify(partial(_check, call, reach, groups is not None))
+        return plan
+
     def _plan_of(self, call: Call, reach: int, width: int, groups: Groups | None) -> LaunchPlan:
-        """The plan for tables [B, width] of that reach. Cached."""
+        """The plan for tables [B, width] of that reach."""
         (batch, heads, steps, _), geometry = call.shape, call.kind.geometry
         reader, dtype = self._reader(call, reach), geometry.k_dtype
         params = _parameters(call, reader, width)
@@ -322,6 +344,27 @@ def _parameters(call: Call, reader: Reader, width: int) -> mx.array:
         bases=len(reader.bases),
         new_tokens=call.new_tokens,
         tokens=call.read_tokens,
+    )
+
+
+def _check(call: Call, reach: int, shares: bool, backend: Backend) -> Check:
+    """Of a call that needs the same kernels. Only one token per sequence divides long contexts, by
+    the size of the batch."""
+    (batch, heads, steps, _), kind, scores = call.shape, call.kind, call.scores
+    if steps > 1 or call.new_tokens or call.is_latent:
+        batch, reach = min(batch, 2), 1024
+    longest = max(reach - 76, call.read_tokens + 44)
+    probe = Probe(kind.geometry, kind.formats, heads, batch, longest, shares)
+    return probe.attend(
+        backend,
+        steps=steps if shares else min(steps, 20),
+        window=scores.window or None,
+        softcap=2.0 if scores.softcap else None,
+        sinks=scores.sinks,
+        read_tokens=call.read_tokens or None,
+        writes=call.writes,
+        new_tokens=call.new_tokens > 0,
+        is_latent=call.is_latent,
     )
 
 

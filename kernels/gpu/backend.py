@@ -3,9 +3,10 @@
 Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache, partial, wraps
 from threading import get_ident
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +17,21 @@ from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Maker, Output
 from paged_kv.kernels.gpu.order import Chain, Order
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
-from paged_kv.kernels.pages.backend import Backend, StepRecorder
-from paged_kv.kernels.pages.choice import RUNS_OF_PAGE, chooses, chosen_runs
+from paged_kv.kernels.pages.backend import Backend, StepRecorder, summarise
+from paged_kv.kernels.pages.choice import (
+    LEAST_READ_TOKENS,
+    RUNS_OF_PAGE,
+    chooses,
+    chosen_runs,
+)
 from paged_kv.kernels.pages.dense_attention import Read, attend_by_sequence
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, LayerGeometry
+from paged_kv.kernels.pages.self_test import Check, Probe
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, TABLES, Tables, tables_of
+from paged_kv.kernels.pages.verdicts import WrongKernel
 
 assert tuning.SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
@@ -36,6 +44,22 @@ LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
 
 
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+
+def _or_plain(operation: Operation) -> Operation:
+    """Let plain operations stand in for a kernel that turns out to be wrong before it is used."""
+
+    @wraps(operation)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return operation(self, *args, **options)
+        except WrongKernel:
+            return operation(self, *args, **options)  # which uses no kernel any more
+
+    return call  # type: ignore[return-value]  # has the operation's arguments
+
+
 class GpuBackend(Backend):
     """See `Backend` for the operations. Plain ones stand in where there is no kernel.
 
@@ -45,7 +69,7 @@ class GpuBackend(Backend):
 
     Attributes:
         fallbacks: how often plain MLX operations stood in, because a batch had pages in more slabs
-            than a kernel takes.
+            than a kernel takes, or because a kernel is wrong.
     """
 
     writes_in_place = True
@@ -55,7 +79,8 @@ class GpuBackend(Backend):
         self.order = Order()
         self.fallbacks = 0
         self._kernels = GpuKernels(dialect, maker)
-        self._attention = PagedAttention(self._kernels, self.order)
+        self._attention = PagedAttention(self._kernels, self.order, self._certify)
+        self._certified = 0
         self._launch = lru_cache(maxsize=256)(self._launch_of)
         self._score = lru_cache(maxsize=256)(self._score_of)
 
@@ -81,6 +106,7 @@ class GpuBackend(Backend):
     def forget_pending(self, pages: LayerMemory) -> None:
         self.order.restart(pages)
 
+    @_or_plain
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
@@ -96,15 +122,24 @@ class GpuBackend(Backend):
         if pages.geometry.has_summaries:
             self.summarise(pages, metadata.filled_entries(keys.shape[2]))
 
+    @_or_plain
     def summarise(self, pages: LayerMemory, entries: Sequence[int]) -> None:
         """Make the summaries of full pages of 16 bits, in at most 16 slabs."""
-        if entries:
+        if self.is_disabled:
+            for entry in entries:
+                summarise(pages, entry)
+        elif entries:
             slabs, numbered = _numbered(entries, pages.slab_stride)
             table = _table([(entry,) for entry in numbered])
             self._run("summarise", pages, bound_slabs(pages, slabs), table, RUNS_OF_PAGE)
 
+    @_or_plain
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
         """Copies from an array that is laid out as a slab of these pages."""
+        if self.is_disabled:
+            self._fall_back(pages)
+            super().load(pages, contents)
+            return
         stride = pages.slab_stride
         for layout in {pages.layout_of(entry) for entry in contents}:
             entries = [entry for entry in contents if pages.layout_of(entry) == layout]
@@ -117,9 +152,10 @@ class GpuBackend(Backend):
                 bound = bind([(memory, layout), (target.memory, target.layout)], stride)
                 self._run("copy", pages, bound, _table(pairs), PAGE_SIZE)
 
+    @_or_plain
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         slabs, numbered = _numbered([*copies, *copies.values()], pages.slab_stride)
-        if len(slabs) > MAX_SLABS:
+        if len(slabs) > MAX_SLABS or self.is_disabled:
             self._fall_back(pages)
             super().copy(pages, copies)
             return
@@ -127,6 +163,7 @@ class GpuBackend(Backend):
         if pairs:
             self._run("copy", pages, bound_slabs(pages, slabs), _table(pairs), PAGE_SIZE)
 
+    @_or_plain
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> tuple[mx.array, mx.array]:
@@ -154,6 +191,7 @@ class GpuBackend(Backend):
         mx.eval(keys, values)
         return keys, values
 
+    @_or_plain
     def attend(
         self,
         pages: LayerMemory,
@@ -281,6 +319,10 @@ class GpuBackend(Backend):
             tokens=tokens,
             new_tokens=new_tokens,
         )
+        is_read = operation in ("copy", "gather")
+        probe = Probe(geometry, kind.formats if is_read else ("fp16",))
+        options = {"new_tokens": new_tokens > 0} if operation == "gather" else {}
+        self._certify(partial(getattr(probe, operation), **options))
         return launch, params
 
     def _score_of(
@@ -312,7 +354,28 @@ class GpuBackend(Backend):
             scale=scale,
             tokens=reach,
         )
+        probe = Probe(geometry, kind.formats, heads, 1, LEAST_READ_TOKENS + PAGE_SIZE + 44)
+        self._certify(partial(probe.attend, read_tokens=LEAST_READ_TOKENS))
         return launch, params
+
+    def _certify(self, check: Callable[[Backend], Check]) -> None:
+        """Let the kernels that were made since the last call be checked, before they are used.
+
+        Raises:
+            WrongKernel: a kernel of this device is wrong.
+        """
+        names = list(self._kernels.made)[self._certified :]
+        if names and self.verdicts is not None:
+            self.verdicts.require(names, partial(self._failure, set(names), check))
+        self._certified += len(names)
+
+    def _failure(self, names: set[str], check: Callable[[Backend], Check]) -> str | None:
+        """What is wrong with kernels, as a check of the same ones finds."""
+        other = GpuBackend(self.name, self._kernels.maker)
+        passed, finding = check(other).result()
+        if passed and names <= other._kernels.made.keys():
+            return None
+        return finding if not passed else "its check ran other kernels"
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention
@@ -334,7 +397,7 @@ class GpuBackend(Backend):
     ) -> tuple[Tables, BoundSlabs | None]:
         """The tables and bound slabs of a batch; None for the slabs if no kernel takes them."""
         tables: Tables = metadata.memo.get(TABLES) or tables_of(metadata, pages.slab_stride)
-        if len(tables.slabs) > MAX_SLABS or not pages.slabs:
+        if len(tables.slabs) > MAX_SLABS or not pages.slabs or self.is_disabled:
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
@@ -361,11 +424,12 @@ class GpuBackend(Backend):
         """Count and log a fallback, and wait for the kernels before plain operations follow, which
         replace the slabs that they write: no handle of those stays."""
         self.fallbacks += 1
-        warn_once(
-            f"a batch has pages in more than {MAX_SLABS} slabs, because max_bytes leaves no room "
-            "to join some, so plain MLX operations serve it, which are slower. Raise max_bytes, or "
-            "call compact()"
-        )
+        if not self.is_disabled:
+            warn_once(
+                f"a batch has pages in more than {MAX_SLABS} slabs, because max_bytes leaves no "
+                "room to join some, so plain MLX operations serve it, which are slower. Raise "
+                "max_bytes, or call compact()"
+            )
         self.synchronize(pages)
         pages.memo.clear()
 

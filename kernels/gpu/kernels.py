@@ -72,12 +72,15 @@ class GpuKernels:
     Args:
         dialect: "metal" or "cuda".
         maker: compiles a kernel.
+
+    Attributes:
+        made: the kernels by their names.
     """
 
     def __init__(self, dialect: str, maker: Maker) -> None:
         self.dialect = dialect
-        self._maker = maker
-        self._made: dict[str, Any] = {}
+        self.maker = maker
+        self.made: dict[str, Any] = {}
 
     def launch(
         self,
@@ -110,15 +113,15 @@ class GpuKernels:
         number = str(dtype).rpartition(".")[2]
         parts = [operation, *sorted(flags), number, *map(str, constants.values())]
         name = "_".join(["paged_kv", *parts]).lower()
-        if name in self._made:
-            return self._made[name]
+        if name in self.made:
+            return self.made[name]
         inputs, outputs = _present(INPUTS[operation], flags), _present(OUTPUTS[operation], flags)
         if operation not in WITHOUT_PAGES:
             inputs, outputs = [*inputs, *OF_PAGES], [*outputs, "done"]
         text = kernel_text(self.dialect, operation, number, constants, flags)
         ours = own_words(self.dialect)
         header, body = shortened(text.header, text.body, ours, {*inputs, *outputs})
-        self._made[name] = self._maker(
+        self.made[name] = self.maker(
             name=name,
             input_names=inputs,
             output_names=outputs,
@@ -127,7 +130,7 @@ class GpuKernels:
             # True might make MLX copy a slab, and the kernel write the copy.
             ensure_row_contiguous=False,
         )
-        return self._made[name]
+        return self.made[name]
 
 
 def _present(arrays: list[str], flags: Collection[str]) -> list[str]:

@@ -40,6 +40,7 @@ from paged_kv.kernels.pages.page_format import (
     summaries_of,
 )
 from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
+from paged_kv.kernels.pages.verdicts import Verdicts
 
 Integers = npt.NDArray[np.int64]
 
@@ -53,12 +54,20 @@ class Backend:
         slab_padding: bytes that `new_slab` allocates beyond those of the pages.
         writes_in_place: whether a lazy read that is computed after a write shows the written
             contents.
+        verdicts: on the backend's kernels, which are checked before they are used; None if they are
+            used unchecked.
     """
 
     name = "plain"
     fallbacks = 0
     slab_padding = 0
     writes_in_place = False
+    verdicts: Verdicts | None = None
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no kernel is used any more, because one is wrong."""
+        return self.verdicts is not None and self.verdicts.failure is not None
 
     @property
     def kept_bytes(self) -> int:
@@ -99,7 +108,7 @@ class Backend:
         mx.synchronize()
         tokens, slabs, page_ids, slots = _step_places(metadata, count, pages.slab_stride)
         by_token = [mx.flatten(each.swapaxes(1, 2), 0, 1)[:, :, None] for each in (keys, values)]
-        numbers = np.unique(slabs).tolist()
+        numbers = sorted(set(slabs.tolist()))  # np.unique imports for 100 ms
         for number in numbers:
             slab, here = pages.slabs[number], slabs == number
             new_keys, new_values = by_token
@@ -110,7 +119,7 @@ class Backend:
                 slab.memory[lines] = words
         if pages.geometry.has_summaries:
             for entry in metadata.filled_entries(count):
-                _summarise(pages, entry)
+                summarise(pages, entry)
         mx.eval([pages.slabs[number].memory for number in numbers])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -235,7 +244,7 @@ def _new_lines(
             yield lines, words.reshape(-1, layout.unit_words)
 
 
-def _summarise(pages: LayerMemory, entry: int) -> None:
+def summarise(pages: LayerMemory, entry: int) -> None:
     """Write the summaries of a full page of 16 bits."""
     slab, layout = pages.slabs[entry // pages.slab_stride], pages.layout_of(entry)
     words = summaries_of(layout.numbers(pages.view(entry))[0]).view(WORD)
@@ -301,7 +310,7 @@ class StepRecorder:
             pages.slabs[number].memory = memory
         if pages.geometry.has_summaries:
             for entry in filled:
-                _summarise(pages, entry)
+                summarise(pages, entry)
         mx.eval(self.arrays(pages, tables))  # as every write of plain operations
 
 

@@ -104,7 +104,8 @@ class RecordableStep:
     @classmethod
     def of(cls, step: Step, layers: list[RecordableLayer]) -> RecordableStep | None:
         """The step; None if only Python can take it, because of padding, because a ring is written
-        after its queries have attended, or because it has more slabs than a kernel takes.
+        after its queries have attended, or because it has more slabs than a kernel takes, or a
+        kernel is wrong.
 
         Raises:
             PoolExhausted: see `Step.group_steps`.
@@ -126,6 +127,8 @@ class RecordableStep:
                 tables[group] = tables_of(metadata, pages.slab_stride)
                 if group_steps[number].needs_step or len(tables[group].slabs) > MAX_SLABS:
                     return None
+            if pages.backend.is_disabled:
+                return None
             pages.begin_write(metadata, 1)
         return cls(step, layers, of_groups, tables)
 

@@ -23,8 +23,8 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, FormatName, LayerGeometry
+from paged_kv.kernels.pages.self_test import checks
 from paged_kv.kernels.pages.tables import ROW_FIELDS, SEQUENCES
-from paged_kv.kernels.self_test import checks
 from tests.support.arrays import normal
 from tests.support.generation import assert_same_run, greedy
 from tests.support.gpu_pages import (
@@ -172,7 +172,7 @@ class TestOnThisCpu:
     ) -> None:
         device = device_of(dialect, checked=False)
         monkeypatch.setattr(examination, "device_backend", lambda: backend_on(device, dialect))
-        assert main(["doctor"]) == 0
+        assert main(["doctor", "--again"]) == 0
         assert f"backend: {dialect}" in capsys.readouterr().out
 
     @pytest.mark.parametrize("name", ["fp16", "q4"])
@@ -203,7 +203,8 @@ class TestOnThisCpu:
 @pytest.mark.slow
 def test_checks_of_the_doctor_have_groups_of_sequences() -> None:
     device = device_of("metal", checked=False)
-    tried = {f"{kind} fp16 float16" for kind in ("decode", "prefill", "latent decode")}
+    kinds = ("decode", "prefill", "latent decode")
+    tried = {f"{kind} behind shared pages fp16 float16" for kind in kinds}
     for check in checks(backend_on(device, "metal")):
         if check.name in tried:
             assert check.run() <= check.tolerance
@@ -242,11 +243,11 @@ def test_the_doctor_finds_outputs_that_are_not_numbers() -> None:
     class NoNumbers(Backend):
         def attend(self, pages: Any, queries: mx.array, *arguments: Any, **options: Any) -> Any:
             output = super().attend(pages, queries, *arguments, **options)
-            return output if queries.shape[0] < 3 else output * mx.nan  # of the second batch
+            return output * mx.nan
 
     for check in checks(NoNumbers()):
         if check.name in ("decode fp16 float16", "prefill fp16 float16"):
-            assert not check.run() <= check.tolerance, check.name
+            assert not check.result()[0], check.name
 
 
 def _decodes() -> Iterator[tuple[tuple[int, int], int, int]]:

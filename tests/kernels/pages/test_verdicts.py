@@ -1,0 +1,165 @@
+"""Kernels are checked before their first use, once for all processes, whatever a check does."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages import verdicts as verdicts_module
+from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.verdicts import (
+    NEVER_ENDED,
+    RIGHT,
+    Verdicts,
+    WrongKernel,
+    verdict_file,
+    verdicts_on,
+)
+
+CHECKING = """
+import sys
+from pathlib import Path
+from paged_kv.kernels.pages.verdicts import Verdicts
+
+def check():
+    print("checking", flush=True)
+    return sys.stdin.readline().strip() or None
+
+Verdicts(Path(sys.argv[1]), "gpu").require(["decode"], check)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    warn_once.cache_clear()
+    return tmp_path / "paged-kv" / "kernels.json"
+
+
+@pytest.fixture
+def checking(file: Path) -> Iterator[Any]:
+    """Another process, in the middle of a check."""
+    command = [sys.executable, "-c", CHECKING, str(file)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "checking\n"
+        yield process
+        process.kill()
+
+
+def never() -> str | None:
+    raise AssertionError("checked twice")
+
+
+def test_a_kernel_is_checked_once_for_all_processes(file: Path) -> None:
+    checked: list[str] = []
+    for name in ("decode", "write", "decode"):
+        Verdicts(file, "gpu").require([name], lambda name=name: checked.append(name))  # type: ignore[misc]
+    assert checked == ["decode", "write"]
+    Verdicts(file, "gpu, a later version").require(["decode"], lambda: checked.append("again"))
+    assert checked[2:] == ["again"]
+    assert Verdicts(file, "gpu").found == {"decode": RIGHT, "write": RIGHT}
+
+
+def test_one_wrong_kernel_ends_all_of_its_backend(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = Verdicts(file, "gpu")
+    here.require(["write"], lambda: None)
+    for verdicts in (here, here, Verdicts(file, "gpu")):
+        with pytest.raises(WrongKernel, match="decode: off by 3"):
+            verdicts.require(["decode"], lambda: "off by 3")
+        with pytest.raises(WrongKernel):
+            verdicts.require(["write"], never)
+    (line,) = caplog.messages
+    assert "paged-kv doctor --report" in line
+    assert Verdicts(file, "cpu").failure is None
+
+
+def test_a_check_that_does_not_end_costs_one_start(file: Path, checking: Any) -> None:
+    """Killed from outside, as when the device hangs, or by the kernel itself: it makes no
+    difference. While the other process lives, it may still find that the kernel is right."""
+    assert Verdicts(file, "gpu").failure is None
+    checking.kill()
+    checking.wait()
+    for _ in range(2):
+        later = Verdicts(file, "gpu")
+        assert later.failure == f"decode: {NEVER_ENDED}"
+        with pytest.raises(WrongKernel):
+            later.require(["decode"], never)
+
+
+@pytest.mark.parametrize("found", ["", "off by 3"])
+def test_one_of_two_processes_checks(file: Path, checking: Any, found: str) -> None:
+    verdicts = Verdicts(file, "gpu")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(verdicts.require, ["decode"], never)
+        checking.communicate(f"{found}\n")
+        assert isinstance(waiting.exception(), WrongKernel) == bool(found)
+
+
+def test_nobody_waits_for_ever(file: Path, checking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts_module, "PATIENCE", 0.0)
+    with pytest.raises(WrongKernel, match="another process"):
+        Verdicts(file, "gpu").require(["decode"], never)
+    checking.communicate("\n")
+    assert Verdicts(file, "gpu").found == {"decode": RIGHT}
+
+
+def test_an_interrupted_check_says_nothing(file: Path) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Verdicts(file, "gpu").require(["decode"], interrupted)
+    assert Verdicts(file, "gpu").found == {}
+
+
+def test_without_a_file_verdicts_hold_in_the_process(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.write_text("no folder")
+    verdicts = Verdicts(file, "gpu")
+    for name in ("decode", "write"):
+        verdicts.require([name], lambda: None)
+        verdicts.require([name], never)
+    assert len([line for line in caplog.messages if "cannot be written" in line]) == 1
+    with pytest.raises(WrongKernel):
+        verdicts.require(["copy"], lambda: "off by 3")
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"gpu": 3}'])
+def test_a_damaged_file_is_replaced(file: Path, damaged: str) -> None:
+    file.parent.mkdir()
+    file.write_text(damaged)
+    Verdicts(file, "gpu").require(["decode"], lambda: None)
+    assert Verdicts(file, "gpu").found == {"decode": RIGHT}
+
+
+def test_verdicts_are_of_a_device_and_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdicts_on("metal") is verdicts_on("metal")
+    for part in ("version", "device_name"):
+        with monkeypatch.context() as here:
+            here.setattr(verdicts_module, part, lambda *_: "another")
+            assert verdicts_on("metal").backend != verdicts_on("cuda").backend
+            assert "another" in verdicts_on("metal").backend
+
+
+def test_who_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+    assert choose_backend().verdicts is not None
+    assert verdict_file() == tmp_path / "paged-kv" / "kernels.json"
+    monkeypatch.setenv("PAGED_KV_CERTIFY", "0")
+    assert choose_backend().verdicts is None
+    monkeypatch.setenv("PAGED_KV_CERTIFY", "no")
+    with pytest.raises(ValueError, match="PAGED_KV_CERTIFY"):
+        choose_backend()
+    monkeypatch.delenv("PAGED_KV_CERTIFY")
+    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
+    assert choose_backend().verdicts is None
