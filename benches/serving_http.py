@@ -66,10 +66,11 @@ START_S = 300
 
 @dataclass(frozen=True)
 class Request:
-    """What a client sends."""
+    """What a client sends. `model` is the name of the server's model."""
 
     prompt: str
     max_tokens: int
+    model: str = "default_model"
 
 
 @dataclass
@@ -133,6 +134,7 @@ def answered(port: int, request: Request) -> Answer:
 def ask(port: int, request: Request, path: str = "") -> Answer:
     """One request, streamed."""
     body = {
+        "model": request.model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "temperature": 0,
@@ -144,7 +146,7 @@ def ask(port: int, request: Request, path: str = "") -> Answer:
         now = perf_counter() - began
         if event.get("usage"):
             answer.tokens = event["usage"]["completion_tokens"]
-        elif text := event["choices"][0]["text"]:
+        if event["choices"] and (text := event["choices"][0]["text"]):
             answer.text += text
             answer.first = answer.first or now
             answer.last = now
@@ -155,7 +157,8 @@ def ask(port: int, request: Request, path: str = "") -> Answer:
 def events(port: int, body: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:
     """The events of an answer as they come."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", f"{path}/v1/completions", json.dumps(body))
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", f"{path}/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
     assert response.status == 200, response.read()
     for line in response:

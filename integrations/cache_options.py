@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged_kv.checks import whole_number
 from paged_kv.options import option, part
-from paged_kv.pool.options import PoolKeywords, PoolOptions
+from paged_kv.pool.options import AUTO, PoolKeywords, PoolOptions
 from paged_kv.sizes import size_in_bytes
 from paged_kv.store.options import (
     DEFAULT_STORE_BYTES,
@@ -103,3 +103,5 @@ class CacheKeywords(PoolKeywords, total=False):
 
 
 CACHE_OPTIONS = CacheOptions()
+FOR_EVERY_MODEL = CacheOptions(max_bytes=AUTO)
+"""Those of `use_pages`: what it is to divide, it measures."""

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.models import cache as mlx_lm_cache
 
@@ -237,16 +238,14 @@ def let_load(kind: Any) -> None:
 
 def _save_arrays_apart(kind: Any) -> None:
     """Let `state` be the arrays of a class's state, and `meta_state` the rest as JSON."""
-    own = vars(kind)
-    if "state" not in own:
+    stock, restore = vars(kind).get("state"), vars(kind).get("from_state")
+    if stock is None:
         return  # a class that it derives from has both
-    stock, restore = own["state"], own.get("from_state")
 
     def from_state(kind: Any, arrays: list[mx.array], rest: str) -> Any:
-        def found(tree: dict[str, Any]) -> Any:
-            return arrays[tree["array"]] if tree.keys() == {"array"} else tree
-
-        state = json.loads(rest, object_hook=found)
+        held = iter(arrays[1:])
+        leaves = [(path, *(leaf or [next(held)])) for path, *leaf in json.loads(rest)]
+        state: Any = tree_unflatten(leaves)
         if restore is not None:
             return restore.__func__(kind, state)
         cache = kind.__new__(kind)
@@ -254,26 +253,20 @@ def _save_arrays_apart(kind: Any) -> None:
         return cache
 
     kind.state = property(lambda self: _apart(stock.fget(self))[0], stock.fset)
-    kind.meta_state = property(lambda self: json.dumps(_apart(stock.fget(self))[1]))
+    kind.meta_state = property(lambda self: _apart(stock.fget(self))[1])
     kind.from_state = classmethod(from_state)
 
 
-def _apart(state: Any) -> tuple[list[mx.array], Any]:
-    """The arrays of a tree, and the tree with the number of each in its place."""
-    arrays = [mx.zeros(1)]  # a layer without arrays would not be in the file
-
-    def without(tree: Any) -> Any:
-        match tree:
-            case mx.array():
-                arrays.append(tree)
-                return {"array": len(arrays) - 1}
-            case dict():
-                return {name: without(each) for name, each in tree.items()}
-            case list() | tuple():
-                return [without(each) for each in tree]
-            case str():
-                return "".join(tree)  # the text of a `ModelIdentity` is what its iterator gives
-        return tree
-
-    rest = without(state)
-    return arrays, rest
+def _apart(state: Any) -> tuple[list[mx.array], str]:
+    """The arrays of a tree, behind one without which a layer might not be in the file; and as JSON
+    the path of each leaf, with the leaf if it is no array."""
+    leaves: Any = tree_flatten(state)
+    arrays, rest = [mx.zeros(1)], []
+    for path, leaf in leaves:
+        if isinstance(leaf, mx.array):
+            arrays.append(leaf)
+            rest.append([path])
+        else:
+            # The text of a `ModelIdentity` is what its iterator gives.
+            rest.append([path, "".join(leaf) if isinstance(leaf, str) else leaf])
+    return arrays, json.dumps(rest)

@@ -23,12 +23,16 @@ from paged_kv.integrations.compiled.model_contents import containers, has_attrib
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.lru import LRU
 
+ATTACHED = "paged_kv_factory"
+"""The attribute in which a model holds what `use_pages` made for it: a function, of which no step
+consists."""
+
 # Arrays of up to so many bytes are kept, to be compared with their replacements.
 SMALL = 1 << 20
 # Versions that are known again when they come back: adapters that take turns, say.
 MOST_KNOWN = 16
 # Attributes of modules that change no result.
-_ASIDE = frozenset({"_no_grad", *NOTED_POSITIONS})
+_ASIDE = frozenset({"_no_grad", ATTACHED, *NOTED_POSITIONS})
 
 
 class ModelVersion:

@@ -23,10 +23,9 @@ from mlx_lm.models.cache import LRUPromptCache
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.cache_rows import copied_to_pages
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
-from paged_kv.integrations.batching.prompt_segments import (
-    joined,
-)
-from paged_kv.integrations.batching.rows import Request
+from paged_kv.integrations.batching.prompt_segments import joined
+from paged_kv.integrations.batching.rows import Request, first_paged
+from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.rebinding import Hooks
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
@@ -53,6 +52,17 @@ class _Installed(NamedTuple):
 
 # By the models' ids: models are dictionaries and cannot be keys.
 _installed: dict[int, _Installed] = {}
+
+
+# What gives a factory to every model that has none installed, and the hooks that let it.
+_given_to_all: list[tuple[Callable[[Module], PagedFactory | None], Hooks]] = []
+
+
+def factories_for_all(factory_of: Callable[[Module], PagedFactory | None], hooks: Hooks) -> None:
+    """Let a library make the prompt caches of every model with `factory_of(model)`, where that is
+    not None and no other factory is installed for it. Finished prompts are kept."""
+    _given_to_all.append((factory_of, hooks))
+    hooks.install()
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
@@ -86,10 +96,12 @@ def install_factory(
 
 def uninstall_factory(model: Module, factory: PagedFactory) -> None:
     """Undo `install_factory`; does nothing if this factory is not installed."""
-    if installed_factory(model) is not factory:
+    if (installed := _installed.get(id(model))) is None or installed.factory is not factory:
         return
     hooks = _installed.pop(id(model)).hooks
-    if not any(other.hooks is hooks for other in _installed.values()):
+    others = [hooks_of for _, hooks_of in _given_to_all]
+    others += [each.hooks for each in _installed.values()]
+    if hooks not in others:
         hooks.remove()
 
 
@@ -118,18 +130,21 @@ def insert_segments(
     **named: Any,
 ) -> Any:
     """BatchGenerator's method of this name. Prompts without a cache start from their longest cached
-    prefix, or from one that they share with another of the prompts."""
+    prefix, or from one that they share with another of the prompts. Where prompts are kept, those
+    with an empty cache do too."""
     factory = installed_factory(generator.model)
     if factory is None or generator.max_kv_size is not None:
         return _stock_insert_segments(
             generator, segments, max_tokens, caches, all_tokens, *others, **named
         )
     preemption = attach(generator, factory)
+    caches = caches or [None] * len(segments)
+    if keeps_prompts(generator.model):
+        caches = [None if each and _is_new(each, factory) else each for each in caches]
     # The caller may hold its caches, and give several sequences the same one: memory for their next
     # tokens is reserved in forks.
     caches = [
-        None if cache is None else copied_to_pages(cache, factory.make_cache)
-        for cache in caches or [None] * len(segments)
+        None if cache is None else copied_to_pages(cache, factory.make_cache) for cache in caches
     ]
     segments = list(segments)
     all_tokens = list(all_tokens or [[] for _ in segments])
@@ -146,16 +161,25 @@ def insert_segments(
     return uids
 
 
+def _is_new(prompt_cache: list[Any], factory: PagedFactory) -> bool:
+    """Whether a prompt cache is as the factory has made it: mlx-lm's server makes them itself."""
+    first = first_paged(prompt_cache)
+    is_ours = first is not None and first.pool is factory.pool
+    return is_ours and all(each.empty() for each in leaves(prompt_cache))
+
+
 def installed_factory(model: Module) -> PagedFactory | None:
-    """The factory that makes the prompt caches of this model, if one is installed."""
-    installed = _installed.get(id(model))
-    return None if installed is None else installed.factory
+    """The factory that makes the prompt caches of this model, if one is installed, or for all."""
+    if (installed := _installed.get(id(model))) is not None:
+        return installed.factory
+    return _given_to_all[-1][0](model) if _given_to_all else None
 
 
 def keeps_prompts(model: Module) -> bool:
-    """Whether a factory is installed for this model that keeps finished prompts."""
-    installed = _installed.get(id(model))
-    return installed is not None and installed.keeps_prompts
+    """Whether the model's `installed_factory` keeps finished prompts."""
+    if (installed := _installed.get(id(model))) is not None:
+        return installed.keeps_prompts
+    return installed_factory(model) is not None
 
 
 def generate_step(

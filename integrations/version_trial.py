@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,18 +42,20 @@ def require_trusted(make_factory: Callable[[Any], Any]) -> None:
         MLXLMChanged: something went another way with pages than with mlx-lm's caches.
     """
     found = version("mlx-lm")
-    if found in _trusted:
+    versions = f"mlx-lm {found}, mlx {version('mlx')}, paged_kv {version('paged-kv')}"
+    if found in _trusted or versions in _recorded():
         return
     _trusted.add(found)  # The factory of the trial asks too.
-    if _is_recorded(found):
-        return
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     try:
-        with _seed_kept():
-            _try_out(make_factory)
+        _try_out(make_factory)
     except BaseException:
         _trusted.remove(found)
         raise
-    _record(found)
+    finally:
+        mx.random.seed(high << 32 | low)  # A program's random numbers do not depend on a trial.
+    _record(versions)
 
 
 def _try_out(make_factory: Callable[[Any], Any]) -> None:
@@ -117,18 +119,10 @@ def _continued(model: Any, prompt_cache: list[Any], prompt: Tokens) -> Tokens:
 
 def _model() -> Any:
     """A model of two layers, in float32. Its weights are always the same."""
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            rms_norm_eps=1e-5,
-            vocab_size=61,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 61}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}
+    arguments = llama.ModelArgs.from_dict({"model_type": "llama", **sizes, **heads})
+    model = llama.Model(arguments)
     keys = map(mx.random.key, range(1000))
     model.update(
         tree_map(lambda each: mx.random.normal(each.shape, key=next(keys)), model.parameters())
@@ -136,46 +130,24 @@ def _model() -> Any:
     return model
 
 
-@contextmanager
-def _seed_kept() -> Iterator[None]:
-    """Give MLX's random numbers back their place: those of a program do not depend on a trial."""
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)
-
-
 def _file() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "paged-kv" / "tried-mlx-lm.json"
 
 
-def _key(found: str) -> str:
-    return f"mlx-lm {found}, mlx {version('mlx')}, paged_kv {version('paged-kv')}"
-
-
 def _recorded() -> list[str]:
-    """The versions that passed here; none where the file says nothing that can be read."""
+    """The versions that passed here; none where the file cannot be read."""
     try:
-        tried: Any = json.loads(_file().read_text())
-        return [str(each) for each in tried]
+        return [str(each) for each in json.loads(_file().read_text())]
     except (OSError, ValueError, TypeError):
         return []
 
 
-def _is_recorded(found: str) -> bool:
-    return _key(found) in _recorded()
-
-
-def _record(found: str) -> None:
-    """Remember that a version passed. Without the file, the next process tries it again."""
+def _record(versions: str) -> None:
+    """Remember that versions passed. Without the file, the next process tries them again."""
     file = _file()
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps([*_recorded(), _key(found)]))
+        temporary.write_text(json.dumps([*_recorded(), versions]))
         temporary.replace(file)
-    except OSError:
-        pass

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from paged_kv.integrations.heads.loading import load_head
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
+    from paged_kv.integrations.servers.every_model import use_pages
     from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
     from paged_kv.integrations.speculation.head_draft import HeadDraft
     from paged_kv.integrations.speculation.model_draft import ModelDraft
@@ -105,6 +106,7 @@ __all__ = [
     "generate_samples",
     "load_head",
     "speculative_batch_generate",
+    "use_pages",
 ]
 
 _HOMES = {
@@ -145,6 +147,7 @@ _HOMES = {
     "NGramDraft": "integrations.speculation.ngram_draft",
     "SpeculativeBatchGenerator": "integrations.speculation.generator",
     "speculative_batch_generate": "integrations.speculation.speculative_generation",
+    "use_pages": "integrations.servers.every_model",
 }
 
 

@@ -133,10 +133,12 @@ def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentPars
     from paged_kv.integrations.generation.generate_command import add_generate_parser
     from paged_kv.integrations.plan.plan_command import add_plan_parser
     from paged_kv.integrations.replay.trace_command import add_trace_parser
+    from paged_kv.integrations.servers.run_command import add_run_parser
     from paged_kv.server.server_command import add_server_parser
 
     add_generate_parser(commands)
     add_server_parser(commands)
+    add_run_parser(commands)
     add_plan_parser(commands)
     add_bench_parser(commands)
     add_doctor_parser(commands)

@@ -7,6 +7,7 @@ from benches.openblas import LIBRARY as LIBRARY
 import gc
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx_lm import load
 
 from benches.real_models.folders import CACHE_VARIABLE, cache_folder
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations import prompt_cache_hook
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from tests.support.failures import Failures, failing_calls
 from tests.support.folders import MODEL_FOLDERS
@@ -42,6 +44,15 @@ def _own_caches() -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setenv("PAGED_KV_COMPILE", os.environ.get("PAGED_KV_COMPILE", "0"))
         yield
+
+
+@pytest.fixture
+def pages_taken_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undoes `use_pages` after a test."""
+    monkeypatch.setattr(prompt_cache_hook, "_given_to_all", [])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    yield
+    prompt_cache_hook.MLX_LM_HOOKS.remove()
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ ROOMS = {
         "cache integrations integrations.batching integrations.generation "
         "integrations.mlx_lm_internals integrations.rebinding kernels.pages steps"
     ),
+    "integrations.servers": "commands integrations integrations.batching kernels.pages",
     "integrations.grammar": "integrations.mlx_lm_internals",
     "integrations.speculation": (
         "allocator allocator.prefixes cache commands integrations integrations.batching "

@@ -107,6 +107,7 @@ def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("document", written_in("python"), ids=lambda path: path.name)
 @pytest.mark.slow
+@pytest.mark.usefixtures("pages_taken_back")
 def test_python_of_a_document_runs_and_prints_what_stands_behind_it(
     document: Path,
     small_load: None,
