@@ -203,10 +203,8 @@ def measure(name: str, model: Path) -> dict[str, Any]:
                     print(f"{name}, {way}, {load}: {seconds:.1f} s", file=sys.stderr)
                 peaks[way] = max(peaks[way], server.peak_bytes())
     figures: dict[str, Any] = {"peak_bytes": peaks}
-    for load, stock in loads["stock"].items():
-        pairs = zip(stock.answers, loads["paged"][load].answers, strict=True)
-        figures[load] = {way: figures_of(loads[way][load]) for way in ways}
-        figures[load]["equal_texts"] = sum(one.text == other.text for one, other in pairs)
+    for load in loads["stock"]:
+        figures[load] = figures_of({way: loads[way][load] for way in ways})
     return figures
 
 
