@@ -72,23 +72,20 @@ class PromptChoice:
 
     def begin_step(self) -> list[int]:
         """The sequences that wait, in the order in which they may begin."""
-        line = [*self._queue]
+        line = {each.uid: each for each in self._queue}
         if self.turns is None:
-            return [each.uid for each in line]
+            return [*line]
         answers, prompts = len(self._parts.generating), len(line) + len(self._parts.reading)
         if prompts:
             token_s = self._rates.computing.seconds_for(1) or 0.0
             speeds = self._step_s, token_s, self.turns.owed_s
-            speeds = self._ranks.broadcast("speeds", speeds)
-            self.turns.begin_step(answers, prompts, *speeds)
+            self.turns.begin_step(answers, prompts, *self._ranks.broadcast("speeds", speeds))
             self._generator.prefill_step_size = self._within_memory(self.turns.part)
-        known_prompts = self._waiting
-        self._waiting = {
-            each.uid: known_prompts.get(each.uid) or self._prompt_of(each) for each in line
-        }
+        known = self._waiting
+        self._waiting = {uid: known.get(uid) or self._prompt_of(each) for uid, each in line.items()}
         # What is cached of a prompt changes: it is looked up anew for those that may begin.
-        for each in self._in_order()[:HEAD]:
-            self._waiting[each] = self._prompt_of(self._queue[each])
+        for uid in self._in_order()[:HEAD]:
+            self._waiting[uid] = self._prompt_of(line[uid])
         return self._in_order()
 
     def is_turn(self, uid: int, running: list[int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.page_pool import PagePool
 
 Tokens = list[int]
 
@@ -24,6 +25,8 @@ SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 class Reuses(Protocol):
     """Finds and keeps cached prompts."""
+
+    pool: PagePool
 
     def peek(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[int, int]: ...
 

@@ -52,7 +52,9 @@ class PromptSharing:
         self._queue = queue
         self._requests = requests
         self.new: set[int] = set()
-        self._cached: dict[int, tuple[int, int]] = {}  # in this step
+        # Of prompts that wait. To look all of them up in each step would take long.
+        self._cached: dict[int, tuple[int, int]] = {}
+        self._known_state = 0, 0
         # Where prompts that are being computed will be cached for others, in tokens.
         self._ends: dict[int, set[int]] = {}
 
@@ -62,8 +64,11 @@ class PromptSharing:
         self._ends = {uid: ends for uid, ends in self._ends.items() if uid in uids}
 
     def begin_step(self) -> None:
-        """Forget what was cached in the step before."""
-        self._cached.clear()
+        """Forget what was cached before, if that may have changed."""
+        state = len(self._factory.pool.index), self._factory.pool.bytes_active
+        if state != self._known_state:
+            self._known_state = state
+            self._cached.clear()
 
     def cached(self, uid: int) -> tuple[int, int]:
         """How many tokens of a waiting prompt are cached, and how many of these are in use."""
