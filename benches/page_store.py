@@ -67,33 +67,16 @@ def main() -> None:
 def time_to_first_token(folder: Path, dtype: str, turns: int) -> dict[str, Any]:
     model, _ = load_model("stdlib-llama", getattr(mx, dtype))
     tokens = random_tokens(model, PROMPT)
-    answers: list[tuple[int, mx.array]] = []
-
-    def cold() -> None:
-        cache = PagedCacheFactory(model, max_bytes=MEMORY).make_cache()
-        answers.append(first_token(model, tokens, cache))
+    shares: list[float] = []
 
     def opened() -> PagedCacheFactory:
         return PagedCacheFactory(model, store=folder, store_bytes=CAP, max_bytes=MEMORY)
 
-    def from_disk() -> None:
-        cache, cached = factory.fetch_cache(tokens)
-        assert cached == PROMPT - 1, cached
-        answers.append(first_token(model, tokens[cached:], cache))
-
-    factory = opened()
-    cache = factory.make_cache()
-    answers.append(first_token(model, tokens, cache))
-    factory.insert_cache(tokens, cache)
-    factory.close()
-    colds, disks, openings, shares = [], [], [], []
-    for _ in range(turns):
-        colds.append(seconds(cold))
-        openings.append(seconds(lambda: opened().close()))
-        factory = opened()
+    def drop() -> None:
         shares.append(drop_from_page_cache(folder))
-        disks.append(seconds(from_disk))
-        factory.close()
+
+    colds, disks, answers = computed_and_found(model, tokens, PROMPT, opened, turns, drop)
+    openings = [seconds(lambda: opened().close()) for _ in range(turns)]
     return {
         "cold_seconds": median(colds),
         "disk_seconds": median(disks),
@@ -105,6 +88,43 @@ def time_to_first_token(folder: Path, dtype: str, turns: int) -> dict[str, Any]:
             for token, logprobs in answers
         ),
     }
+
+
+def computed_and_found(
+    model: Any,
+    tokens: list[int],
+    known: int,
+    opened: Callable[[], PagedCacheFactory],
+    turns: int,
+    before_look: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float], list[tuple[int, mx.array]]]:
+    """Seconds to the first token of a prompt, computed and found by a factory that has nothing but
+    a store with its first tokens, so many, in turns; and the first tokens with their log
+    probabilities."""
+    answers: list[tuple[int, mx.array]] = []
+
+    def computed() -> None:
+        cache = PagedCacheFactory(model, max_bytes=MEMORY).make_cache()
+        answers.append(first_token(model, tokens, cache))
+
+    def found() -> None:
+        cache, cached = factory.fetch_cache(tokens)
+        assert cached == min(known // PAGE_SIZE * PAGE_SIZE, len(tokens) - 1), cached
+        answers.append(first_token(model, tokens[cached:], cache))
+
+    factory = opened()
+    cache = factory.make_cache()
+    answers.append(first_token(model, tokens, cache))
+    factory.insert_cache(tokens[:known], cache)
+    factory.close()
+    colds, founds = [], []
+    for _ in range(turns):
+        colds.append(seconds(computed))
+        factory = opened()
+        before_look()
+        founds.append(seconds(found))
+        factory.close()
+    return colds, founds, answers
 
 
 def drop_from_page_cache(folder: Path) -> float:

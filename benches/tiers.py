@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from benches.models import first_token, load_model, random_tokens
+from benches.models import load_model, random_tokens
+from benches.page_store import MEMORY, computed_and_found
 from benches.results_file import write_result
 from benches.serving_http import events
 from paged_kv import PagedCacheFactory, StoreOptions
@@ -48,7 +49,6 @@ ENTRIES, ENTRY_BYTES, ROUNDS = 16, 16 << 20, 7
 PROMPT, TURNS = 8192, 2
 HANDED, QUIET_TURNS, BUSY_TURNS = 4096, 9, 3
 RUNNING, QUIET_S = 8, 4.0
-MEMORY = 1 << 30
 
 
 def main() -> None:
@@ -107,41 +107,19 @@ def times_to_first_token(address: str, options: StoreOptions) -> dict[str, Any]:
     """Seconds to the first token of a prompt, computed and found."""
     model, _ = load_model("stdlib-llama")
     tokens = random_tokens(model, PROMPT)
-    answers: set[int] = set()
-
-    def answered(rest: list[int], cache: Any) -> None:
-        answers.add(first_token(model, rest, cache)[0])
 
     def opened() -> PagedCacheFactory:
         return PagedCacheFactory(
             model, store=address, store_options=options, store_bytes=4 << 30, max_bytes=MEMORY
         )
 
-    def computed() -> None:
-        answered(tokens, PagedCacheFactory(model, max_bytes=MEMORY).make_cache())
-
-    def found() -> None:
-        cache, cached = factory.fetch_cache(tokens)
-        assert cached == (PROMPT - 1) // PAGE_SIZE * PAGE_SIZE, cached
-        answered(tokens[cached:], cache)
-
-    factory = opened()
-    cache = factory.make_cache()
-    answered(tokens, cache)
-    factory.insert_cache(tokens[: PROMPT - 1], cache)
-    factory.close()
-    colds, founds = [], []
-    for _ in range(TURNS):
-        colds.append(seconds(computed))
-        factory = opened()
-        founds.append(seconds(found))
-        factory.close()
+    colds, founds, answers = computed_and_found(model, tokens, PROMPT - 1, opened, TURNS)
     return {
         "prompt_tokens": PROMPT,
         "computed_seconds": median(colds),
         "found_seconds": median(founds),
         "computed_over_found": ratio(colds, founds),
-        "tokens_are_equal": len(answers) == 1,
+        "tokens_are_equal": len({token for token, _ in answers}) == 1,
     }
 
 

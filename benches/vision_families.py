@@ -18,7 +18,6 @@ from benches.openblas import BLAS
 
 import inspect
 import logging
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -26,19 +25,10 @@ import mlx.core as mx
 from mlx_vlm.generate import ar
 from mlx_vlm.models.cache import make_prompt_cache
 
+from benches.model_families import NEW_TOKENS, POOL_BYTES, PREFILL_STEP, PROMPTS, MakeCache
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from tests.support.vision_zoo import folders, small_language_model
-
-# One shorter, one longer than the windows of 32 tokens, and one that needs several steps.
-PROMPTS = [
-    [(7 * i * i + 3 * i + 1 + row) % 97 for i in range(n)] for row, n in enumerate((3, 40, 70))
-]
-NEW_TOKENS = 8
-PREFILL_STEP = 16
-POOL_BYTES = 64 << 20
-
-MakeCache = Callable[[], list[Any]]
 
 
 def greedy(

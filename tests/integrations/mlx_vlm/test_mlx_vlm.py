@@ -14,7 +14,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_vlm.generate import ar, dispatch
 from mlx_vlm.models import cache as vlm_cache
 
-from benches.vision_families import NEW_TOKENS, PROMPTS, alone, batched, greedy
+from benches.model_families import NEW_TOKENS, PROMPTS
+from benches.vision_families import alone, batched, greedy
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
