@@ -20,7 +20,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import mean
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -165,12 +164,8 @@ def losses_of(name: str, kind: str) -> dict[str, list[float]]:
 def row_of(name: str, choice: str, share: int, parts: list[dict[str, list[float]]]) -> Figures:
     """The loss of one choice over texts."""
     exact = "q4 exact" if choice == "q4" else "exact"
-    blocks = [
-        mean(part[f"{choice} {share}"][at : at + BLOCK]) - mean(part[exact][at : at + BLOCK])
-        for part in parts
-        for at in range(0, MEASURED, BLOCK)
-    ]
-    return {"model": name, "choice": choice, "share": share, **loss_of(blocks)}
+    pairs = [(part[f"{choice} {share}"], part[exact]) for part in parts]
+    return {"model": name, "choice": choice, "share": share, **loss_of(pairs, BLOCK)}
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ policy could find, as it knows the future. Prompts are those of
 
 Pages have 256 tokens. Those that fit are a number of pages an agent, of which the last prompt of a
 median session has 555; for Mooncake's trace they are a number in all. `states` are those of
-recurrent layers, so many in all; `foreseen` evicts the one that is
-found again last. Shares are of the prompts' tokens. All of it takes half an hour or less. The plot
-shows the states of agents: docs/pictures/eviction.svg.
+recurrent layers, so many in all; `foreseen` evicts the one that is found again last. Shares are of
+the prompts' tokens. All of it takes half an hour or less. The plot shows the states of agents:
+docs/pictures/eviction.svg.
 
 With --duels, loads of 60,000 pages run through the index with `LeastRecentlyUsed`, with
 `LeastWorth`, and with `BetterOfTwo`, which lets these two duel: made-up ones, and a trace such as

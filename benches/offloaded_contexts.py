@@ -118,16 +118,12 @@ def quality_of(name: str, kind: str) -> dict[str, Figures]:
 
 def quality_row(name: str, label: str, parts: list[dict[str, Figures]]) -> Figures:
     """The means over texts."""
-    blocks = [
-        mean(part[label]["nats"][at : at + BLOCK]) - mean(part[EXACT]["nats"][at : at + BLOCK])
-        for part in parts
-        for at in range(0, MEASURED, BLOCK)
-    ]
+    pairs = [(part[label]["nats"], part[EXACT]["nats"]) for part in parts]
     return {
         "model": name,
         "kept": label,
         "texts": len(parts),
-        **loss_of(blocks),
+        **loss_of(pairs, BLOCK),
         **{key: mean(part[label][key] for part in parts) for key in ("fetched", "late")},
     }
 

@@ -26,7 +26,7 @@ from benches.openblas import BLAS
 import argparse
 import math
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -132,22 +132,10 @@ def losses_of(name: str, kind: str, length: int) -> dict[str, Losses]:
     model, tokenizer = load_model(name)
     text = text_of(kind, tokenizer)[: length + 1]
     assert len(text) == length + 1, f"{kind} has {len(text)} tokens, {length + 1} are needed"
-    return side_by_side(model, caches_of(model, length), text, every_of(length))
-
-
-def every_of(length: int) -> int:
-    """Of how many tokens one is compared, so that all lengths compare as many."""
-    return length // min(LENGTHS)
-
-
-def side_by_side(
-    model: Any, caches: dict[str, Caches], text: list[int], every: int
-) -> dict[str, Losses]:
-    """What each cache loses over a text, a step at a time, at `every` so many tokens. The first
-    cache is exact."""
+    caches, every = caches_of(model, length), every_of(length)
     losses = {cache: Losses() for cache in caches}
-    for start in range(0, len(text) - 1, STEP):
-        end = min(start + STEP, len(text) - 1)
+    for start in range(0, length, STEP):
+        end = min(start + STEP, length)
         following = text[start + 1 : end + 1][::every]
         exact: mx.array | None = None
         for cache, layers in caches.items():
@@ -157,36 +145,44 @@ def side_by_side(
     return losses
 
 
-def blocks(losses: Losses, exact: Losses, size: int) -> Iterator[float]:
+def every_of(length: int) -> int:
+    """Of how many tokens one is compared, so that all lengths compare as many."""
+    return length // min(LENGTHS)
+
+
+def blocks(nats: list[float], exact: list[float], size: int) -> list[float]:
     """The nats a token that each block of `size` tokens loses."""
-    for start in range(0, len(losses.nats), size):
-        own, others = (each.nats[start : start + size] for each in (losses, exact))
-        yield mean(own) - mean(others)
+    return [
+        mean(nats[start : start + size]) - mean(exact[start : start + size])
+        for start in range(0, len(nats), size)
+    ]
+
+
+def loss_of(pairs: Iterable[tuple[list[float], list[float]]], size: int) -> Figures:
+    """The loss of perplexity over texts, in percent, by the nats of each of their tokens and those
+    with exact attention; its error is that over blocks of `size` tokens."""
+    differences = [each for pair in pairs for each in blocks(*pair, size)]
+    return {
+        "loss_percent": 100 * math.expm1(mean(differences)),
+        "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
+    }
 
 
 def row_of(of_texts: dict[str, dict[str, Losses]], cache: str, every: int) -> Figures:
     """The figures of one cache over texts of which `every` so many tokens are compared."""
     size = BLOCK // every
-    pairs = {kind: (losses[cache], losses["fp16"]) for kind, losses in of_texts.items()}
-    differences = [each for pair in pairs.values() for each in blocks(*pair, size)]
-    divergences = sorted(each for own, _ in pairs.values() for each in own.divergences)
-    nats = [each for own, _ in pairs.values() for each in own.nats]
+    own = [losses[cache] for losses in of_texts.values()]
+    pairs = {k: (losses[cache].nats, losses["fp16"].nats) for k, losses in of_texts.items()}
+    divergences = sorted(each for text in own for each in text.divergences)
+    nats = [each for text in own for each in text.nats]
     return {
         "cache": cache,
         "perplexity": math.exp(mean(nats)),
-        **loss_of(differences),
+        **loss_of(pairs.values(), size),
         "by_text": {k: 100 * math.expm1(mean(blocks(*pair, size))) for k, pair in pairs.items()},
-        "equal_percent": 100 * sum(own.equal for own, _ in pairs.values()) / len(nats),
+        "equal_percent": 100 * sum(text.equal for text in own) / len(nats),
         "kl_mean": mean(divergences),
         "kl_99": divergences[int(0.99 * len(divergences))],
-    }
-
-
-def loss_of(differences: list[float]) -> Figures:
-    """The loss of perplexity, in percent, from the nats a token that blocks of tokens lose."""
-    return {
-        "loss_percent": 100 * math.expm1(mean(differences)),
-        "standard_error_percent": 100 * stdev(differences) / math.sqrt(len(differences)),
     }
 
 
