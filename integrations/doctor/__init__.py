@@ -2,5 +2,5 @@
 
 doctor_command  the command
 examination     says what is known of the kernels, and checks all of them
-report          shows how far it is; one file for an issue: this, a bench, versions and the log
+report          one file for an issue: this, a bench, versions and the log
 """

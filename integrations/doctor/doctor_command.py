@@ -14,13 +14,14 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
             "Says which backend is active and why, which of its kernels were checked on this "
             "device, and what is wrong with others. A kernel is checked before its first use, "
             "against attention in float64; if one is wrong, plain operations serve everything. "
-            "--again runs every kernel now. "
+            "--again runs every kernel now, and prints a line for each as soon as it is known: the "
+            "last one tells where a device hangs. "
             "PAGED_KV_BACKEND selects a backend, PAGED_KV_ISA the instruction set of the CPU "
             "kernels. Exit status 1 if a kernel is wrong."
         ),
         **examples(
             "paged-kv doctor",
-            "paged-kv doctor --again --verbose",
+            "paged-kv doctor --again",
             "paged-kv doctor --report report.md",
             "paged-kv doctor --reset",
             "PAGED_KV_ISA=generic paged-kv doctor --again",
@@ -29,8 +30,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also list what is right; with --again or --report, first print a line for each "
-        "check, as soon as it is known: the last one tells where a device hangs",
+        help="also list what is right",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -58,7 +58,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Tell, examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
     from paged_kv.integrations.doctor.examination import examine, known
-    from paged_kv.integrations.doctor.report import progress, write_report
+    from paged_kv.integrations.doctor.report import write_report
     from paged_kv.kernels.pages.verdicts import forget_verdicts
 
     if arguments.reset:
@@ -66,10 +66,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print("kernels are checked before their next use")
         return 0
     if arguments.report:
-        return write_report(arguments.report, verbose=arguments.verbose)
+        return write_report(arguments.report)
     if arguments.again:
-        with progress(verbose=arguments.verbose) as tell:
-            examine(tell)
+        examine()
     are_right, text = known(verbose=arguments.verbose)
     print(text)
     return 0 if are_right else 1

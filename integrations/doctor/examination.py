@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from time import perf_counter
@@ -39,28 +38,28 @@ def known(*, verbose: bool) -> tuple[bool, str]:
     return not wrong, "\n\n".join(filter(None, map("\n".join, parts)))
 
 
-def examine(tell: Callable[[str], None]) -> None:
-    """Run all checks, and let what they find hold in the place of what was known.
-
-    Args:
-        tell: takes a line for each check as soon as it is known, so that somebody who waits sees
-            where a device hangs.
+def examine() -> list[str]:
+    """Run all checks, and let what they find hold in the place of what was known. Prints and
+    returns a line for each, as soon as it is known: the one after the last may hang a device.
 
     Raises:
         OSError: the file of verdicts cannot be deleted.
     """
     forget_verdicts()
-    backend = device_backend()
+    backend, lines = device_backend(), []
+
+    def failure(check: Check) -> str | None:
+        start = perf_counter()
+        passed, finding = check.result()
+        verdict, milliseconds = "right" if passed else "WRONG", 1e3 * (perf_counter() - start)
+        lines.append(f"{verdict}  {check.name:<42} {milliseconds:9.1f} ms  {finding}")
+        print(lines[-1], flush=True)
+        return None if passed else finding
+
     for check in checks(backend):
-        verdicts_on(variant(backend)).check_again(check.name, partial(_failure, check, tell))
-
-
-def _failure(check: Check, tell: Callable[[str], None]) -> str | None:
-    start = perf_counter()
-    passed, finding = check.result()
-    verdict, milliseconds = "right" if passed else "WRONG", 1e3 * (perf_counter() - start)
-    tell(f"{verdict}  {check.name:<42} {milliseconds:9.1f} ms  {finding}")
-    return None if passed else finding
+        verdicts_on(variant(backend)).check_again(check.name, partial(failure, check))
+    print()
+    return lines
 
 
 def _system(backend: Backend) -> list[str]:

@@ -1,4 +1,4 @@
-"""Shows how far an examination is, and writes one file with all that an issue needs."""
+"""Writes one file with all that an issue needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import io
 import json
 import logging
 import os
-import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,35 +18,12 @@ from paged_kv.integrations.bench.report import as_table
 from paged_kv.integrations.doctor.examination import examine, known
 
 
-@contextmanager
-def progress(*, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """A call that takes each line as it is found: prints it if `verbose`; otherwise a terminal
-    shows the latest one, until the end."""
-    if verbose:
-        yield lambda line: print(line, flush=True)
-        print()
-    elif sys.stderr.isatty():
-        try:
-            yield _show
-        finally:
-            _show("")
-    else:
-        yield lambda line: None
-
-
-def _show(line: str) -> None:
-    """Show a line in place of the one before, cut so that it does not wrap."""
-    columns = shutil.get_terminal_size().columns - 1
-    print(f"\r\x1b[K{line[:columns]}", end="", file=sys.stderr, flush=True)
-
-
-def write_report(file: Path, *, verbose: bool) -> int:
+def write_report(file: Path) -> int:
     """Examine the kernels, run a quick bench of the embedded model, and write all that was found,
     the versions and the log to a Markdown file.
 
     Args:
         file: the file to write.
-        verbose: whether all of the examination is printed too.
 
     Returns:
         1 if a kernel was wrong, else 0.
@@ -58,16 +33,9 @@ def write_report(file: Path, *, verbose: bool) -> int:
     """
     require_writable(file)
     _, before = known(verbose=True)
-    each: list[str] = []
     with _logged() as log:
-        with progress(verbose=verbose) as tell:
-
-            def keep(line: str) -> None:
-                each.append(line)
-                tell(line)
-
-            examine(keep)
-        are_right, found = known(verbose=verbose)
+        each = examine()
+        are_right, found = known(verbose=False)
         print(found)
         content, outcomes = measured(None, QUICK)
         benched = as_table(content, outcomes)

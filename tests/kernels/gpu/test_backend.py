@@ -239,17 +239,6 @@ def test_every_check_of_the_doctor_can_fail() -> None:
             assert not error <= check.tolerance or np.isnan(error), check.name
 
 
-def test_the_doctor_finds_outputs_that_are_not_numbers() -> None:
-    class NoNumbers(Backend):
-        def attend(self, pages: Any, queries: mx.array, *arguments: Any, **options: Any) -> Any:
-            output = super().attend(pages, queries, *arguments, **options)
-            return output * mx.nan
-
-    for check in checks(NoNumbers()):
-        if check.name in ("decode fp16 float16", "prefill fp16 float16"):
-            assert not check.result()[0], check.name
-
-
 def _decodes() -> Iterator[tuple[tuple[int, int], int, int]]:
     dims = [*product(HEAD_SIZES, HEAD_SIZES), (512, 512)]
     yield from product(dims, (1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 64), (1, 2))
