@@ -106,6 +106,8 @@ class PagedModel:
         if self.head is not None:
             add_head(pool, self.head)
         self._compiles = compiles(self._options.compile, pool.backend)
+        if self._compiles is None and self.ranks.size > 1:
+            self._compiles = False  # each would decide by its own times, and take other steps
         pool.hooks, pool.versions = self._hooks, self.version
         self._pools.add(pool)
         if self._trial is not None:
