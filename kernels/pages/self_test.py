@@ -56,20 +56,14 @@ class Check:
     """One operation on one kind of pages.
 
     Attributes:
-        operation: its name, such as "decode in a window".
-        pages: their format and dtype, such as "q4 bfloat16".
         run: runs the operation and returns the error of its result.
         tolerance: the largest error that passes.
+        name: such as "decode in a window q4 bfloat16".
     """
 
-    operation: str
-    pages: str
     run: Callable[[], float]
     tolerance: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.operation} {self.pages}"
+    name: str = ""
 
     def failure(self) -> str | None:
         """What is wrong; None if it passes."""
@@ -113,7 +107,7 @@ def checks(backend: Backend) -> Iterator[Check]:
                 ),
             ]
             for operation, check in calls:
-                yield replace(check, operation=operation, pages=f"{name} {_name(dtype)}")
+                yield replace(check, name=f"{operation} {name} {str(dtype).rpartition('.')[2]}")
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ class Probe:
                 pages.write(*step, probe._metadata())
             return _different_words(ours, theirs)
 
-        return self._check("write", run, 0)
+        return Check(run, 0)
 
     def summarise(self, backend: Backend) -> Check:
         """Writes a page; the error is the largest difference of its summaries."""
@@ -168,7 +162,7 @@ class Probe:
             expected = _floats(summaries_of(keys[0]))
             return _largest(_floats(words.view(mx.float16)).reshape(expected.shape) - expected)
 
-        return self._check("summarise", run, self._near)
+        return Check(run, self._near)
 
     def copy(self, backend: Backend) -> Check:
         """Copies pages of each format to each format; the error is the largest difference from
@@ -185,7 +179,7 @@ class Probe:
             pairs = zip(sources, targets, strict=True)
             return float(np.max([self._copied_error(ours, theirs, *pair) for pair in pairs]))
 
-        return self._check("copy", run, 1)
+        return Check(run, 1)
 
     def _copied_error(self, ours: LayerPages, theirs: LayerPages, source: int, to: int) -> float:
         layout, pages = theirs.layout_of(to), [each.page(to) for each in (ours, theirs)]
@@ -217,7 +211,7 @@ class Probe:
             pairs = zip(found, expected, strict=True)
             return max(_largest(_floats(a) - _floats(b)) for a, b in pairs)
 
-        return self._check("gather", run, self._near)
+        return Check(run, self._near)
 
     def attend(
         self,
@@ -263,14 +257,11 @@ class Probe:
                 return _largest(np.asarray(expected - found.astype(mx.float64)))
 
         rounds = backend.name == "native" and any(each.startswith("q4") for each in self.formats)
-        return self._check("attend", run, max(self._near, ROUNDED_QUERIES * rounds))
+        return Check(run, max(self._near, ROUNDED_QUERIES * rounds))
 
     @property
     def _near(self) -> float:
         return max(TOLERANCES[self.geometry.k_dtype], TOLERANCES[self.geometry.v_dtype])
-
-    def _check(self, operation: str, run: Callable[[], float], tolerance: float) -> Check:
-        return Check(operation, f"{' and '.join(self.formats)} {self.geometry}", run, tolerance)
 
     @cached_property
     def _kinds(self) -> list[str]:
@@ -349,10 +340,6 @@ class Probe:
             keys = alike[:, :, :tokens] + 0.3 * keys
         values = (rows, geometry.v_heads, tokens, geometry.v_dim)
         return keys.astype(geometry.k_dtype), _random(values, geometry.v_dtype, seed + 10)
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
 
 
 def _random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:

@@ -24,7 +24,7 @@ def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """The checks of kernels: right ones, to which tests may add."""
-    found = [Check("gather", f"q8 {each}", lambda: 0.0, 0.1) for each in ("float16", "bfloat16")]
+    found = [Check(lambda: 0.0, 0.1, f"gather q8 {each}") for each in ("float16", "bfloat16")]
     monkeypatch.setattr(examination, "checks", lambda backend: found)
     return found
 
@@ -34,7 +34,7 @@ def test_what_it_found_holds_and_is_told(
 ) -> None:
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith("0 of 0 checks")
-    kernels.append(Check("copy", "q4 bfloat16", lambda: 3.0, 0.1))
+    kernels.append(Check(lambda: 3.0, 0.1, "copy q4 bfloat16"))
     assert main(["doctor", "--again"]) == 1
     assert capsys.readouterr().out.startswith("right  gather q8 float16 ")
     assert choose_backend().name == choose_backend().name == "plain"
@@ -51,7 +51,7 @@ def test_what_it_found_holds_and_is_told(
     assert choose_backend().name == "native"
     monkeypatch.delenv("PAGED_KV_BACKEND")
     for undo in ("--again", "--reset"):
-        kernels[2:] = [Check("copy", "q4 bfloat16", lambda: 3.0, 0.1)]
+        kernels[2:] = [Check(lambda: 3.0, 0.1, "copy q4 bfloat16")]
         main(["doctor", "--again"])
         kernels.pop()
         assert main(["doctor", undo]) == 0

@@ -7,16 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.backends import backend_for, choose_backend
+from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.pages import verdicts as verdicts_module
 from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.kernels.pages.verdicts import (
     NEVER_ENDED,
     RIGHT,
     Verdicts,
     WrongKernel,
+    forget_verdicts,
     verdict_file,
     verdicts_on,
 )
@@ -148,6 +152,19 @@ def test_verdicts_are_of_a_device_and_of_versions(monkeypatch: pytest.MonkeyPatc
             here.setattr(verdicts_module, part, lambda *_: "another")
             assert verdicts_on("metal").backend != verdicts_on("cuda").backend
             assert "another" in verdicts_on("metal").backend
+
+
+def test_a_cpu_kernel_that_is_wrong_serves_no_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+    geometry = LayerGeometry(2, 64, mx.float16, 2, 64, mx.float16)
+    assert backend_for(choose_backend(), geometry).name == "native"
+    forget_verdicts()
+    monkeypatch.setattr(NativeBackend, "attend", lambda self, pages, queries, *_, **__: 0 * queries)
+    assert backend_for(choose_backend(), geometry).name == "plain"
+    assert choose_backend().name == "plain"
 
 
 def test_who_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
