@@ -171,7 +171,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, (count, runs) in LOADS.items():
             model = Path(folder, name)
-            write_float32(model, MODELS.get(name))
+            write_float32(model, Path(MODELS[name]) if name in MODELS else None)
             models[name] = {"tokens": count, "runs": runs, **measure_model(model, count, runs)}
     figures = {"dtype": "float32", "blas": BLAS, "streams": STREAMS, "models": models}
     write_result("long_prompts", {**figures, "short_tokens": SHORT_TOKENS})

@@ -217,10 +217,10 @@ def both_servers() -> Iterator[tuple[Any, dict[str, int]]]:
             yield load_tokenizer(model), {"mlx_lm": stock, "paged": paged}
 
 
-def write_float32(folder: Path, of: str | None = None) -> None:
-    """A copy of a model whose weights have 32 bits: mlx_lm.server has no option for that. `of` is
-    its folder, if it is not `MODEL`."""
-    source = Path(of or model_folder(MODEL))
+def write_float32(folder: Path, source: Path | None = None) -> None:
+    """A copy of the bench's model, or of another one, whose weights have 32 bits: mlx_lm.server has
+    no option for that."""
+    source = source or model_folder(MODEL)
     shutil.copytree(source, folder, dirs_exist_ok=True)
     weights: Any = mx.load(str(source / "model.safetensors"))
     wide = {name: array.astype(mx.float32) for name, array in weights.items()}

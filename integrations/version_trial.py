@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,42 +60,40 @@ def require_trusted(make_factory: Callable[[Any], Any]) -> None:
 
 def _try_out(make_factory: Callable[[Any], Any]) -> None:
     model = _model()
-    factory = make_factory(model)
-    for part, generated in _PARTS.items():
-        try:
-            expected = generated(model, lambda: mlx_lm_cache.make_prompt_cache(model))
-            with factory if part == _BATCHES else nullcontext():
-                found = generated(model, factory.make_cache)
-        except Exception as error:  # whatever a changed function raises
-            raise MLXLMChanged(f"cannot be used for {part} ({error!r})") from error
-        if found != expected:
-            raise MLXLMChanged(f"gives other tokens with pages than without in {part}")
+    with closing(make_factory(model)) as factory:
+        for part, generated in _PARTS.items():
+            try:
+                expected = generated(model)
+                with factory:  # then `make_prompt_cache` makes pages
+                    found = generated(model)
+            except Exception as error:  # whatever a changed function raises
+                raise MLXLMChanged(f"cannot be used for {part} ({error!r})") from error
+            if found != expected:
+                raise MLXLMChanged(f"gives other tokens with pages than without in {part}")
 
 
-def _generated(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
-    return _continued(model, make_cache(), _PROMPT)
+def _generated(model: Any) -> Tokens:
+    return _continued(model, mlx_lm_cache.make_prompt_cache(model), _PROMPT)
 
 
-def _batched(model: Any, make_cache: Callable[[], list[Any]]) -> list[Tokens]:
+def _batched(model: Any) -> list[Tokens]:
     generator = BatchGenerator(model, max_tokens=_STEPS)
-    uids = generator.insert(_PROMPTS[:2])
-    uids += generator.insert(_PROMPTS[2:], caches=[make_cache()])
-    tokens: dict[int, Tokens] = {uid: [] for uid in uids}
+    tokens: dict[int, Tokens] = {uid: [] for uid in generator.insert(_PROMPTS)}
     while responses := generator.next_generated():
         for response in responses:
             tokens[response.uid].append(response.token)
     return list(tokens.values())
 
 
-def _trimmed(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
-    prompt_cache = make_cache()
+def _trimmed(model: Any) -> Tokens:
+    prompt_cache = mlx_lm_cache.make_prompt_cache(model)
     _continued(model, prompt_cache, _PROMPT)
     mlx_lm_cache.trim_prompt_cache(prompt_cache, 20)
     return _continued(model, prompt_cache, _PROMPTS[1])
 
 
-def _loaded(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
-    prompt_cache = make_cache()
+def _loaded(model: Any) -> Tokens:
+    prompt_cache = mlx_lm_cache.make_prompt_cache(model)
     _continued(model, prompt_cache, _PROMPT)
     with TemporaryDirectory() as folder:
         file = os.path.join(folder, "prompt.safetensors")
@@ -103,10 +101,9 @@ def _loaded(model: Any, make_cache: Callable[[], list[Any]]) -> Tokens:
         return _continued(model, mlx_lm_cache.load_prompt_cache(file), _PROMPTS[1])
 
 
-_BATCHES = "batches with rows of unequal length"
-_PARTS: dict[str, Callable[[Any, Callable[[], list[Any]]], Any]] = {
+_PARTS: dict[str, Callable[[Any], Any]] = {
     "generate": _generated,
-    _BATCHES: _batched,
+    "batches with rows of unequal length": _batched,
     "trim": _trimmed,
     "save and load": _loaded,
 }

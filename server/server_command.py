@@ -56,10 +56,9 @@ def require_servable(options: ServerOptions) -> None:
     """Check options before anything is loaded.
 
     Raises:
-        ValueError: an option lacks another one, or mlx-lm is too old.
+        ValueError: an option lacks another one.
         OSError: a model or another file is not there.
     """
-    _require_mlx_lm()
     options.cache.require_usable()
     if options.prefill_from and not options.cache.has_servers:
         raise ValueError(
@@ -143,17 +142,6 @@ def _serve(options: ServerOptions) -> int:
     if status:
         ranks.abandon()
     return status
-
-
-def _require_mlx_lm() -> None:
-    """Raise ValueError if mlx-lm's server is older than the one that this one builds on."""
-    import mlx_lm
-
-    if tuple(map(int, mlx_lm.__version__.split(".")[:3])) < (0, 32, 1):
-        raise ValueError(
-            f"the server needs mlx-lm 0.32.1 or newer, and mlx-lm {mlx_lm.__version__} is "
-            "installed: pip install --upgrade mlx-lm"
-        )
 
 
 def _require_shareable(options: ServerOptions) -> None:

@@ -68,8 +68,9 @@ class _Factories:
         model = language_model(model)
         with self._lock:
             if ATTACHED not in vars(model):
-                _attach(model, None)  # what makes the factory asks too
-                _attach(model, self._made(model))
+                object.__setattr__(model, ATTACHED, lambda: None)  # its maker asks, too
+                made = self._made(model)
+                object.__setattr__(model, ATTACHED, lambda: made)
             factory: PagedCacheFactory | None = vars(model)[ATTACHED]()
         return factory
 
@@ -113,10 +114,6 @@ class _Watch(NamedTuple):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _attach(model: Module, factory: PagedCacheFactory | None) -> None:
-    object.__setattr__(model, ATTACHED, lambda: factory)
 
 
 def _hook_mlx_vlm(factories: _Factories) -> None:

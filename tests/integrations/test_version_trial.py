@@ -33,7 +33,9 @@ def test_tested_versions_are_those_that_ci_runs() -> None:
     assert {*re.findall(r"mlx-lm==([\d.]+)", checks), version("mlx-lm")} == {*TESTED_MLX_LM}
 
 
-def test_a_version_that_works_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_works_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     state: Any = mx.random.state
     key = state[0]
     require_trusted(make_factory)
@@ -43,12 +45,11 @@ def test_a_version_that_works_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(version_trial, "_trusted", set())
     require_trusted(tried.append)  # as another process
     assert not tried
-
-
-@pytest.mark.slow
-def test_without_a_cache_folder_nothing_is_recorded(tmp_path: Path) -> None:
-    (tmp_path / "caches").write_text("not a folder")
-    require_trusted(make_factory)
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "caches" / "paged-kv" / "tried-mlx-lm.json")
+    )
+    monkeypatch.setattr(version_trial, "_trusted", set())
+    require_trusted(make_factory)  # where the file cannot be written
 
 
 def _renamed_in_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,24 +85,12 @@ def _changed_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlx_lm_cache, "trim_prompt_cache", trim)
 
 
-def _changed_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files hold it."""
-
-    def save(file: str, prompt_cache: Any) -> None:
-        saved.extend(layer for layer in prompt_cache if layer.joins)
-
-    saved: list[Any] = []
-    monkeypatch.setattr(mlx_lm_cache, "save_prompt_cache", save)
-    monkeypatch.setattr(mlx_lm_cache, "load_prompt_cache", lambda file: saved)
-
-
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         (_renamed_in_models, "generate"),
         (_changed_batches, "batches"),
         (_changed_trimming, "trim"),
-        (_changed_files, "save and load"),
     ],
 )
 @pytest.mark.slow
