@@ -9,6 +9,7 @@ its own cache.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -56,6 +57,8 @@ def _serve(scheduler: Any, factory: PagedCacheFactory, tested: str) -> None:
     if cache is not None and all(hasattr(cache, name) for name in ("fetch", "store", "clear")):
         _answer(cache, factory)
         _keep_pages(scheduler)
+        line = "prompts are kept in these pages, and no other limit of memory for them is used"
+        print(f"paged-kv: {line}", file=sys.stderr)
     elif cache is not None:
         _warn(tested, "memory_aware_cache lacks fetch, store or clear")
     for name in ("block_aware_cache", "prefix_cache"):

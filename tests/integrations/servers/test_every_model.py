@@ -73,7 +73,7 @@ def scheduler_kind(cache: Any, **others: Any) -> Any:
     return Scheduler
 
 
-def test_a_scheduler_finds_and_keeps_prompts_in_pages() -> None:
+def test_a_scheduler_finds_and_keeps_prompts_in_pages(capsys: pytest.CaptureFixture[str]) -> None:
     model: Any = small_model("qwen3")
     factory = PagedCacheFactory(model, max_bytes="32MB")
     cleared: list[Any] = []
@@ -81,6 +81,7 @@ def test_a_scheduler_finds_and_keeps_prompts_in_pages() -> None:
     kind = scheduler_kind(cache, _extract_cache_states=lambda prompt_cache: "copies")
     adapt(TESTED, lambda _: factory, SimpleNamespace(Scheduler=kind))
     scheduler = kind(model)
+    assert "no other limit" in capsys.readouterr().err
     assert cache.fetch(PROMPT) == (None, PROMPT)
     prompt_cache = factory.make_cache()
     model(mx.array([PROMPT]), cache=prompt_cache)
