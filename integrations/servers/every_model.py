@@ -67,11 +67,12 @@ class _Factories:
         so that both go when the program drops the model."""
         model = language_model(model)
         with self._lock:
-            if ATTACHED not in vars(model):
-                object.__setattr__(model, ATTACHED, lambda: None)  # its maker asks, too
-                made = self._made(model)
-                object.__setattr__(model, ATTACHED, lambda: made)
-            factory: PagedCacheFactory | None = vars(model)[ATTACHED]()
+            attached = vars(model).get(ATTACHED)
+            # A copy of a model has what was attached to the other one.
+            if attached is None or attached()[0] is not model:
+                _attach(model, None)  # what makes the factory asks, too
+                _attach(model, self._made(model))
+            factory: PagedCacheFactory | None = vars(model)[ATTACHED]()[1]
         return factory
 
     def _made(self, model: Module) -> PagedCacheFactory | None:
@@ -114,6 +115,10 @@ class _Watch(NamedTuple):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _attach(model: Module, factory: PagedCacheFactory | None) -> None:
+    object.__setattr__(model, ATTACHED, lambda: (model, factory))
 
 
 def _hook_mlx_vlm(factories: _Factories) -> None:

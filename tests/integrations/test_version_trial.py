@@ -63,17 +63,6 @@ def _renamed_in_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "__call__", call)
 
 
-def _changed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches look for it."""
-    generate = import_module("mlx_lm.generate")
-    stock = generate._merge_caches
-
-    def merge(caches: Any) -> Any:
-        return stock([[layer for layer in row if layer.joins] for row in caches])
-
-    monkeypatch.setattr(generate, "_merge_caches", merge)
-
-
 def _changed_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     """`trim` takes what is to be left, not what is to go."""
     monkeypatch.setattr(KVCache, "trim", lambda self, left: setattr(self, "offset", left))
@@ -89,7 +78,6 @@ def _changed_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "part"),
     [
         (_renamed_in_models, "generate"),
-        (_changed_batches, "batches"),
         (_changed_trimming, "trim"),
     ],
 )

@@ -1,5 +1,6 @@
 """`use_pages` gives every model pages, and schedulers of other servers prompts in them."""
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ def test_models_have_pages_prompts_are_kept_and_all_goes_with_the_model(
         while generator.next_generated():
             pass
     assert stats.prompt_tokens == 0
+    assert installed_factory(copy.deepcopy(model)) not in (factory, None)
     gone = weakref.ref(model)
     del model, factory, generator
     gc.collect()
