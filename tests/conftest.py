@@ -35,14 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches() -> Iterator[None]:
-    """Kernels that the doctor left out for this user do not matter to tests, nor the opposite.
+    """What was found of kernels here for this user does not matter to tests, nor the opposite.
 
-    Steps are compiled in tests that say so, or where the whole run says so.
+    Kernels are checked, and steps compiled, in tests that say so, or where the whole run says so.
     """
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(cache_folder()))  # models are the same for all
         patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setenv("PAGED_KV_COMPILE", os.environ.get("PAGED_KV_COMPILE", "0"))
+        for each in ("PAGED_KV_CERTIFY", "PAGED_KV_COMPILE"):
+            patch.setenv(each, os.environ.get(each, "0"))
         yield
 
 

@@ -357,9 +357,6 @@ def _step_of(
     return step
 
 
-VARIABLE = "PAGED_KV_COMPILE"
-
-
 def compiles(choice: bool | None, backend: Backend) -> bool | None:
     """Whether steps are recorded: by a factory's argument, else by PAGED_KV_COMPILE; None for a
     trial, else, where the backend's may pay.
@@ -370,9 +367,9 @@ def compiles(choice: bool | None, backend: Backend) -> bool | None:
     """
     if not isinstance(choice, bool | None):
         raise TypeError(f"compile must be True, False or None, got {described(choice)}")
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get("PAGED_KV_COMPILE")
     if named not in (None, "0", "1"):
-        raise ValueError(f"{VARIABLE} must be 0 or 1, got {named!r}")
+        raise ValueError(f"PAGED_KV_COMPILE must be 0 or 1, got {named!r}")
     if choice is not None:
         return choice
     if named is not None:

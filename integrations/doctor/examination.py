@@ -10,6 +10,7 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from paged_kv.integrations.bench.turns import seconds
 from paged_kv.kernels.backends import device_backend, variant
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
@@ -108,10 +109,4 @@ def _flops() -> float:
     tries."""
     one, other = (mx.random.normal((_SIZE, _SIZE)) for _ in range(2))
     mx.eval(one, other)
-    return 2 * _SIZE**3 / min(_seconds(one, other) for _ in range(_REPETITIONS))
-
-
-def _seconds(one: mx.array, other: mx.array) -> float:
-    began = perf_counter()
-    mx.eval(one @ other)
-    return perf_counter() - began
+    return 2 * _SIZE**3 / min(seconds(lambda: mx.eval(one @ other)) for _ in range(_REPETITIONS))

@@ -8,6 +8,7 @@ arrays are the same in all layers of a kind, and are made once per step.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -348,13 +349,13 @@ def _parameters(call: Call, reader: Reader, width: int) -> mx.array:
 
 
 def _check(call: Call, reach: int, shares: bool, backend: Backend) -> Check:
-    """Of a call that needs the same kernels. Only one token per sequence divides long contexts, by
-    the size of the batch."""
+    """Of a call that needs the same kernels. Only steps of one token divide long contexts, by the
+    numbers of sequences and KV heads."""
     (batch, heads, steps, _), kind, scores = call.shape, call.kind, call.scores
-    if steps > 1 or call.new_tokens or call.is_latent:
-        batch, reach = min(batch, 2), 1024
     longest = max(reach - 76, call.read_tokens + 44)
     probe = Probe(kind.geometry, kind.formats, heads, batch, longest, shares)
+    if steps > 1 or call.new_tokens or call.is_latent:
+        probe = replace(probe, batch=min(batch, 2), longest=948).on_few_heads()
     return probe.attend(
         backend,
         steps=steps if shares else min(steps, 20),

@@ -320,7 +320,7 @@ class GpuBackend(Backend):
             new_tokens=new_tokens,
         )
         is_read = operation in ("copy", "gather")
-        probe = Probe(geometry, kind.formats if is_read else ("fp16",))
+        probe = Probe(geometry, kind.formats if is_read else ("fp16",)).on_few_heads()
         options = {"new_tokens": new_tokens > 0} if operation == "gather" else {}
         self._certify(partial(getattr(probe, operation), **options))
         return launch, params
@@ -366,16 +366,16 @@ class GpuBackend(Backend):
         """
         names = list(self._kernels.made)[self._certified :]
         if names and self.verdicts is not None:
-            self.verdicts.require(names, partial(self._failure, set(names), check))
+            self.verdicts.require(names, partial(self._failure, names, check))
         self._certified += len(names)
 
-    def _failure(self, names: set[str], check: Callable[[Backend], Check]) -> str | None:
-        """What is wrong with kernels, as a check of the same ones finds."""
+    def _failure(self, names: list[str], check: Callable[[Backend], Check]) -> str | None:
+        """What is wrong with kernels, as a check finds that is to run the same ones."""
         other = GpuBackend(self.name, self._kernels.maker)
-        passed, finding = check(other).result()
-        if passed and names <= other._kernels.made.keys():
-            return None
-        return finding if not passed else "its check ran other kernels"
+        failure = check(other).failure()
+        if failure is None and not other._kernels.made.keys() >= set(names):
+            return "its check ran other kernels"
+        return failure
 
     def _is_gathered(
         self, geometry: LayerGeometry, tables: Tables, steps: int, attention: Attention

@@ -131,6 +131,13 @@ class Probe:
     longest: int = 300
     shares: bool = False
 
+    def on_few_heads(self) -> Probe:
+        """The same on at most two KV heads, which take less time and mostly the same kernels."""
+        heads = self.geometry.k_heads
+        few = min(2, heads)
+        geometry = replace(self.geometry, k_heads=few, v_heads=few)
+        return replace(self, geometry=geometry, heads=self.heads // heads * few)
+
     def with_summaries(self) -> Probe:
         """The same in pages with summaries."""
         return replace(self, geometry=replace(self.geometry, has_summaries=True))

@@ -47,12 +47,12 @@ class Verdicts:
         self.found: dict[str, str] = {}
         self.failure: str | None = None
         self._file = file
-        self._is_kept = True
+        self._is_writable = True
         self._lock = RLock()
-        self._others = FileLock(file.with_suffix(".lock"), thread_local=False)
+        self._file_lock = FileLock(file.with_suffix(".lock"), thread_local=False)
         if TRYING in self._add(self._read()).values():
-            with suppress(Timeout), self._alone(timeout=0):
-                self._bury()
+            with suppress(Timeout), self._locked(timeout=0):
+                self._resolve_marks()
 
     def require(self, kernels: Collection[str], check: Callable[[], str | None]) -> None:
         """Check kernels that have no verdict, and wait for another process that does.
@@ -67,8 +67,8 @@ class Verdicts:
         with self._lock:
             if self._is_open(kernels):
                 try:
-                    with self._alone(PATIENCE):
-                        self._bury()
+                    with self._locked(PATIENCE):
+                        self._resolve_marks()
                         if self._is_open(kernels):
                             self._try(kernels, check)
                 except Timeout:
@@ -82,7 +82,7 @@ class Verdicts:
         Raises:
             Timeout: another process has been checking kernels for minutes.
         """
-        with self._lock, self._alone(PATIENCE):
+        with self._lock, self._locked(PATIENCE):
             self._try([name], check)
 
     def _is_open(self, kernels: Collection[str]) -> bool:
@@ -97,7 +97,7 @@ class Verdicts:
             raise
         self._write(dict.fromkeys(kernels, verdict))
 
-    def _bury(self) -> None:
+    def _resolve_marks(self) -> None:
         """Take what other processes have found, and count as wrong what they did not live to find.
         Nobody checks meanwhile."""
         found = self._add(self._read())
@@ -109,36 +109,37 @@ class Verdicts:
         self.found.update(found)
         wrong = {kernel: each for kernel, each in found.items() if each not in (RIGHT, TRYING)}
         for kernel, verdict in wrong.items():
-            self._fail(f"{kernel}: {verdict}")
+            first, *_ = verdict.split("\n")  # compilers say more
+            self._fail(f"{kernel}: {first}")
         return found
 
     def _fail(self, reason: str) -> None:
         if self.failure is None:
             self.failure = reason
             warn_once(
-                f"a kernel is wrong here, so plain MLX operations serve everything "
-                f"({self.backend}; {reason}). Please report it: paged-kv doctor --report report.md"
+                f"kernels are disabled, and plain MLX operations serve everything: {reason} "
+                f"({self.backend}). Please report it: paged-kv doctor --report report.md"
             )
 
     @contextmanager
-    def _alone(self, timeout: float) -> Iterator[None]:
+    def _locked(self, timeout: float) -> Iterator[None]:
         """Hold the lock of all processes, if there can be one.
 
         Raises:
             Timeout: another process holds it for so many seconds.
         """
-        if self._is_kept:
+        if self._is_writable:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._others.acquire(timeout)
+                self._file_lock.acquire(timeout)
             except Timeout:
                 raise
             except (OSError, NotImplementedError) as error:
-                self._keep_no_more(error)
+                self._stop_writing(error)
         try:
             yield
         finally:
-            self._others.release()
+            self._file_lock.release()
 
     def _read(self) -> dict[str, str]:
         return _read(self._file).get(self.backend, {})
@@ -149,17 +150,17 @@ class Verdicts:
         for kernel in verdicts:
             self.found.pop(kernel, None)
         self._add({kernel: each for kernel, each in verdicts.items() if each is not None})
-        if not self._is_kept:
+        if not self._is_writable:
             return
         temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
             temporary.write_text(json.dumps(_read(self._file) | {self.backend: self.found}))
             temporary.replace(self._file)
         except OSError as error:
-            self._keep_no_more(error)
+            self._stop_writing(error)
 
-    def _keep_no_more(self, error: Exception) -> None:
-        self._is_kept = False
+    def _stop_writing(self, error: Exception) -> None:
+        self._is_writable = False
         warn_once(f"{self._file} cannot be written, so each process checks kernels anew: {error}")
 
 

@@ -18,7 +18,8 @@ from paged_kv.kernels.pages.self_test import Check
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+    for variable in ("PAGED_KV_BACKEND", "PAGED_KV_CERTIFY"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture

@@ -154,11 +154,15 @@ def test_verdicts_are_of_a_device_and_of_versions(monkeypatch: pytest.MonkeyPatc
             assert "another" in verdicts_on("metal").backend
 
 
-def test_a_cpu_kernel_that_is_wrong_serves_no_layer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def _checking_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+    for variable in ("PAGED_KV_BACKEND", "PAGED_KV_CERTIFY"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("_checking_here")
+def test_a_cpu_kernel_that_is_wrong_serves_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = LayerGeometry(2, 64, mx.float16, 2, 64, mx.float16)
     assert backend_for(choose_backend(), geometry).name == "native"
     forget_verdicts()
@@ -167,9 +171,8 @@ def test_a_cpu_kernel_that_is_wrong_serves_no_layer(
     assert choose_backend().name == "plain"
 
 
+@pytest.mark.usefixtures("_checking_here")
 def test_who_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
     assert choose_backend().verdicts is not None
     assert verdict_file() == tmp_path / "paged-kv" / "kernels.json"
     monkeypatch.setenv("PAGED_KV_CERTIFY", "0")
