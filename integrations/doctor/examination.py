@@ -34,6 +34,11 @@ def known(*, verbose: bool) -> tuple[bool, str]:
     right = [f"right  {kernel}" for kernel, verdict in found.items() if verdict == RIGHT]
     wrong = [f"WRONG  {kernel}: {verdict}" for kernel, verdict in found.items() if verdict != RIGHT]
     verdict = [f"{len(right)} of {len(found)} checks on this device found kernels right"]
+    if not found:
+        verdict = [
+            "no kernel was checked on this device so far: each is, before its first use",
+            "`paged-kv doctor --again` checks all of them now",
+        ]
     verdict += _IF_WRONG if wrong else ()
     parts = verdict, wrong, _system(backend), right if verbose else ()
     return not wrong, "\n\n".join(filter(None, map("\n".join, parts)))
