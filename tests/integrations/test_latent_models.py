@@ -9,7 +9,6 @@ from paged_kv import PagedCacheFactory
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from tests.support.zoo import small_model
 
-TOLERANCE = 1e-4
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]
 
 

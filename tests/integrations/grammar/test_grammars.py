@@ -4,15 +4,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.sample_utils import make_sampler
 
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.processor import GrammarProcessor, within_grammars
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
-
-HOT = make_sampler(2.0)
-PROMPTS = ["import os\n", "class A:\n    def", "x = [1, 2"]
-INTEGERS = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}
 
 
 @pytest.fixture

@@ -37,8 +37,6 @@ STRING = {"type": "string"}
 SCHEMA = {"type": "object", "properties": {"path": STRING, "text": STRING}}
 TOOLS = [{"type": "function", "function": {"name": "write", "parameters": SCHEMA}}]
 SHORT, LONG = "naïve 日本 " * 9, "naïve 日本 " * LONG_CALL_CHARACTERS
-# gemma4 takes minutes for it.
-SLOW = "call:a{" * 20_000
 
 
 def run(work: Callable[[CallParser], Coroutine[Any, Any, Any]]) -> Any:
