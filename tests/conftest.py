@@ -24,6 +24,7 @@ from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from tests.support.failures import Failures, failing_calls
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.grids import beyond_the_cover
+from tests.support.zoo import llama_for
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest applies -m.
@@ -115,7 +116,9 @@ def source_text() -> str:
 
 @pytest.fixture
 def model_and_tokenizer(trained: Any) -> Any:
-    return trained("stdlib-llama")
+    """A small random model with the vocabulary of a trained one."""
+    tokenizer = trained("stdlib-llama")[1]
+    return llama_for(tokenizer), tokenizer
 
 
 @pytest.fixture

@@ -15,18 +15,10 @@ from mlx_lm.models.cache import load_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.support.generation import assert_written_and_free
-from tests.support.zoo import llama_for
 
 # Several sequences at once, or masks in another form: float32 sums in another order.
 FLOAT32_TOLERANCE = 1e-3
 NEW_TOKENS = 14
-
-
-@pytest.fixture
-def model_and_tokenizer(trained: Any) -> Any:
-    """A small random model with the vocabulary of a trained one."""
-    tokenizer = trained("stdlib-llama")[1]
-    return llama_for(tokenizer), tokenizer
 
 
 def streamed(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:

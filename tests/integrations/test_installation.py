@@ -10,7 +10,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import KVCache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
-from tests.support.zoo import llama_for, small_model
+from tests.support.zoo import small_model
 
 # `mlx_lm.generate` is a function if somebody imported the package.
 MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
@@ -22,13 +22,6 @@ def stock_function() -> Callable[..., Any]:
     function: Callable[..., Any] = mlx_lm_cache.make_prompt_cache
     assert function.__module__ == mlx_lm_cache.__name__
     return function
-
-
-@pytest.fixture
-def model_and_tokenizer(trained: Any) -> Any:
-    """A small random model with the vocabulary of a trained one."""
-    tokenizer = trained("stdlib-llama")[1]
-    return llama_for(tokenizer), tokenizer
 
 
 def assert_nothing_is_installed(stock: Callable[..., Any], model: Any) -> None:

@@ -13,11 +13,8 @@ PROMPT = [1, 2, IMAGE, IMAGE, IMAGE, 3, IMAGE, IMAGE, 4]
 RED, BLUE = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
 
 
-def keys_of(**config: Any) -> MediaKeys:
-    return MediaKeys(SimpleNamespace(config=SimpleNamespace(**config)))
-
-
-KEYS = keys_of(image_token_index=IMAGE, audio_token_id=AUDIO)
+CONFIG = SimpleNamespace(image_token_index=IMAGE, audio_token_id=AUDIO)
+KEYS = MediaKeys(SimpleNamespace(config=CONFIG))
 
 
 def test_where_images_and_places_do_not_pair_up_every_place_stands_for_all() -> None:

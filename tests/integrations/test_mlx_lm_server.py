@@ -13,7 +13,6 @@ from mlx_lm.models.cache import LRUPromptCache
 from paged_kv import PagedCacheFactory
 from tests.support.generation import assert_written_and_free
 from tests.support.running_server import StockServer, wait_until
-from tests.support.zoo import llama_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
@@ -27,13 +26,6 @@ def complete(running: StockServer, **body: Any) -> Any:
     choice = answer.choices[0]
     assert answer.usage is not None
     return choice.text, choice.finish_reason, answer.usage.to_dict()
-
-
-@pytest.fixture
-def model_and_tokenizer(trained: Any) -> Any:
-    """A small random model with the vocabulary of a trained one."""
-    tokenizer = trained("stdlib-llama")[1]
-    return llama_for(tokenizer), tokenizer
 
 
 @pytest.fixture

@@ -19,10 +19,6 @@ PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
 NEW_TOKENS = 4
 
 
-def new_factory(model: Any, page_format: FormatName) -> PagedCacheFactory:
-    return PagedCacheFactory(model, page_format=page_format, max_bytes=64 << 20)
-
-
 @pytest.mark.parametrize(
     ("name", "page_format", "dtype", "step"),
     [
@@ -57,7 +53,7 @@ def test_small_models_of_every_dtype(
         monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
     model: Any = small_model(name)
     model.set_dtype(dtype)
-    factory = new_factory(model, page_format)
+    factory = PagedCacheFactory(model, page_format=page_format, max_bytes=64 << 20)
     distances: list[mx.array] = []
     cache = followed_caches(model, factory, page_format, distances)
     run = greedy(model, PROMPT, cache, NEW_TOKENS, step)

@@ -1,21 +1,12 @@
 """The states of layers without pages are the same after packing and unpacking."""
 
 import json
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from paged_kv.integrations.stored_states import StoredStates
-
-
-def stored_and_loaded(states: list[Any]) -> list[Any]:
-    codec = StoredStates()
-    assert codec.knows(states)
-    notes, arrays = codec.pack(states)
-    loaded: list[Any] = codec.unpack(json.loads(json.dumps(notes)), arrays)
-    return loaded
 
 
 @pytest.mark.parametrize(
@@ -28,7 +19,10 @@ def test_caches_keep_their_order_and_arrays_their_dtype_and_shape(dtype: mx.Dtyp
     arrays = [numbers.astype(dtype), mx.arange(6).reshape(2, 3).T, mx.zeros((), dtype)]
     for at, each in enumerate(arrays):
         states[at] = each
-    first, second = stored_and_loaded([keys, states])
+    codec = StoredStates()
+    assert codec.knows([keys, states])
+    notes, packed = codec.pack([keys, states])
+    first, second = codec.unpack(json.loads(json.dumps(notes)), packed)
     assert (type(first), type(second)) == (KVCache, ArraysCache)
     assert first.offset == 3
     assert mx.array_equal(first.state[0], keys.state[0])

@@ -1,6 +1,5 @@
 """What people and clients of other servers try first, each with an answer that leads on."""
 
-import json
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.support.running_server import (
     paged_server,
     with_small_model,
 )
+from tests.support.tiny_model import asked
 
 MESSAGES = [{"role": "user", "content": "os"}]
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
@@ -36,14 +36,6 @@ def running() -> Iterator[PagedRunningServer]:
     options = ["--model", embedded_model(), "--max-kv-bytes", "32MB", "--max-tokens", "1"]
     with with_small_model(), paged_server(*options) as server:
         yield server
-
-
-def asked(running: PagedRunningServer, path: str, body: Any = None) -> tuple[int, Any]:
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    content = None if body is None else json.dumps(body)
-    client.request("GET" if body is None else "POST", path, content)
-    answer = client.getresponse()
-    return answer.status, json.loads(answer.read())
 
 
 def chat(running: PagedRunningServer, **body: Any) -> tuple[int, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.support.launched_ranks import LAUNCH_S, launched, output_of
 from tests.support.patience import wait_until
 from tests.support.ports import free_port
 from tests.support.running_server import FEW_LIKELY, in_float32, paged_server
+from tests.support.server_process import metrics, post
 
 pytestmark = pytest.mark.slow
 
@@ -50,27 +50,18 @@ def served(folder: Path, *options: str, **environment: str) -> Iterator[tuple[in
 
 def asked(port: int, prompt: str, **options: Any) -> Any:
     """The answer to a completion: its text and cached tokens, or the status of an error."""
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **options}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=LAUNCH_S) as response:
-            answer = json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]["message"]
+    response = post(port, **{"prompt": prompt, "max_tokens": 8, "temperature": 0, **options})
+    answer = json.load(response)
+    if response.status != 200:
+        return response.status, answer["error"]["message"]
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return [choice["text"] for choice in answer["choices"]], cached
 
 
 def streamed(port: int, prompt: str, chunks: int | None = None) -> str:
     """The text of a stream, or of its first chunks: then the client leaves."""
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
-    )
     text = ""
-    with urllib.request.urlopen(request, timeout=LAUNCH_S) as response:
+    with post(port, prompt=prompt, max_tokens=40, temperature=0, stream=True) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 text += str(json.loads(line[6:])["choices"][0]["text"])
@@ -78,19 +69,6 @@ def streamed(port: int, prompt: str, chunks: int | None = None) -> str:
                 if chunks == 0:
                     return text
     return text
-
-
-def metrics(port: int) -> dict[int, int]:
-    """The budget of each rank, by the server's metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        text = response.read().decode()
-    line = re.compile(r'^paged_kv:rank_bytes\{rank="(\d)",state="budget"\} (\S+)$', re.MULTILINE)
-    return {int(rank): int(float(nbytes)) for rank, nbytes in line.findall(text)}
-
-
-def ended(processes: list[Popen[str]]) -> list[int]:
-    """The exit statuses."""
-    return [process.wait(LAUNCH_S) for process in processes]
 
 
 def history(seed: int) -> list[str]:
@@ -130,10 +108,12 @@ def test_ranks_answer_as_one_process_with_unequal_budgets(
         status, message = asked(port, LONG * 3, max_tokens=4000)
         assert status == 400, message
         assert "tokens were asked" in message
-        assert metrics(port) == dict.fromkeys((0, 1), 6000000)
+        counted = metrics(port)
+        assert [counted[f"rank_bytes.{rank}.budget"] for rank in range(2)] == [6_000_000] * 2
         processes[1].send_signal(signal.SIGTERM)  # Rank 0 decides when to end.
         processes[0].send_signal(signal.SIGTERM)
-        assert ended(processes) == [0, 0], output_of(tmp_path, 0) + output_of(tmp_path, 1)
+        statuses = [process.wait(LAUNCH_S) for process in processes]
+        assert statuses == [0, 0], output_of(tmp_path, 0) + output_of(tmp_path, 1)
     assert expected[0][2][1] > 256
     assert expected[1][:2] == [0, 0]
 

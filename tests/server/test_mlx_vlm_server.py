@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
 import mlx_vlm
-from anthropic import Anthropic
 from anthropic import BadRequestError as AnthropicBadRequest
 from mlx_vlm.prompt_utils import apply_chat_template
 from openai import BadRequestError, OpenAI
@@ -25,6 +24,7 @@ from PIL import Image
 
 from paged_kv.integrations.mlx_vlm.text_model import PromptSteps, TextModel
 from paged_kv.server.completions import handler
+from tests.server.messages.test_messages import anthropic_client
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PATIENCE_S,
@@ -33,7 +33,7 @@ from tests.support.running_server import (
     paged_server,
     wait_until,
 )
-from tests.support.vision_folder import IMAGE, write_model, write_picture
+from tests.support.vision_folder import IMAGE, write_model, write_model_and_pictures
 
 NEW_TOKENS = 8
 TEXT = "def read(path):"
@@ -43,13 +43,7 @@ LONG = "".join(f"def read_{name}(path): return open(path)\n" for name in range(1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and two pictures of one size."""
-    folder = tmp_path_factory.mktemp("vision")
-    (folder / "model").mkdir()
-    write_model(folder / "model")
-    for name, shade in (("red", 250), ("blue", 10)):
-        write_picture(folder / f"{name}.png", shade)
-    return folder
+    return write_model_and_pictures(tmp_path_factory.mktemp("vision"))
 
 
 def large_picture(width: int, height: int) -> str:
@@ -323,7 +317,6 @@ def test_images_of_responses_and_messages_are_those_of_chats(
     folder: Path, running: PagedRunningServer, client: OpenAI, expected: Callable[..., str]
 ) -> None:
     """And they are found by their content."""
-    base = f"http://127.0.0.1:{running.port}"
     about = expected(user(LONG, picture(folder, "red"), TEXT), "red")
     url = picture(folder, "red")["image_url"]["url"]
     asked: Any = [
@@ -336,7 +329,7 @@ def test_images_of_responses_and_messages_are_those_of_chats(
         {"type": "image", "source": source_of(folder, "red")},
         {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
     ]
-    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as claude:
+    with anthropic_client(running) as claude:
         for turn in range(2):
             response = client.responses.create(
                 model="default_model", input=[{"role": "user", "content": asked}], **salted("new")
@@ -379,27 +372,6 @@ def source_of(folder: Path, name: str) -> dict[str, Any]:
     return {"type": "base64", "media_type": "image/png", "data": content}
 
 
-def test_a_response_with_an_image_is_continued(
-    folder: Path, client: OpenAI, expected: Callable[..., str]
-) -> None:
-    url = picture(folder, "blue")["image_url"]["url"]
-    asked: Any = [{"type": "input_text", "text": LONG}, {"type": "input_image", "image_url": url}]
-    first = client.responses.create(
-        model="default_model", input=[{"role": "user", "content": asked}], **salted("on")
-    )
-    second = client.responses.create(
-        model="default_model", previous_response_id=first.id, input=TEXT, **salted("on")
-    )
-    conversation = [
-        *user(LONG, picture(folder, "blue")),
-        {"role": "assistant", "content": first.output_text},
-        *user(TEXT),
-    ]
-    assert second.output_text == expected(conversation, "blue")
-    assert second.usage
-    assert second.usage.input_tokens_details.cached_tokens > 20
-
-
 def test_a_tool_shows_an_image(folder: Path, running: PagedRunningServer, client: OpenAI) -> None:
     """As a part of its result, in both interfaces: for the template the user shows it."""
     url = picture(folder, "red")["image_url"]["url"]
@@ -409,23 +381,18 @@ def test_a_tool_shows_an_image(folder: Path, running: PagedRunningServer, client
     response = client.responses.create(
         model="default_model", input=[{"role": "user", "content": LONG}, call, result]
     )
-    base = f"http://127.0.0.1:{running.port}"
-    content: Any = [
-        {"type": "text", "text": TEXT},
-        {"type": "image", "source": source_of(folder, "red")},
-    ]
+    seen = {"type": "image", "source": source_of(folder, "red")}
+    content = [{"type": "text", "text": TEXT}, seen]
+    use = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     shown: Any = [
         {"role": "user", "content": LONG},
-        {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}],
-        },
+        {"role": "assistant", "content": [use]},
         {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": "1", "content": content}],
         },
     ]
-    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as claude:
+    with anthropic_client(running) as claude:
         message: Any = claude.messages.create(
             model="default_model", max_tokens=NEW_TOKENS, messages=shown
         )

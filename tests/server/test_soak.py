@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.soak_questions import KINDS, data_url, questions
 from tests.support.soaking import BUSY, BUSY_LLAMA, CALM, LATE_THREADS, STORE_BYTES, Soaked, soaked
-from tests.support.vision_folder import write_model, write_picture
+from tests.support.vision_folder import write_model_and_pictures
 
 REQUESTS = int(os.environ.get("PAGED_KV_SOAK_REQUESTS", "300"))
 # Pages become resident when they are first written, up to the budget of 38 MB, which the first 100
@@ -61,12 +61,9 @@ def test_what_is_reserved_is_not_preempted(tmp_path: Path) -> None:
 
 def test_images_among_texts(tmp_path: Path) -> None:
     pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
-    (tmp_path / "model").mkdir()
-    model = ["--model", str(write_model(tmp_path / "model"))]
-    pictures = {
-        name: data_url(write_picture(tmp_path / f"{name}.png", shade))
-        for name, shade in (("red", 250), ("blue", 10))
-    }
+    folder = write_model_and_pictures(tmp_path)
+    model = ["--model", str(folder / "model")]
+    pictures = {name: data_url(folder / f"{name}.png") for name in ("red", "blue")}
     budget = ["--max-kv-bytes", str(24 * 256 * 2 * 2 * 2 * 16 * 4)]
     found = soaked(
         [*CALM, *model],

@@ -72,3 +72,11 @@ def write_picture(path: Path, shade: int) -> Path:
     picture.paste((255, shade, 0), (0, 0, 20, 30))
     picture.save(path)
     return path
+
+
+def write_model_and_pictures(folder: Path) -> Path:
+    """A model in `model`, and beside it a red and a blue picture of one size."""
+    write_model(folder / "model")
+    for name, shade in (("red", 250), ("blue", 10)):
+        write_picture(folder / f"{name}.png", shade)
+    return folder

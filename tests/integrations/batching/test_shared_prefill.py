@@ -15,7 +15,7 @@ from paged_kv.integrations.batching.prompt_segments import (
     joined,
     without_first,
 )
-from tests.support.generation import greedy
+from tests.support.generation import greedy, runs_of
 from tests.support.zoo import small_model
 
 COMMON = [(13 * i * i + 5 * i + 7) % 97 for i in range(700)]
@@ -31,19 +31,6 @@ def noted_tokens(model: Any, patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(type(model), "__call__", counting)
     return computed
-
-
-def finish(generator: Any, uids: list[int]) -> dict[int, list[int]]:
-    """All tokens of some sequences."""
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    left = set(uids)
-    while left:
-        _, responses = generator.next()
-        for response in responses:
-            tokens[response.uid].append(response.token)
-            if response.finish_reason is not None:
-                left.discard(response.uid)
-    return tokens
 
 
 def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
@@ -85,9 +72,9 @@ def test_what_prompts_share_is_computed_once(
         if name == "qwen3_next":
             computed_once += before_partings
         assert sum(computed) <= computed_once
-        found = finish(generator, uids)
+        runs = runs_of(generator, uids)
         generator.close()
-    assert [found[uid] for uid in uids] == expected
+    assert [run.tokens for run in runs] == expected
     factory.pool.check()
 
 
@@ -132,7 +119,7 @@ def test_a_prompt_that_comes_later_waits_for_what_is_being_computed() -> None:
             uids = generator.insert(prompts[:1])
             assert generator.next()[0]
             uids += generator.insert(prompts[1:])
-            found = finish(generator, uids)
+            runs = runs_of(generator, uids)
         generator.close()
-    assert [found[uid] for uid in uids] == expected
+    assert [run.tokens for run in runs] == expected
     assert stats.prompt_tokens <= 1100 + 5

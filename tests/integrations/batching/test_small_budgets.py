@@ -24,7 +24,13 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.integrations.batching.test_preemption import factory_of_blocks, generator_of
 from tests.integrations.batching.test_shared_prefill import noted_tokens
 from tests.support.examples import examples
-from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy
+from tests.support.generation import (
+    Run,
+    assert_nothing_is_used,
+    assert_same_run,
+    greedy,
+    runs_of,
+)
 from tests.support.zoo import small_model
 
 TOLERANCE = 2e-3
@@ -92,28 +98,22 @@ def test_prompts_inserted_into_a_full_pool_share_their_beginning_later(
 ) -> None:
     """The running sequence leaves too few blocks until it ends."""
     model: Any = small_model("qwen3")
-    expected = {}
     prompts = [[*TEXTS[0][:600], row] for row in range(2)]
-    for prompt in prompts:
-        expected[prompt[-1]] = greedy(model, prompt, make_prompt_cache(model), 5).tokens
+    expected = [greedy(model, each, make_prompt_cache(model), 5).tokens for each in prompts]
     factory = factory_of_blocks(model, 4)
     factory.can_admit(0)
     with factory:
         generator = generator_of(model)
-        generator.insert([TEXTS[1][:760]], max_tokens=[30])
+        running = generator.insert([TEXTS[1][:760]], max_tokens=[30])
         assert generator.next_generated()
         # What two prompts share takes three blocks.
         assert factory.stats().blocks_used == 3
         computed = noted_tokens(model, monkeypatch)
         uids = generator.insert(prompts, max_tokens=[5, 5])
-        runs: dict[int, list[int]] = {}
-        while responses := generator.next_generated():
-            for response in responses:
-                runs.setdefault(response.uid, []).append(response.token)
+        _, *runs = runs_of(generator, [*running, *uids])
         generator.close()
-    assert [runs[uid] for uid in uids] == [expected[row] for row in range(2)]
+    assert [run.tokens for run in runs] == expected
     assert sum(computed) < 900, "the prompts were computed one by one"
-    del response, responses
     assert_nothing_is_used(factory)
 
 
@@ -154,18 +154,15 @@ def test_who_can_be_preempted_makes_room_for_who_cannot() -> None:
         cache = factory.make_cache()
         model(mx.array([prompts[1][:470]]), cache=cache)
         mx.eval([layer.state for layer in cache])
-        generator, found = generator_of(model), dict[int, list[int]]()
+        generator = generator_of(model)
         caches: Any = [None, cache]
-        generator.insert([prompts[0], prompts[1][470:]], max_tokens=most, caches=caches)
+        uids = generator.insert([prompts[0], prompts[1][470:]], max_tokens=most, caches=caches)
         del cache, caches
-        while responses := generator.next_generated():
-            for response in responses:
-                found.setdefault(response.uid, []).append(response.token)
+        first, second = runs_of(generator, uids)
         generator.close()
-    assert len(found[0]) == most[0]
-    assert found[1] == greedy(model, prompts[1], make_prompt_cache(model), most[1]).tokens
+    assert len(first.tokens) == most[0]
+    assert second.tokens == greedy(model, prompts[1], make_prompt_cache(model), most[1]).tokens
     assert factory.stats().preemptions == 1
-    del response, responses
     assert_nothing_is_used(factory)
 
 

@@ -16,6 +16,7 @@ from paged_kv.integrations.compiled.recordings import (
     Recordings,
 )
 from paged_kv.steps import recorded
+from tests.integrations.compiled.test_compiled_steps import small_llama
 from tests.support.zoo import small_model
 
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -35,14 +36,6 @@ def _on_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of Python's between: what is wrong shows."""
     monkeypatch.setattr(Comparisons, "is_due", lambda self, is_first: False)
-
-
-def small_llama(cls: type[Any] | None = None) -> Any:
-    """A llama of one layer, with another class of its own where one is given."""
-    model: Any = small_model("llama", num_hidden_layers=1, layer_types=["full_attention"])
-    if cls is not None:
-        model.__class__ = type(cls.__name__, (cls,), {})
-    return model
 
 
 class Sides:

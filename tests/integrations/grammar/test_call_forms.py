@@ -251,12 +251,6 @@ def _refused_or_written(tokenizer: Any, schema: dict[str, Any]) -> None:
         CallConstraint((CallableTool("f", json.dumps(schema)),), "required").for_model(tokenizer)
 
 
-def _compiled(constraint: CallConstraint, tokenizer: Any) -> Any:
-    written = constraint.for_model(tokenizer)
-    assert written is not None
-    return Vocabulary(tokenizer).compiled(written.grammar)
-
-
 def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
     """Optional texts, which many tools have, may be written as models write them."""
     optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -273,7 +267,9 @@ def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
         asked = {"type": "object", "properties": {"size": schema}, "required": ["size"]}
         tokenizer = of_form(form, with_tokens=False)
         constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "auto", False)
-        compiled = _compiled(constraint, tokenizer)
+        written = constraint.for_model(tokenizer)
+        assert written is not None
+        compiled = Vocabulary(tokenizer).compiled(written.grammar)
         head, end = PLACES[form]
         for text in texts:
             matcher = compiled.begin().matcher

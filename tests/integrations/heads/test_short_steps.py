@@ -158,11 +158,8 @@ def test_rows_keep_other_numbers_of_tokens() -> None:
     model, factory, head = factory_and_head()
     caches = []
     for row, taken in enumerate((1, 5, 9)):
-        cache = factory.make_cache()
-        model(mx.array([PROMPT[row : row + 50]]), cache=cache)
-        for at in range(50, 50 + taken):
-            model(mx.array([PROMPT[row + at : row + at + 1]]), cache=cache)
-        caches.append(cache)
+        later = one_by_one(PROMPT[row + 50 : row + 50 + taken])
+        caches.append(cache_of(model, factory, PROMPT[row : row + 50], *later))
     batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
     model(mx.array([PROMPT[row + 60 : row + 64] for row in range(3)]), cache=batch)
     for layer in batch:

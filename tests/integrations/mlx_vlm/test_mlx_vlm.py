@@ -20,7 +20,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
 from tests.support.vision_folder import IMAGE as IMAGE_MARKS
-from tests.support.vision_folder import MARKS, write_model, write_picture
+from tests.support.vision_folder import MARKS, write_model_and_pictures
 from tests.support.vision_zoo import IMAGE, small_language_model, whole_model
 
 FAMILIES = ["qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "pixtral", "idefics3", "llava"]
@@ -110,13 +110,7 @@ def test_an_image_shares_what_precedes_it_and_nothing_behind_another() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as mlx-vlm loads it, and two pictures."""
-    folder = tmp_path_factory.mktemp("vision")
-    (folder / "model").mkdir()
-    write_model(folder / "model")
-    for name, shade in (("red", 250), ("blue", 10)):
-        write_picture(folder / f"{name}.png", shade)
-    return folder
+    return write_model_and_pictures(tmp_path_factory.mktemp("vision"))
 
 
 ABOUT = f"{MARKS[0]}{MARKS[2]}{MARKS[1]}def read(path):"

@@ -21,7 +21,7 @@ from mlx_vlm.server.runtime import runtime
 
 from paged_kv import PagedCacheFactory
 from tests.support.patience import PATIENCE_S, wait_until
-from tests.support.vision_folder import write_model, write_picture
+from tests.support.vision_folder import write_model_and_pictures
 
 BYTES = 64 << 20
 LONG = "import os\n" * 12
@@ -31,12 +31,12 @@ class OwnServer:
     """mlx-vlm's server in a thread of this process, with a model that it has loaded.
 
     Args:
-        folder: the model's, with a red and a blue picture.
+        folder: has the model in `model`, and pictures.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.model, self.processor, _ = get_cached_model(str(folder))
+        self.model, self.processor, _ = get_cached_model(str(folder / "model"))
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         self._thread = Thread(target=self._server.run, args=[[self._socket]])
@@ -55,7 +55,7 @@ class OwnServer:
             url = {"url": f"data:image/png;base64,{data}"}
             content.insert(0, {"type": "image_url", "image_url": url})
         body = {
-            "model": str(self._folder),
+            "model": str(self._folder / "model"),
             "messages": [{"role": "user", "content": content}],
             "max_tokens": 12,
             "temperature": 0.0,
@@ -78,10 +78,7 @@ class OwnServer:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    folder = write_model(tmp_path_factory.mktemp("model"))
-    for name, shade in (("red", 250), ("blue", 10)):
-        write_picture(folder / f"{name}.png", shade)
-    server = OwnServer(folder)
+    server = OwnServer(write_model_and_pictures(tmp_path_factory.mktemp("vision")))
     yield server
     server.stop()
 

@@ -63,13 +63,6 @@ def truncated(model: Any) -> Any:
     return draft
 
 
-def factories_of(case: Case, draft: Any) -> tuple[PagedCacheFactory, PagedCacheFactory]:
-    return (
-        PagedCacheFactory(case.model, max_bytes=64 << 20),
-        PagedCacheFactory(draft, max_bytes=64 << 20),
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "num_draft_tokens", "is_installed"),
     [
@@ -83,7 +76,8 @@ def test_paged_caches_give_the_greedy_run(
     kind: str, num_draft_tokens: int, is_installed: bool, case: Case
 ) -> None:
     draft = case.drafts[kind]
-    target, of_draft = factories = factories_of(case, draft)
+    factories = [PagedCacheFactory(each, max_bytes=64 << 20) for each in (case.model, draft)]
+    target, of_draft = factories
     with target, of_draft:
         caches = None if is_installed else [*target.make_cache(), *of_draft.make_cache()]
         run, drafted = speculate(case.model, draft, case.prompt, num_draft_tokens, caches, 2048)

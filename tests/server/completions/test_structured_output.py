@@ -50,13 +50,10 @@ def chat(running: PagedRunningServer, **body: Any) -> Any:
     return create(model="default_model", messages=MESSAGES, **{**HOT, **body})
 
 
-def fits(text: str) -> bool:
-    return bool(Draft202012Validator(SCHEMA).is_valid(json.loads(text)))
-
-
 def assert_fits(choice: Any) -> None:
     assert choice.finish_reason == "stop"
-    assert fits(choice.message.content), choice.message.content
+    text = choice.message.content
+    assert Draft202012Validator(SCHEMA).is_valid(json.loads(text)), text
 
 
 def test_every_choice_fits_the_schema(running: PagedRunningServer) -> None:

@@ -17,11 +17,6 @@ MEMORY = 14 * BLOCK
 PROMPTS = [tokens_of(number, 4050) for number in range(3)]
 
 
-def options(model: str, folder: Path) -> list[str]:
-    given = ["--model", model, "--max-kv-bytes", str(MEMORY), "--read-tokens", "768"]
-    return [*given, "--offload", str(folder), "--wait-for-pages"]
-
-
 @pytest.mark.slow
 def test_a_full_disk_ends_no_service(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -29,7 +24,9 @@ def test_a_full_disk_ends_no_service(
     def fails(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with paged_server(*options(tiny, tmp_path)) as running:
+    options = ["--model", tiny, "--max-kv-bytes", str(MEMORY), "--read-tokens", "768"]
+    options += ["--offload", str(tmp_path), "--wait-for-pages"]
+    with paged_server(*options) as running:
         with monkeypatch.context() as patches:
             patches.setattr(os, "pwrite", fails)
             for _ in range(MOST_FAILED_STEPS + 1):

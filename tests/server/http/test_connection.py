@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.support.running_server import (
     wait_until,
     with_small_model,
 )
+from tests.support.tiny_model import asked
 
 MOST = 8
 GO_ON = {"0": -1000}
@@ -58,14 +59,6 @@ def answer_of(client: socket.socket) -> tuple[int, bytes]:
     with HTTPResponse(client) as answer:
         answer.begin()
         return answer.status, answer.read()
-
-
-def asked(running: PagedRunningServer, path: str) -> tuple[int, Any, str]:
-    """Status, headers and content of the answer on a new connection."""
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    client.request("GET", path)
-    with client.getresponse() as answer:
-        return answer.status, answer.headers, answer.read().decode()
 
 
 def connections(running: PagedRunningServer) -> set[Any]:

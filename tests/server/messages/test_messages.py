@@ -21,6 +21,7 @@ from tests.support.running_server import (
     noted_prompts,
     paged_server,
 )
+from tests.support.tiny_model import asked
 
 NAME = "agent"
 PATH = "/v1/messages"
@@ -69,14 +70,6 @@ def anthropic_client(running: PagedRunningServer, **options: Any) -> Anthropic:
 def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of all prompts, as the model reads them."""
     return noted_prompts(running, monkeypatch)
-
-
-def raw(running: PagedRunningServer, body: Any, path: str = PATH, **headers: str) -> Any:
-    """Status, headers and JSON of an answer."""
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    client.request("POST", path, json.dumps(body), headers)
-    with client.getresponse() as answer:
-        return answer.status, answer.headers, json.loads(answer.read())
 
 
 def blocks(message: Any) -> list[dict[str, Any]]:
@@ -157,9 +150,9 @@ def test_a_stream_in_which_nothing_happens_has_pings(
         assert goes_on.wait(PATIENCE_S)
 
     script.says("Yes. " * 40)
-    asked = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    asked.request("POST", PATH, json.dumps({**ASK, "stream": True}))
-    with asked.getresponse() as stream:
+    other = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
+    other.request("POST", PATH, json.dumps({**ASK, "stream": True}))
+    with other.getresponse() as stream:
         stream.readline()
         running.service.thread._mailbox.put(hold)
         while stream.readline() != b'data: {"type":"ping"}\n':
@@ -277,7 +270,7 @@ def test_a_text_fits_a_schema(client: Anthropic, script: Script) -> None:
 def test_marks_tell_how_many_tokens_are_counted_as_written(
     client: Anthropic, script: Script
 ) -> None:
-    def asked(**more: Any) -> Any:
+    def counted(**more: Any) -> Any:
         script.says("A.")
         system = [{"type": "text", "text": "It is long. " * 100, **more}]
         usage = client.messages.create(**ASK, system=system).usage  # type: ignore[arg-type]
@@ -287,10 +280,10 @@ def test_marks_tell_how_many_tokens_are_counted_as_written(
             usage.cache_read_input_tokens,
         )
 
-    first = asked(cache_control={"type": "ephemeral", "ttl": "1h"})
+    first = counted(cache_control={"type": "ephemeral", "ttl": "1h"})
     assert first[::2] == (0, 0)
-    assert asked(cache_control={"type": "ephemeral"}) == (0, 1, first[1] - 1)
-    assert asked() == (1, 0, first[1] - 1)
+    assert counted(cache_control={"type": "ephemeral"}) == (0, 1, first[1] - 1)
+    assert counted() == (1, 0, first[1] - 1)
 
 
 def test_lines_that_change_with_every_request_do_not_break_the_prefix(
@@ -361,18 +354,20 @@ def test_errors_have_anthropics_form(client: Anthropic, running: PagedRunningSer
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.messages.create(**{**ASK, "model": "gpt-4"})
     assert unknown.value.type == "not_found_error"
+    body: Any = unknown.value.body
+    assert body["request_id"] == unknown.value.response.headers["X-Request-Id"]
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences: ") as long:
         client.messages.create(**ASK, stop_sequences=["x" * 5000])
-    assert details(long.value)["param"] == "stop_sequences"
+    body = long.value.body
+    assert body["error"]["details"]["param"] == "stop_sequences"
     too_long = rf"'prompt is too long: \d+ tokens > {CONTEXT} maximum"
     with pytest.raises(anthropic.BadRequestError, match=too_long) as much:
         client.messages.create(
             **{**ASK, "messages": [{"role": "user", "content": "a b " * CONTEXT}]}
         )
     assert much.value.error_code == "context_length_exceeded"
-    status, headers, body = raw(running, ASK, f"{PATH}/batches")
+    status, body = asked(running, f"{PATH}/batches", ASK)
     assert (status, body["error"]["type"]) == (404, "not_found_error")
-    assert body["request_id"] == headers["X-Request-Id"]
 
 
 def test_an_error_in_a_stream_is_an_event(
@@ -398,15 +393,15 @@ def test_keys_come_in_either_header(script: Script, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice-key\n")
     with paged_server("--model", agent_folder(tmp_path), "--api-key", str(keys)) as running:
-        asked = {**ASK, "model": "default_model"}
+        ask = {**ASK, "model": "default_model"}
         for headers in ({"x-api-key": "alice-key"}, {"Authorization": "Bearer alice-key"}):
             script.says("A.")
-            assert raw(running, asked, **headers)[0] == 200
+            assert asked(running, PATH, ask, **headers)[0] == 200
         with anthropic_client(running, api_key="bob-key") as client:
             with pytest.raises(anthropic.AuthenticationError) as refused:
-                client.messages.create(**asked)
+                client.messages.create(**ask)
             assert refused.value.type == "authentication_error"
-        assert raw(running, asked, **{"x-api-key": "bob-key"})[0] == 401
+        assert asked(running, PATH, ask, **{"x-api-key": "bob-key"})[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -433,7 +428,7 @@ def test_fields_that_change_the_meaning_work_or_are_refused(
 ) -> None:
     if status == 200:
         script.says("A.")
-    got, _, body = raw(running, {**ASK, **more})
+    got, body = asked(running, PATH, {**ASK, **more})
     assert got == status, body
     if status == 400:
         assert body["error"]["details"]["param"].partition(".")[0] in more
@@ -451,11 +446,6 @@ def events_of(running: PagedRunningServer, body: Any) -> list[tuple[str, Any]]:
             name, data = lines
             found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found
-
-
-def details(error: anthropic.APIStatusError) -> Any:
-    body: Any = error.body
-    return body["error"]["details"]
 
 
 HOUR = {"type": "ephemeral", "ttl": "1h"}
