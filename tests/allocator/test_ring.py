@@ -30,8 +30,6 @@ from tests.support.ring_batches import (
 )
 
 PAGE = 4
-# The id of the first block of slab 1; slab 0 has four.
-S1, S2 = 65536, 131072
 
 
 def new_allocator(blocks: int = 100) -> BlockAllocator:

@@ -17,8 +17,6 @@ from paged_kv.kernels.pages.page_format import (
 Words = npt.NDArray[np.uint16]
 Part = tuple[int, int, mx.Dtype]  # Heads, head size, dtype.
 
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-
 
 def geometry(keys: Part, values: Part) -> LayerGeometry:
     return LayerGeometry(*keys, *values)

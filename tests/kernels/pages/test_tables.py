@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from paged_kv.kernels.pages import tables as module
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, BlockTables
@@ -45,9 +44,6 @@ def assert_reads_once(tables: Sequence[Table], groups: PrefixGroups) -> None:
     for row, pages in enumerate(read):
         assert sorted(pages) == [*range(shared_with_others(tables, row))]
         assert fields[row, 0] == len(pages) * PAGE_SIZE
-
-
-branches = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=2, max_size=40)
 
 
 def test_more_sequences_than_a_group_has() -> None:

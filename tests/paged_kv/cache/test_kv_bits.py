@@ -1,36 +1,19 @@
 """mlx-lm's kv_bits requantises the pages of the caches that the caller holds."""
 
 import copy
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.cache.saved_state import page_formats
 from tests.support.generation import assert_written_and_free
 from tests.support.state_machine.table_model import TableModel
-from tests.support.zoo import small_model
 
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
-NEW_TOKENS = 8
 HEAD = 32
 PAGE_BYTES = 2 * 256 * HEAD * 4
-
-
-def generate(model: Any, prompt: list[int], cache: Any, **options: Any) -> None:
-    steps = generate_step(
-        mx.array(prompt),
-        model,
-        max_tokens=NEW_TOKENS,
-        prompt_cache=cache,
-        prefill_step_size=100,
-        **options,
-    )
-    assert len(list(steps)) == NEW_TOKENS
 
 
 def caches_of(pool: PagePool) -> list[PagedKVCache]:
@@ -38,21 +21,9 @@ def caches_of(pool: PagePool) -> list[PagedKVCache]:
     return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
 
 
-def write(caches: list[PagedKVCache], count: int, *, rows: int = 1, head: int = HEAD) -> None:
+def write(caches: list[PagedKVCache], count: int, head: int) -> None:
     for cache in caches:
-        cache.update_and_fetch(*(mx.random.normal((rows, 1, count, head)) for _ in range(2)))
-
-
-def contents(cache: PagedKVCache) -> mx.array:
-    found = mx.concatenate([array + 0 for array in cache.keys_and_values()])
-    mx.eval(found)
-    return found
-
-
-@pytest.fixture
-def model() -> Iterator[Any]:
-    yield small_model("llama")
-    gc.collect()
+        cache.update_and_fetch(*(mx.random.normal((1, 1, count, head)) for _ in range(2)))
 
 
 def test_what_is_converted_in_part_is_not_found_as_what_it_was() -> None:
@@ -87,8 +58,8 @@ def test_a_head_size_that_does_not_divide_is_refused_at_the_first_write() -> Non
     for page_format in formats:
         pool = PagePool(2, max_bytes=1 << 24, page_format=page_format)
         caches = caches_of(pool)
-        write(caches[:1], 10)
+        write(caches[:1], 10, HEAD)
         with pytest.raises(ValueError, match="got 48"):
-            write(caches[1:], 10, head=48)
+            write(caches[1:], 10, 48)
         assert ({cache.offset for cache in caches}, pool.stats().blocks_used) == ({0}, 0)
         pool.check()

@@ -39,10 +39,6 @@ def fetched(prompts: PromptReuse, tokens: list[int], salt: str | None = SALT) ->
     return cache, tokens[cached:]
 
 
-def kept_bytes(factories: list[PagedCacheFactory]) -> int:
-    return sum(factory.stats().bytes_retained for factory in factories)
-
-
 def test_the_prompts_used_last_are_kept(qwen3: Any) -> None:
     prompts, factories = prompts_of(qwen3, max_prompts=2)
     for first in range(3):

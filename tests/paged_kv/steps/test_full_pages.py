@@ -209,14 +209,6 @@ def blocks(cache: PagedKVCache) -> tuple[int, ...]:
     return cache.sequences[0].blocks(cache.pool.group_of(cache.layer))
 
 
-def recode(cache: PagedKVCache, page: int, name: str) -> None:
-    """Give a page another format, for all that hold it."""
-    (group,) = cache.pool.groups
-    group.recode(
-        lambda: [blocks(cache)[page]], name, lambda n: group.allocator.ensure_free({name: n})
-    )
-
-
 @pytest.mark.parametrize("name", [*FIRST, "q8"])
 @pytest.mark.parametrize(
     "steps", [(1100,), (200, 900), (256, 1, 843), (255, 1, 1, 843), (40, 300, 760)]
