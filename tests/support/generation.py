@@ -70,9 +70,6 @@ def speculate(
 def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
     """Logits agree within `tolerance`, and tokens agree wherever mlx-lm's two best tokens differ by
     more. After a token that differs the runs have read different text, so the rest is not compared.
-
-    After a token that differs the two runs have read different text, so nothing that follows
-    can be compared.
     """
     assert len(ours.tokens) == len(stock.tokens)
     for at, (token, expected) in enumerate(zip(ours.tokens, stock.tokens, strict=True)):

@@ -1,9 +1,15 @@
-"""mlx-lm's operations on the caches of all layers of a batch."""
+"""The caches of all layers of a batch, and mlx-lm's operations on them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paged_kv import PagedKVCache
+from paged_kv import PagedKVCache, PagePool, Sequence
+
+
+def caches_of(pool: PagePool, sequences: int = 1) -> list[PagedKVCache]:
+    """A cache for each layer of a pool, of so many new sequences."""
+    shared = [Sequence(pool) for _ in range(sequences)]
+    return [PagedKVCache(pool, layer, list(shared)) for layer in range(pool.num_layers)]
 
 
 @contextmanager

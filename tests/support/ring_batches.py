@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolExhausted
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.pool.window import Window
-from tests.support.layer_caches import ragged_step
+from tests.support.layer_caches import caches_of, ragged_step
 
 KV_HEADS, Q_HEADS, DIM = 1, 2, 8
 SCALE = DIM**-0.5
@@ -131,9 +131,7 @@ class Batch:
 
 
 def new_batch(pool: PagePool, rows: int = 1) -> Batch:
-    sequences = [Sequence(pool) for _ in range(rows)]
-    layers = [PagedKVCache(pool, layer, list(sequences)) for layer in range(pool.num_layers)]
-    return Batch(layers, [Row() for _ in range(rows)])
+    return Batch(caches_of(pool, rows), [Row() for _ in range(rows)])
 
 
 COUNTER = itertools.count(1, 6001)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagePool
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.order import Chain
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
@@ -20,6 +20,7 @@ from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from tests.support.attention_metadata import unpadded
 from tests.support.failing_allocator import ALL, failing_allocations
+from tests.support.layer_caches import caches_of
 
 HEADS, DIM, TOKENS, STEP = 2, 64, 16_384, 2_048
 TOKEN_BYTES = 2 * HEADS * DIM * 2  # Keys and values of one layer, in float16.
@@ -41,10 +42,8 @@ class WatchedGrowth:
 
     def __post_init__(self) -> None:
         self.query = mx.zeros((1, HEADS, 1, DIM), dtype=mx.float16)
-        sequence = Sequence(self.pool)
-        layers = range(self.pool.num_layers)
         self.page_bytes = 256 * TOKEN_BYTES * self.pool.num_layers
-        self.caches = [PagedKVCache(self.pool, layer, [sequence]) for layer in layers]
+        self.caches = caches_of(self.pool)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         mapped = self.pool.stats().bytes_mapped

@@ -7,7 +7,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolExhausted
+from tests.support.layer_caches import caches_of
 
 LAYERS, HEADS, DIM = 2, 2, 16
 Layers = list[PagedKVCache]
@@ -25,8 +26,7 @@ def random_step(tokens: int, seed: int, batch: int = 1) -> tuple[mx.array, mx.ar
 
 def sequence_of(pool: PagePool, tokens: int, seed: int = 0) -> Layers:
     """A cache of one sequence with that many tokens, one view per layer."""
-    sequence = Sequence(pool)
-    layers = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+    layers = caches_of(pool)
     write(layers, random_step(tokens, seed))
     return layers
 
@@ -149,8 +149,7 @@ def test_right_padding_is_not_stored_and_reads_as_with_stock(pool: PagePool) -> 
 
 
 def test_left_padding_is_skipped_and_gives_negative_offsets(pool: PagePool) -> None:
-    sequences = [Sequence(pool), Sequence(pool)]
-    batch = [PagedKVCache(pool, layer, list(sequences)) for layer in range(LAYERS)]
+    batch = caches_of(pool, 2)
     stock = BatchKVCache([0, 6])
     each(batch, "prepare", left_padding=[0, 6])
     for number, tokens in enumerate((4, 5, 1)):
@@ -185,8 +184,7 @@ def test_a_batch_that_does_not_fit_changes_nothing_and_goes_on_without_a_row() -
 
 
 def test_a_new_cache_takes_a_batch_and_layers_stay_together(pool: PagePool) -> None:
-    sequence = Sequence(pool)
-    batch = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+    batch = caches_of(pool)
     with pytest.raises(PoolExhausted):
         write(batch, random_step(100_000, 1, batch=3))
     assert batch[0].offset == 0
@@ -195,6 +193,6 @@ def test_a_new_cache_takes_a_batch_and_layers_stay_together(pool: PagePool) -> N
     assert lengths(batch) == [[301] * 3] * LAYERS
     assert batch[0].sequences == batch[1].sequences
     assert row(batch[1], 2)[0] != row(batch[1], 1)[0]
-    del batch, sequence
+    del batch
     pool.check()
     assert pool.stats().blocks_used == 0

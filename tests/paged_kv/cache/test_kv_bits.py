@@ -6,19 +6,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted
 from paged_kv.cache.saved_state import page_formats
 from tests.support.generation import assert_written_and_free
+from tests.support.layer_caches import caches_of
 from tests.support.state_machine.table_model import TableModel
 
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
 HEAD = 32
 PAGE_BYTES = 2 * 256 * HEAD * 4
-
-
-def caches_of(pool: PagePool) -> list[PagedKVCache]:
-    sequence = Sequence(pool)
-    return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
 
 
 def write(caches: list[PagedKVCache], count: int, head: int) -> None:

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolExhausted
+from tests.support.layer_caches import caches_of
 
 HEADS, DIM = 2, 16
 
@@ -16,11 +17,6 @@ HEADS, DIM = 2, 16
 def random_step(tokens: int, seed: int = 0, batch: int = 1) -> tuple[mx.array, mx.array]:
     keys = mx.random.normal((batch, HEADS, tokens, DIM), key=mx.random.key(seed))
     return keys, keys + 1
-
-
-def new_caches(pool: PagePool) -> list[PagedKVCache]:
-    sequence = Sequence(pool)
-    return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def contents(cache: PagedKVCache) -> Any:
 
 
 def test_returns_what_a_kv_cache_returns(pool: PagePool) -> None:
-    cache, stock = new_caches(pool)[0], KVCache()
+    cache, stock = caches_of(pool)[0], KVCache()
     assert cache
     assert (cache.offset, cache.nbytes, cache.empty()) == (0, 0, True)
     mx.eval(cache.state)
@@ -57,7 +53,7 @@ def test_masks_are_those_of_a_kv_cache(pool: PagePool) -> None:
     for tokens, return_array, window in itertools.product(
         (1, 2, 300), (False, True), (None, 4, 500)
     ):
-        cache, stock = new_caches(pool)[0], KVCache()
+        cache, stock = caches_of(pool)[0], KVCache()
         for _ in range(2):
             ours = cache.make_mask(tokens, return_array=return_array, window_size=window)
             theirs = stock.make_mask(tokens, return_array=return_array, window_size=window)
@@ -71,7 +67,7 @@ def test_masks_are_those_of_a_kv_cache(pool: PagePool) -> None:
 
 
 def test_a_fork_shares_all_pages_until_one_of_the_two_writes(pool: PagePool) -> None:
-    original = new_caches(pool)
+    original = caches_of(pool)
     write(original, 300)
     page_bytes = 2 * HEADS * 256 * DIM * 4
     assert [cache.nbytes for cache in original] == [2 * page_bytes] * 2
@@ -86,7 +82,7 @@ def test_a_fork_shares_all_pages_until_one_of_the_two_writes(pool: PagePool) -> 
 
 
 def test_what_no_cache_takes_is_refused_and_changes_nothing(pool: PagePool) -> None:
-    cache = new_caches(pool)[1]
+    cache = caches_of(pool)[1]
     with pytest.raises(ValueError, match="layer 1 has no keys"):
         cache.keys_and_values()
     with pytest.raises(ValueError, match="int32"):
@@ -118,7 +114,7 @@ def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
     """The second layer turns out larger than the first, so only now the pool knows that it does not
     fit."""
     pool = PagePool(2, max_bytes=1 << 20)
-    first, second = new_caches(pool)
+    first, second = caches_of(pool)
     first.update_and_fetch(*random_step(300))
     wide = mx.ones((1, 64, 300, 32))
     with pytest.raises(PoolExhausted):
@@ -130,7 +126,7 @@ def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_layers_that_are_copied_become_one_fork(copied: Any, pool: PagePool) -> None:
-    caches = new_caches(pool)
+    caches = caches_of(pool)
     write(caches, 80)
     before = contents(caches[1])
     forks = [copied(cache) for cache in caches]
@@ -142,7 +138,7 @@ def test_layers_that_are_copied_become_one_fork(copied: Any, pool: PagePool) -> 
 
 
 def test_a_layer_does_not_get_a_fork_from_before_the_last_write(pool: PagePool) -> None:
-    first, second = new_caches(pool)
+    first, second = caches_of(pool)
     for cache in (first, second):
         cache.update_and_fetch(*random_step(10))
     early = copy.deepcopy(first)

@@ -5,6 +5,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.cache.saved_state import page_formats
+from tests.support.layer_caches import caches_of
 from tests.support.ring_batches import materialised
 
 # Of two layers with one head of 64 numbers.
@@ -30,8 +31,7 @@ def test_pages_that_become_smaller_while_their_cache_is_loaded() -> None:
     """The pages of a layer that is loaded later are as small as those of the first."""
     pool = PagePool(2, max_bytes=13 * BLOCK, page_format="auto")
     tokens = mx.random.normal((2, 3, 1, 512, 64), key=mx.random.key(3)).astype(mx.float16)
-    sequences = [Sequence(pool) for _ in range(3)]
-    caches = [PagedKVCache(pool, layer, sequences) for layer in range(2)]
+    caches = caches_of(pool, 3)
     for cache in caches:
         cache.update_and_fetch(*tokens)
     saved = [materialised(cache.state) for cache in caches]
@@ -49,8 +49,7 @@ def test_pages_that_become_smaller_while_their_cache_is_loaded() -> None:
 
 def test_a_cache_that_was_loaded_and_emptied_is_not_loaded_into() -> None:
     pool = PagePool(2, max_bytes=1 << 24)
-    sequence = Sequence(pool)
-    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(2)]
+    caches = caches_of(pool)
     step = mx.ones((1, 1, 300, 32))
     for cache in caches:
         cache.update_and_fetch(step, step)

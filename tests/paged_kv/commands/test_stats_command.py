@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool
 from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor import publisher as publishing
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
 from paged_kv.monitor.publisher import Publisher, is_wanted, publisher, view_process
+from tests.support.layer_caches import caches_of
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
 
@@ -52,8 +53,7 @@ def pool() -> Iterator[PagePool]:
     pool = PagePool(2, max_bytes=1 << 22, name="shown")
 
     def written(count: int) -> list[PagedKVCache]:
-        sequence = Sequence(pool)
-        caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(2)]
+        caches = caches_of(pool)
         for cache in caches:
             cache.update_and_fetch(*[mx.zeros((1, 1, count, 4))] * 2)
         return caches

@@ -4,8 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted
 from paged_kv.cache.saved_state import page_formats
+from tests.support.layer_caches import caches_of
 from tests.support.zoo import small_model
 
 HEAD = 32
@@ -14,30 +15,20 @@ BLOCK_BYTES = LAYERS * 2 * 256 * HEAD * 2
 TOKENS = [(7 * i * i + 3 * i + 1) % 97 for i in range(12 * 256)]
 
 
-def new_pool(blocks: int, page_format: Any = "auto") -> PagePool:
-    return PagePool(LAYERS, page_format=page_format, max_bytes=blocks * BLOCK_BYTES)
-
-
-def caches_of(pool: PagePool) -> list[PagedKVCache]:
-    sequence = Sequence(pool)
-    return [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
-
-
 def write(caches: list[PagedKVCache], tokens: int) -> None:
     for cache in caches:
         numbers = mx.random.normal((2, 1, 1, tokens, HEAD)).astype(mx.float16)
         cache.update_and_fetch(numbers[0], numbers[1])
 
 
-def fill(pool: PagePool, held: list[list[PagedKVCache]]) -> None:
-    """Write a page for each sequence in turn, until the pool is exhausted."""
+def fill(caches: list[PagedKVCache]) -> None:
+    """Write pages until the pool is exhausted."""
     for _ in range(200):
-        for caches in held:
-            try:
-                write(caches, 256)
-            except PoolExhausted:
-                return
-            assert_within_budget(pool)
+        try:
+            write(caches, 256)
+        except PoolExhausted:
+            return
+        assert_within_budget(caches[0].pool)
     raise AssertionError("the pool was never exhausted")
 
 
@@ -58,7 +49,7 @@ def assert_within_budget(pool: PagePool) -> None:
 
 
 def test_the_first_page_and_the_latest_stay_until_the_budget_is_full() -> None:
-    pool = new_pool(9)
+    pool = PagePool(LAYERS, page_format="auto", max_bytes=9 * BLOCK_BYTES)
     caches = caches_of(pool)
     while pool.stats().requantisations.get("q4", 0) < 3:
         write(caches, 256)
@@ -68,7 +59,7 @@ def test_the_first_page_and_the_latest_stay_until_the_budget_is_full() -> None:
         assert set(names[-4:]) == {"fp16"}
         # The oldest pages are the smallest.
         assert names[1:] == sorted(names[1:], key=["q4", "q8", "fp16"].index)
-    fill(pool, [caches])
+    fill(caches)
     names = formats(caches)
     assert names[0] != "fp16"
     assert len(names) > 18

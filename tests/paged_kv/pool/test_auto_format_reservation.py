@@ -13,6 +13,7 @@ from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.steps.batch import Batch
 from tests.support.attended_step import attended
+from tests.support.layer_caches import caches_of
 
 DIMS = (32, 64)
 BLOCK = 256 * sum(DIMS) * 2 * 2
@@ -140,8 +141,8 @@ def test_a_layer_takes_other_steps_than_the_one_before_it(
 ) -> None:
     """The first layer's step has reserved pages of few bits where the next one's ends."""
     pool = PagePool(2, max_bytes=blocks * 2 * ONE_LAYER_BLOCK, page_format=page_format)
-    sequence = Sequence(pool)
-    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(2)]
+    caches = caches_of(pool)
+    (sequence,) = caches[0].sequences
     given = numbers(1000, seed=1)
     caches[0].update_and_fetch(given, given)
     assert "q4" in page_formats(pool, 0, sequence)

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool
 from paged_kv.allocator.slabs import IDLE_STEPS
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.cpu import native_backend
@@ -15,6 +15,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.support.arrays import normal
+from tests.support.layer_caches import caches_of
 
 LAYERS, DIM = 2, 32
 LAYER_PAGE = 2 * PAGE_SIZE * DIM * mx.float16.size
@@ -29,19 +30,10 @@ def filled_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "untouched", lambda shape: mx.full(shape, 7, WORD))
 
 
-def new_caches(pool: PagePool) -> Caches:
-    sequence = Sequence(pool)
-    return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
-
-
-def numbers(count: int, seed: int) -> mx.array:
-    return normal((1, 1, count, DIM), mx.float16, seed)
-
-
 def write(caches: Caches, count: int, seed: int) -> None:
     """A step of a model, whose attention reads pages."""
     for layer, cache in enumerate(caches):
-        given = numbers(count, 10 * seed + layer)
+        given = normal((1, 1, count, DIM), mx.float16, 10 * seed + layer)
         keys, values = cache.update_and_fetch(given, -given)
         mx.eval(paged_attention(given[:, :, -1:], keys, values, cache, 0.2, None))
 
@@ -52,7 +44,7 @@ def contents(caches: Caches) -> list[Any]:
 
 def scattered(pool: PagePool) -> tuple[list[Caches], list[Any]]:
     """Sequences whose pages lie beside those of others that have ended, and their contents."""
-    rows = [new_caches(pool) for _ in range(9)]
+    rows = [caches_of(pool) for _ in range(9)]
     for at in range(4):
         for seed, caches in enumerate(rows):
             write(caches, 200, 100 * at + seed)
@@ -97,7 +89,7 @@ def test_a_short_sequence_holds_what_it_needs_and_nothing_when_it_has_ended(
     page_format: str,
 ) -> None:
     pool = PagePool(LAYERS, max_bytes=64 << 20, page_format=page_format)
-    caches = new_caches(pool)
+    caches = caches_of(pool)
     # The second step fills a page, for which it takes another one until it ends.
     for count in (200, 190, *[1] * (IDLE_STEPS + 1)):
         write(caches, count, count)
@@ -109,10 +101,10 @@ def test_a_short_sequence_holds_what_it_needs_and_nothing_when_it_has_ended(
 
 def test_a_pool_without_steps_keeps_no_empty_slab() -> None:
     pool = PagePool(LAYERS, max_bytes=64 << 20)
-    kept = new_caches(pool)
+    kept = caches_of(pool)
     write(kept, 200, 1)
     expected = contents(kept)
-    ended = new_caches(pool)
+    ended = caches_of(pool)
     write(ended, 100, 2)
     del ended
     gc.collect()

@@ -9,22 +9,18 @@ from threading import Event, Thread
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolStats
 from paged_kv.allocator.block_allocator import packed, unpacked
 from paged_kv.monitor.publisher import view_pool
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from tests.support.invariants import assert_invariants, used_rows
+from tests.support.layer_caches import caches_of
 
 LAYERS = 3
 WINDOW = Window(300, 64)
 # Keys and values in float32, one head of 4 numbers.
 TOKEN_BYTES = 2 * 4 * 4
-
-
-def new_caches(pool: PagePool, rows: int = 1) -> list[PagedKVCache]:
-    sequences = [Sequence(pool) for _ in range(rows)]
-    return [PagedKVCache(pool, layer, list(sequences)) for layer in range(pool.num_layers)]
 
 
 def write(caches: list[PagedKVCache], count: int) -> None:
@@ -40,7 +36,7 @@ def ring_pool(max_bytes: int = 1 << 26) -> PagePool:
 
 def test_one_sequence_by_hand() -> None:
     pool = ring_pool()
-    caches = new_caches(pool)
+    caches = caches_of(pool)
     for count in (60, 64, 64, 64, 64, 64, 20):
         write(caches, count)
     full, windowed = pool.stats().groups
@@ -60,7 +56,7 @@ def test_one_sequence_by_hand() -> None:
 
 def test_shared_blocks_count_once_and_idle_slots_are_those_that_no_sequence_uses() -> None:
     pool = PagePool(1, max_bytes=1 << 22)
-    first = new_caches(pool)
+    first = caches_of(pool)
     write(first, 300)
     second = copy.deepcopy(first)
     second[0].trim(20)
@@ -76,7 +72,7 @@ def test_shared_blocks_count_once_and_idle_slots_are_those_that_no_sequence_uses
 def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None:
     pool = ring_pool()
     prefixes = PrefixCache(pool, has_states=False)
-    write(new_caches(pool), 1)
+    write(caches_of(pool), 1)
     pool.clear()
     first = prefixes.fetch("", [7] * 700, pool.page_format).sequence
     caches = [PagedKVCache(pool, layer, [first]) for layer in range(LAYERS)]
@@ -102,7 +98,7 @@ def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None
 @pytest.mark.slow
 def test_snapshots_from_another_thread_are_of_one_moment() -> None:
     pool = ring_pool(1 << 24)
-    write(new_caches(pool), 1)
+    write(caches_of(pool), 1)
     seen: list[PoolStats] = []
     is_over = Event()
 
@@ -115,7 +111,7 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
     rng = random.Random(0)
     held = []
     for _ in range(20):
-        caches = new_caches(pool, rng.randrange(1, 4))
+        caches = caches_of(pool, rng.randrange(1, 4))
         write(caches, rng.randrange(1, 65))
         held.append(copy.deepcopy(caches))
         write(caches, 64)
@@ -131,7 +127,7 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
 
 def test_looking_releases_nothing() -> None:
     pool = PagePool(1, max_bytes=1 << 22)
-    caches = new_caches(pool)
+    caches = caches_of(pool)
     write(caches, 300)
     del caches
     gc.collect()
@@ -144,7 +140,7 @@ def test_looking_releases_nothing() -> None:
 def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
     pool = PagePool(1, max_bytes=1 << 22)
     prefixes = PrefixCache(pool, has_states=False)
-    first = new_caches(pool)
+    first = caches_of(pool)
     write(first, 300)
     prefixes.insert("", list(range(300)), first[0].sequences[0], None)
 

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolExhausted
 from paged_kv.pool.window import Window
+from tests.support.layer_caches import caches_of
 
 LAYERS, HEAD = 3, 32
 BLOCK_BYTES = LAYERS * 2 * 256 * HEAD * 2
@@ -41,8 +42,7 @@ def run(pool: PagePool, todo: Iterator[tuple[int, int]]) -> tuple[int, PoolExhau
             gc.collect()
             continue
         if name not in held:
-            sequence = Sequence(pool)
-            held[name] = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+            held[name] = caches_of(pool)
         numbers = mx.zeros((1, 1, count, HEAD), dtype=mx.float16)
         try:
             for cache in held[name]:
@@ -78,8 +78,8 @@ def test_it_holds_the_prompt_that_a_sequence_is_for(
 ) -> None:
     def write(max_bytes: int) -> None:
         pool = PagePool(LAYERS, max_bytes=max_bytes, **options)
-        sequence = Sequence(pool)
-        caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+        caches = caches_of(pool)
+        (sequence,) = caches[0].sequences
         for start in (0, *range(1, prompt, 512)):
             sequence.prompt_tokens = prompt
             count = min(512, prompt - start) if start else 1

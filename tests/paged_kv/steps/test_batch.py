@@ -6,33 +6,15 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool
 from tests.support.arrays import normal
-
-LAYERS = 2
-Layers = list[PagedKVCache]
+from tests.support.layer_caches import caches_of
 
 
-def new_layers(pool: PagePool, rows: int = 1) -> Layers:
-    sequences = [Sequence(pool) for _ in range(rows)]
-    return [PagedKVCache(pool, layer, sequences) for layer in range(LAYERS)]
-
-
-def numbers(rows: int, tokens: int, seed: int = 0) -> tuple[mx.array, mx.array]:
-    keys = normal((rows, 2, tokens, 16), mx.float32, seed)
-    return keys, keys + 1
-
-
-def write(layers: Layers, rows: int, tokens: int, seed: int = 0) -> mx.array:
-    keys, values = numbers(rows, tokens, seed)
+def write(layers: list[PagedKVCache], rows: int, tokens: int) -> None:
+    keys = normal((rows, 2, tokens, 16), mx.float32, 0)
     for cache in layers:
-        cache.update_and_fetch(keys, values)
-    return keys
-
-
-@pytest.fixture
-def pool() -> PagePool:
-    return PagePool(LAYERS, max_bytes=1 << 24)
+        cache.update_and_fetch(keys, keys + 1)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +30,10 @@ def pool() -> PagePool:
     ids=["filter", "repeat", "extend", "extract", "merge", "copy"],
 )
 def test_layers_that_change_alike_share_a_batch_again(
-    pool: PagePool, operation: Callable[[PagedKVCache, PagedKVCache], PagedKVCache | None]
+    operation: Callable[[PagedKVCache, PagedKVCache], PagedKVCache | None],
 ) -> None:
-    layers, others = new_layers(pool, 2), new_layers(pool)
+    pool = PagePool(2, max_bytes=1 << 24)
+    layers, others = caches_of(pool, 2), caches_of(pool)
     write(layers, 2, 5)
     write(others, 1, 3)
     changed = [

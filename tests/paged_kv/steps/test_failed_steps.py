@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.pool.window import Window
 from tests.support.dense_attention import dense_attention
 from tests.support.failures import ERRORS, Failures
+from tests.support.layer_caches import caches_of
 
 KV_HEADS, Q_HEADS, DIM, SCALE = 1, 2, 32, 32**-0.5
 NUMBERS = np.random.default_rng(5).standard_normal((4001, DIM), dtype=np.float32)
@@ -129,11 +130,10 @@ class World:
         pool = PagePool(3, **options)
         # The last layer gathers its keys and values.
         pool.attending = pool.attending_in_decode = frozenset({0, 1})
-        sequences = [Sequence(pool) for _ in range(history.rows)]
-        for sequence in sequences:
+        layers = caches_of(pool, history.rows)
+        for sequence in layers[0].sequences:
             sequence.caches_out_of_window = history.caches
-        layers = [PagedKVCache(pool, layer, list(sequences)) for layer in range(3)]
-        batch = Batch(layers, [[] for _ in sequences])
+        batch = Batch(layers, [[] for _ in range(history.rows)])
         for count in history.before:
             batch.step(count)
         for cache in batch.layers if history.trimmed else ():

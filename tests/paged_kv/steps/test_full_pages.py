@@ -2,13 +2,15 @@
 a prompt is cut into steps."""
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted
 from paged_kv.cache.saved_state import page_formats
 from paged_kv.integrations import page_identity
 from paged_kv.kernels.pages.page_format import FP16, LayerGeometry, PageLayout, page_format_named
@@ -16,6 +18,7 @@ from paged_kv.prefix import prefix_cache
 from tests.support import stored_prompts
 from tests.support.attended_step import attended
 from tests.support.full_pages import FIRST, full_format, full_formats
+from tests.support.layer_caches import caches_of
 from tests.support.zoo import small_model
 
 HEAD = 32
@@ -23,14 +26,8 @@ PAGE_BYTES = PageLayout(FP16, LayerGeometry(1, HEAD, mx.float16, 1, HEAD, mx.flo
 attention = mx.fast.scaled_dot_product_attention
 
 
-def caches_of(pool: PagePool) -> list[PagedKVCache]:
-    sequence = Sequence(pool)
-    return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
-
-
-def new_cache(name: str, **options: Any) -> PagedKVCache:
-    pool = PagePool(1, page_format=name, **{"max_bytes": 1 << 24, **options})
-    return PagedKVCache(pool, 0, [Sequence(pool)])
+def new_cache(name: str) -> PagedKVCache:
+    return caches_of(PagePool(1, page_format=name, max_bytes=1 << 24))[0]
 
 
 def numbers(count: int, seed: int = 0) -> mx.array:
@@ -70,20 +67,14 @@ def pages_of(cache: PagedKVCache) -> list[mx.array]:
     return [*raw, *([contents(cache)[:, :, -rest:]] if rest else [])]
 
 
-def written_in_steps(
-    name: str, keys: mx.array, size: int, last: int = 1
-) -> tuple[PagedKVCache, mx.array]:
+def written_in_steps(name: str, keys: mx.array, size: int) -> tuple[PagedKVCache, mx.array]:
     """A cache with these keys as keys and values, and what each token attended to, with itself as
-    the query. The last tokens are a step of their own."""
-    pool = PagePool(1, page_format=name, max_bytes=1 << 24)
-    (cache,) = caches_of(pool)
-    before = keys.shape[2] - last
-    outputs = []
-    for start, end in [(at, min(at + size, before)) for at in range(0, before, size)] + [
-        (before, keys.shape[2])
-    ]:
-        outputs.append(attended(cache, keys[:, :, start:end]))
-    pool.check()
+    the query. The last token is a step of its own."""
+    cache = new_cache(name)
+    before = keys.shape[2] - 1
+    ends = [*range(size, before, size), before, keys.shape[2]]
+    outputs = [attended(cache, keys[:, :, start:end]) for start, end in pairwise([0, *ends])]
+    cache.pool.check()
     return cache, mx.concatenate(outputs, axis=2)
 
 
@@ -172,8 +163,9 @@ def test_what_could_not_be_recoded_is_not_resumed_within_its_page(
         mx.eval(model(mx.array([part]), cache=cache))
     layer = next(each for each in cache if factory.pool.windows.get(each.layer) is None)
     assert formats(layer) == ["fp16", "fp16"]
+    exhausted = PoolExhausted(needed=1, free=0, evictable=0, budget=1, block_bytes=1)
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_cache, "recode_sequence", exhausted)
+        patch.setattr(prefix_cache, "recode_sequence", Mock(side_effect=exhausted))
         assert factory.insert_cache(prompt[:kept], cache) == (300 if kept == 300 else 0)
     other = [*prompt[:190], 1, 2, 3]
     found, cached = factory.fetch_cache(other)
@@ -182,10 +174,6 @@ def test_what_could_not_be_recoded_is_not_resumed_within_its_page(
     outputs = model(mx.array([other[cached:]]), cache=found)[0, -1]
     cold = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20).make_cache()
     assert float(mx.abs(outputs - model(mx.array([other]), cache=cold)[0, -1]).max()) < 1e-4
-
-
-def exhausted(*_: Any) -> None:
-    raise PoolExhausted(needed=1, free=0, evictable=0, budget=1, block_bytes=1)
 
 
 def test_a_conversion_that_ran_out_of_memory_leaves_to_others_what_they_share() -> None:

@@ -10,7 +10,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import (
     PagedCacheFactory,
-    PagedKVCache,
     PagePool,
     PagesNotRead,
     Sequence,
@@ -22,11 +21,10 @@ from paged_kv.steps.batch import Batch, commit
 from paged_kv.steps.progress import LayerProgress, Progress
 from tests.support.arrays import normal
 from tests.support.generation import assert_same_run, greedy
+from tests.support.layer_caches import caches_of
 from tests.support.zoo import small_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-# Of the project's own calls: before and in the first layer of a step of one sequence, and in each
-# later layer.
 
 
 def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
@@ -39,16 +37,11 @@ def step(count: int, seed: int, batch: int = 1) -> tuple[mx.array, mx.array]:
     return keys, keys + 1
 
 
-def layers_of(pool: PagePool, sequences: int = 1) -> list[PagedKVCache]:
-    rows = [Sequence(pool) for _ in range(sequences)]
-    return [PagedKVCache(pool, layer, list(rows)) for layer in range(pool.num_layers)]
-
-
 @pytest.mark.usefixtures("backend")
 def test_a_models_arrays_are_never_made_and_others_are() -> None:
     pool = PagePool(2, max_bytes=1 << 24)
     pool.attending = frozenset({0})
-    attending, other = layers_of(pool)
+    attending, other = caches_of(pool)
     attending.make_mask(5)
     given = step(5, 1)
     keys, values = attending.update_and_fetch(*given)
@@ -70,7 +63,7 @@ def test_what_was_not_read_in_its_step_is_refused_later() -> None:
     """The step may have overwritten a ring by then."""
     pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=1 << 24)
     pool.attending = frozenset({0})
-    (cache,) = layers_of(pool)
+    (cache,) = caches_of(pool)
     cache.make_mask(5)
     keys, values = cache.update_and_fetch(*step(5, 1))
     cache.update_and_fetch(*step(1, 2))
@@ -119,7 +112,7 @@ def test_the_layers_of_which_only_attention_reads(name: str, attending: set[int]
 
 def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
     pool = PagePool(2, max_bytes=1 << 24)
-    layers = layers_of(pool, 2)
+    layers = caches_of(pool, 2)
     for layer in layers:
         layer.prepare(left_padding=[0, 3])
     for seed in (1, 2):
@@ -134,7 +127,7 @@ def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
 def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
     """Its queries attend first: it is written when another call needs its pages."""
     pool = PagePool(2, windows={0: Window(32, 32), 1: Window(300, 256)}, max_bytes=1 << 24)
-    layers = layers_of(pool)
+    layers = caches_of(pool)
     given = step(600, 1)
     for count, end in ((512, 512), (88, 600)):
         for layer in layers:
@@ -150,7 +143,7 @@ def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
 def test_attention_follows_pages_that_were_converted_since(queries: int, is_shared: bool) -> None:
     """By a request, or for all who share them, as when a pool is short of memory."""
     pool = PagePool(1, max_bytes=32 << 20)
-    (cache,), (other,) = layers_of(pool), layers_of(pool)
+    (cache,), (other,) = caches_of(pool), caches_of(pool)
     shape = (1, 1, 1000, 32)
     given = normal(shape, mx.float32, 1), normal(shape, mx.float32, 2)
     cache.update_and_fetch(*given)
