@@ -6,8 +6,8 @@ prompt waits until it is paid for. The share is meant beside one prompt. Each on
 same right as that one, so beside many prompts answers have less, and a batch fills quickly.
 
     part    as many tokens as take `PART_STEPS` steps without prompts, by the speeds that were
-            measured: a part costs about one such step besides, as it reads the weights once more.
-            While nobody answers, as many as a step may have.
+            measured, for each prompt that waits: a part costs about one such step besides, as it
+            reads the weights once more. While nobody answers, as many as a step may have.
     order   the prompt with the least left goes first, so that a short one does not wait for a long
             one. Every `OLDEST_TURN`-th part is for the oldest, so that a long one always moves.
     debt    a prompt that ends with the part is computed if answers are owed less than a part, and
@@ -91,7 +91,7 @@ class PromptTurns:
             self._share_now = self._part_s = self.owed_s = 0.0
             return
         self._share_now = self._share / (self._share + (1 - self._share) * max(1, prompts))
-        fitting = PART_STEPS * step_s / token_s if token_s else 0
+        fitting = PART_STEPS * max(1, prompts) * step_s / token_s if token_s else 0
         part = 1 << int(log2(max(_LEAST_PART, fitting))) if fitting else self._page_size
         self.part = min(self._most_tokens, part)
         self._part_s = self.part * token_s
