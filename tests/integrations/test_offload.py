@@ -9,13 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import OffloadError, PagedCacheFactory, PoolExhausted
 from paged_kv.offload.offloaded_layer import OffloadedLayer
 from paged_kv.offload.page_file import PageFile
-from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy, runs_of
+from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.support.grids import plain_only
 from tests.support.stored_prompts import stored_factory
 from tests.support.zoo import model_that_tells_keys_apart, small_model
@@ -103,24 +102,6 @@ def test_a_context_of_four_times_the_memory(tmp_path: Path) -> None:
     assert stats.bytes_offloaded > 3 * factory.pool.budget.max_bytes * 0.8
     assert stats.tokens_left_out > 0
     factory.pool.check()
-
-
-@pytest.mark.slow
-def test_ragged_batches(model: Any, tmp_path: Path) -> None:
-    """Where all is read, each sequence has the tokens that it has alone."""
-    prompts = [PROMPT, PROMPT[:300], PROMPT[1000:2900]]
-    options: dict[str, Any] = {"read_tokens": 1 << 14}
-    factory = offloading(model, tmp_path, 14, **options)
-    with factory:
-        generator = BatchGenerator(model, max_tokens=8, prefill_step_size=512)
-        runs = runs_of(generator, generator.insert(prompts))
-        generator.close()
-    assert factory.stats().requantisations["offloaded"]
-    stock = PagedCacheFactory(model, **options)
-    for prompt, ours in zip(prompts, runs, strict=True):
-        assert_same_run(ours, greedy(model, prompt, stock.make_cache(), 8, 512), TOLERANCE)
-    del generator
-    assert_nothing_is_used(factory)
 
 
 @pytest.mark.slow

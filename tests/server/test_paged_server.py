@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,21 +240,6 @@ def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "load", load_small)
 
 
-def answers(running: Any, prompts: list[str]) -> list[tuple[str, int]]:
-    """The texts that follow prompts, asked at once, and how many tokens were cached."""
-
-    def answer(prompt: str) -> tuple[str, int]:
-        told = running.client().completions.create(
-            model="default_model", prompt=prompt, max_tokens=6, temperature=0
-        )
-        return told.choices[0].text, told.usage.prompt_tokens_details.cached_tokens or 0
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        found = list(threads.map(answer, prompts))
-    running.wait_until_idle()
-    return found
-
-
 @pytest.mark.usefixtures("loads_hybrid")
 @pytest.mark.slow
 def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantised(
@@ -276,24 +260,6 @@ def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantis
             return answer.usage.prompt_tokens_details.cached_tokens or 0
 
         assert [cached_of_answer() for _ in range(2)] == [0, last_page]
-
-
-@pytest.mark.parametrize("model", [LLAMA, GEMMA])
-@pytest.mark.slow
-def test_a_server_that_is_started_again_begins_with_what_is_stored(
-    model: str, system: str, tmp_path: Path
-) -> None:
-    store = ["--store", str(tmp_path / "store"), "--store-after", "1", "--store-bytes", "1GB"]
-    answers, cached = [], []
-    for _ in range(2):
-        with paged_server(*options(model, "--max-kv-bytes", "64MB", *store)) as running:
-            texts, counts = converse(running, system, "restarted", turns=1)
-            answers.append(texts)
-            cached.append(counts[0])
-            running.wait_until_idle()
-    assert answers[0] == answers[1]
-    assert cached[0] == 0
-    assert cached[1] >= 256
 
 
 @pytest.mark.slow

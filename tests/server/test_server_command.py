@@ -1,13 +1,8 @@
 """The options of `paged-kv server`."""
 
-import json
-import subprocess
-import sys
 from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import mlx.core as mx
 import mlx_lm.server
@@ -19,8 +14,6 @@ from paged_kv.server import server_command
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.options import parsed_server_options
 from tests.support.folders import MODEL_FOLDERS
-from tests.support.patience import PATIENCE_S, wait_until
-from tests.support.ports import free_port
 
 MODEL = MODEL_FOLDERS["stdlib-llama"]
 
@@ -89,38 +82,3 @@ def test_the_model_and_its_draft_are_converted_to_another_number_format() -> Non
         parameters: Any = tree_flatten(model.parameters())
         assert {each.dtype for _, each in parameters} == {mx.float32}
     provider.reset()
-
-
-def options(port: int) -> list[str]:
-    return ["--model", str(MODEL), "--port", str(port), "--max-kv-bytes", "64MB"]
-
-
-@pytest.mark.slow
-def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "paged_kv", "server", *options(port)]
-    with subprocess.Popen([*command, "--page-format", "q8"]) as process:
-        try:
-            body = json.dumps({"prompt": "import os\n", "max_tokens": 4}).encode()
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            answer = json.loads(opened(Request(url, body), process))
-            assert answer["choices"][0]["text"]
-            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        finally:
-            process.terminate()
-
-
-def opened(request: Request, process: subprocess.Popen[bytes]) -> bytes:
-    """The answer of a server that may still be starting."""
-    answers: list[bytes] = []
-
-    def has_answered() -> bool:
-        try:
-            with urlopen(request, timeout=PATIENCE_S) as response:
-                answers.append(response.read())
-        except URLError:
-            assert process.poll() is None
-        return bool(answers)
-
-    wait_until(has_answered)
-    return answers[0]

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 
@@ -42,13 +41,9 @@ def ask(server: PagedRunningServer, prompt: str) -> None:
     server.wait_until_idle()
 
 
-def get(server: PagedRunningServer, path: str) -> Any:
-    return urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30)
-
-
 def test_metrics(running: PagedRunningServer) -> None:
     pytest.importorskip("prometheus_client")
-    with get(running, "/metrics") as answer:
+    with urlopen(f"http://127.0.0.1:{running.port}/metrics", timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
     names = {line.split("{")[0].split()[0] for line in lines if not line.startswith("#")}
@@ -82,18 +77,6 @@ def test_metrics(running: PagedRunningServer) -> None:
     assert "paged_kv:num_requests_running 0.0" in lines
     asked = [line for line in lines if "prefix_cache_queries_total{" in line]
     assert any(float(line.split()[-1]) > 100 for line in asked)
-
-
-def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
-    running: PagedRunningServer,
-) -> None:
-    """Another name may belong to another site, whose pages could read the answers."""
-    for path in ("/kv", "/kv/data", "/metrics"):
-        address = f"http://127.0.0.1:{running.port}{path}"
-        with pytest.raises(HTTPError, match="403"):
-            urlopen(Request(address, headers={"Host": "evil.example"}), timeout=30)
-        with urlopen(Request(address, headers={"Host": "localhost:1"}), timeout=30) as answer:
-            assert answer.status == 200
 
 
 @pytest.fixture

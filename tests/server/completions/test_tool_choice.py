@@ -31,8 +31,6 @@ TOOLS: Any = [
 ]
 SCHEMAS: dict[str, Any] = {"get_weather": WEATHER, "stop": {"type": "object", "maxProperties": 0}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-# The end of a text becomes likely wherever it may come: else a random model calls tools for ever.
-HOT: dict[str, Any] = {"temperature": 2, "max_tokens": 1500, "logit_bias": {"0": 10}}
 FITS = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 WRONG = '<tool_call>\n{"name": "get_weather", "arguments": {"city": 5}}\n</tool_call>'
 
@@ -112,20 +110,6 @@ def test_without_calls_their_mark_does_not_come(
     told = "".join(token.token for token in choice.logprobs.content)
     assert told.startswith("x ")
     assert "abc" not in told
-
-
-@pytest.mark.slow
-def test_forms_of_other_templates_are_kept_whole_and_streamed(tiny: str) -> None:
-    """Of all forms, without a server: tests/integrations/grammar/test_call_forms.py."""
-    # What mlx-lm knows the form of qwen3_coder by.
-    template = SAYS + "{% if false %}<tool_call>\n<function={% endif %}"
-    with paged_server("--model", tiny, "--max-kv-bytes", "64MB", "--chat-template", template) as it:
-        (choice,) = ask(it, tool_choice=NAMED, seed=1, **HOT).choices
-        assert calls_of(choice) == ["get_weather"]
-        parts = list(ask(it, tool_choice=NAMED, seed=2, stream=True, **HOT))
-    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
-    arguments = json.loads("".join(call.function.arguments for call in calls))
-    assert Draft202012Validator(WEATHER).is_valid(arguments)
 
 
 @pytest.mark.slow

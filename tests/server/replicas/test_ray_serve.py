@@ -1,7 +1,6 @@
 """Replicas on Ray Serve, on loopback: they answer as one server does, whatever ends."""
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 from anthropic import Anthropic
@@ -118,18 +117,6 @@ def test_replicas_answer_as_one_server(port: int, calm: PagedRunningServer) -> N
             known = answered.usage.prompt_tokens - 8  # the template ends the turn in another way
             turns += [answered.choices[0].message.content, f"and {turn}? {TEXT[:200]}"]
     assert all(count > 0 for count in of_each(port, "prompt_tokens_total"))
-
-
-def test_a_session_that_was_named_anywhere_ends(port: int) -> None:
-    replicas = Replicas(port, num_replicas=2)
-    for number in range(4):
-        chat(replicas, f"{number} {TEXT}", extra_body={"session_id": "agent/7"})
-    url = f"http://127.0.0.1:{port}/v1/sessions/agent%2F7"
-    with urlopen(Request(url, method="DELETE"), timeout=PATIENCE_S) as ended:
-        assert json.load(ended)["freed_blocks"] >= 4
-    with pytest.raises(HTTPError, match="404"):
-        urlopen(Request(url, method="DELETE"), timeout=PATIENCE_S)
-    assert cached(chat(replicas, f"0 {TEXT}")) == 0
 
 
 def test_a_client_that_leaves_ends_its_request(port: int) -> None:

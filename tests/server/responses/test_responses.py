@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from typing import Any
 
 import openai
@@ -12,12 +11,12 @@ from openai import OpenAI
 from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.support.agent_model import CONTEXT, Script, agent_folder
 from tests.support.running_server import (
-    PATIENCE_S,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
     noted_prompts,
     paged_server,
 )
+from tests.support.tiny_model import asked
 
 NAME = "agent"
 PATH = "/v1/responses"
@@ -37,7 +36,7 @@ THOUGHT = "<think>\nIt is in a file.\n</think>\n\n"
 @pytest.fixture(scope="module")
 def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServer]:
     options = ["--model", agent_folder(tmp_path_factory.mktemp("models"))]
-    options += ["--served-model-name", NAME, "--max-kv-bytes", "64MB", "--max-responses", "8"]
+    options += ["--served-model-name", NAME, "--max-kv-bytes", "64MB"]
     with paged_server(*options) as started:
         yield started
 
@@ -47,14 +46,6 @@ def client(running: PagedRunningServer) -> Iterator[OpenAI]:
     with running.client() as opened:
         yield opened
     assert_idle_pools_hold_nothing(running)
-
-
-def raw(running: PagedRunningServer, body: Any) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
-    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
-    client.request("POST", PATH, json.dumps(body))
-    with client.getresponse() as answer:
-        return answer.status, json.loads(answer.read())
 
 
 def without_names(value: Any) -> Any:
@@ -236,15 +227,6 @@ def test_responses_of_another_salt_are_not_found(client: OpenAI, script: Script)
     client.responses.create(**ASK, previous_response_id=response.id, **salted)
 
 
-def test_no_more_responses_are_kept_than_allowed(client: OpenAI, script: Script) -> None:
-    script.says(*["A."] * 9)
-    first, *others = [client.responses.create(**ASK).id for _ in range(9)]
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(first)
-    for name in others:
-        client.responses.retrieve(name)
-
-
 def test_a_text_fits_a_schema(client: OpenAI, script: Script) -> None:
     script.says("<think>So.</think>no")
     form: Any = {"type": "json_schema", "name": "a", "schema": {"const": "yes"}, "strict": True}
@@ -307,7 +289,7 @@ def test_fields_that_change_the_meaning_work_or_are_refused(
 ) -> None:
     if status == 200:
         script.says("A.")
-    got, body = raw(running, {**ASK, **more})
+    got, body = asked(running, PATH, {**ASK, **more})
     assert got == status, body
     if status == 400:
         assert body["error"]["param"].partition(".")[0] in more
