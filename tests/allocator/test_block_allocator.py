@@ -1,7 +1,5 @@
 """The allocator: block states, order, slabs, and refused calls without side effects."""
 
-import random
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,42 +86,6 @@ def test_a_block_that_is_not_used_is_refused_and_nothing_changes() -> None:
             call(blocks)
         assert (error.value.block, error.value.state) == (block, found)
         assert state(allocator) == before
-
-
-def test_references_are_counted_by_every_call_that_adds_or_removes_one() -> None:
-    """Against lists of who holds a block."""
-    for seed in range(20):
-        rng = random.Random(seed)
-        allocator = new_allocator()
-        held = allocator.allocate(4)
-        kept: list[int] = []
-        for _ in range(40):
-            blocks = [block for block in range(4) if block in held or block in kept]
-            some = rng.choices(blocks, k=rng.randrange(1, 4)) if blocks else []
-            match rng.choice(["retain", "release", "release", "keep", "evict"]):
-                case "retain" if len(held) < 12:
-                    allocator.retain(some)
-                    held += some
-                case "release" if held and len(held) + len(kept) > 2:
-                    some = rng.sample(held, rng.randrange(1, min(3, len(held)) + 1))
-                    allocator.release(some)
-                    for block in some:
-                        held.remove(block)
-                case "keep" if some and some[0] not in kept:
-                    allocator.keep(some[0], lambda source, target: None)
-                    kept.append(some[0])
-                case "evict" if kept and len(held) + len(kept) > 2:
-                    allocator.evict(kept.pop(0))
-            holders = Counter(held)
-            allocator.refs.check(held)
-            for block in range(4):
-                assert allocator.ref_count(block) == holders[block] + kept.count(block)
-            stats = allocator.stats()
-            assert stats.table_entries == len(held)
-            assert stats.blocks_shared == sum(count > 1 for count in holders.values())
-            (fp16,) = stats.formats
-            assert fp16.cached == sum(not holders[block] for block in kept)
-            assert fp16.used == len(holders)
 
 
 def test_a_block_that_moves_takes_its_references_along() -> None:

@@ -31,16 +31,6 @@ def new_table(allocator: BlockAllocator, tokens: int) -> BlockTable:
     return table
 
 
-def test_a_table_has_as_many_entries_as_its_tokens_need() -> None:
-    for tokens, entries in ((0, 0), (1, 1), (256, 1), (257, 2), (512, 2), (513, 3)):
-        allocator = new_allocator()
-        assert new_table(allocator, tokens).blocks == (0, 1, 2)[:entries]
-        longer = new_table(allocator, 1000)
-        longer.truncate(tokens)
-        assert len(longer.blocks) == entries
-        allocator.check()
-
-
 def test_a_page_that_is_shared_again_is_copied_again() -> None:
     """As after a `ThreadConflict`: the copy was not made, so its source stays in the table."""
     allocator = new_allocator()
@@ -61,39 +51,6 @@ def test_blocks_of_collected_tables_are_appended() -> None:
     allocator.drop_later(new_table(allocator, 1000))
     table.append(["fp16"] * 4)
     assert len(table.blocks) == 4
-    allocator.check()
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "copies", "blocks"),
-    [
-        (255, 256, {0: 2}, [2, 1]),
-        (255, 257, {0: 2, 1: 3}, [2, 3]),
-        (256, 257, {1: 2}, [0, 2]),
-        (512, 513, {}, [0, 1, 2]),
-        (0, 600, {0: 2, 1: 3}, [2, 3, S1]),
-        (512, 512, {}, [0, 1]),
-    ],
-)
-def test_only_shared_blocks_that_are_written_are_copied(
-    start: int, end: int, copies: dict[int, int], blocks: list[int]
-) -> None:
-    allocator = new_allocator()
-    table = new_table(allocator, 512)
-    fork = allocator.fork(table)
-    assert reserve(fork, start, end) == copies
-    assert (list(fork.blocks), table.blocks) == (blocks, (0, 1))
-    assert [allocator.ref_count(block) for block in (0, 1)] == [2 - (b in copies) for b in (0, 1)]
-    assert allocator.cow_copies == len(copies)
-    allocator.check()
-
-
-def test_the_last_table_to_write_a_shared_block_keeps_it() -> None:
-    allocator = new_allocator()
-    table = new_table(allocator, 10)
-    first, second = allocator.fork(table), allocator.fork(table)
-    assert [reserve(each, 9, 11) for each in (second, table, first)] == [{0: 1}, {0: 2}, {}]
-    assert [each.blocks for each in (table, first, second)] == [(2,), (0,), (1,)]
     allocator.check()
 
 

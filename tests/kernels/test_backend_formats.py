@@ -264,22 +264,6 @@ def step_with_an_outlier(count: int, dtype: mx.Dtype) -> tuple[mx.array, mx.arra
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_write_gives_the_bytes_of_its_tokens_and_changes_nothing_else(
-    backend: str, dtype: mx.Dtype
-) -> None:
-    pages = new_pages(backend, same(160, 128, dtype), ["fp16"])
-    start, count = 250, 300
-    metadata = unpadded(((2, 0, 3),), (start + count,))
-    step = step_with_an_outlier(count, dtype)
-    expected = contents(pages, 0)
-    for entry, content in holding(pages, *step, metadata).items():
-        expected[entry] = content
-    pages.write(*step, metadata)
-    for found, content in zip(contents(pages, 0), expected, strict=True):
-        assert mx.array_equal(found, content)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_recoded_page_has_the_bytes_of_the_format_and_the_others_stay(
     backend: str, name: FormatName, dtype: mx.Dtype

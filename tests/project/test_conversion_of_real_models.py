@@ -68,13 +68,8 @@ def write_gguf(path: Path, model: Any, architecture: str = "llama") -> None:
     writer.add_token_list(TOKENS)
     writer.add_token_types([CONTROL] * 3 + [NORMAL] * 4)
     writer.add_token_merges(["a b"])
-    for add in (
-        writer.add_bos_token_id,
-        writer.add_eos_token_id,
-        writer.add_unk_token_id,
-        writer.add_pad_token_id,
-    ):
-        add(0)
+    for name in ("bos", "eos", "unk", "pad"):
+        getattr(writer, f"add_{name}_token_id")(0)
     names = {value: key for key, value in {**conversion._LAYER, **conversion._OUTER}.items()}
     names["post_attention_layernorm"] = "ffn_norm"
     flat: Any = tree_flatten(model.parameters())

@@ -46,6 +46,11 @@ def warm(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> tuple[Run
     return run, cached
 
 
+def cold(model: Any, prompt: list[int], count: int = 4, **options: Any) -> Run:
+    """The run of a factory that has cached nothing."""
+    return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), count)
+
+
 def computed(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> None:
     """Compute a prompt, and insert it."""
     cache = factory.make_cache()

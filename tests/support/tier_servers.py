@@ -122,6 +122,13 @@ def s3_credentials() -> Iterator[None]:
                 os.environ[name] = value
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    return file
+
+
 @pytest.fixture(scope="module")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as running:

@@ -60,22 +60,6 @@ def page_of(node: Node) -> Page:
     return next(salt for salt, its in salts.items() if its == node.path_hash), tokens
 
 
-def test_a_session_of_another_salt_is_another_one() -> None:
-    owned = Owned()
-    owned.insert(list(range(10)), "a", "alice")
-    with pytest.raises(UnknownSession, match="no session 'a' under this salt"):
-        owned.end("a")
-    owned.insert(list(range(10)), None)
-    with pytest.raises(UnknownSession):
-        owned.index.end_session(Owner(""))
-    with pytest.raises(UnknownSession):
-        owned.end("b", "alice")
-    assert owned.known(list(range(10)), "alice") == 10
-    assert owned.end("a", "alice") == 3
-    with pytest.raises(UnknownSession):
-        owned.end("a", "alice")
-
-
 def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     owned = Owned()
     owned.insert(list(range(16)), "a")

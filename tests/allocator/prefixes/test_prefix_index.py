@@ -160,14 +160,6 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
     indexed.allocator.check()
 
 
-def test_unpin_undoes_the_latest_pin() -> None:
-    indexed = Indexed()
-    for count in (6, 10):
-        indexed.insert([1] * count)
-        assert indexed.index.pin(None, "", [1] * 10) == count
-    assert [indexed.index.holds.unpin(None, [1] * 10) for _ in range(2)] == [10, 6]
-
-
 @dataclass
 class State:
     """A checkpoint, which is opaque to the index."""

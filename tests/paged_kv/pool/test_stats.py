@@ -54,21 +54,6 @@ def test_one_sequence_by_hand() -> None:
     assert (windowed.bytes_last_block, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
 
 
-def test_shared_blocks_count_once_and_idle_slots_are_those_that_no_sequence_uses() -> None:
-    pool = PagePool(1, max_bytes=1 << 22)
-    first = caches_of(pool)
-    write(first, 300)
-    second = copy.deepcopy(first)
-    second[0].trim(20)
-    assert (pool.stats().blocks_used, used_rows(pool.stats())) == (2, 300)
-    assert pool.stats().sharing_factor == 2.0
-    first[0].trim(30)
-    assert used_rows(pool.stats()) == 280
-    del second
-    gc.collect()
-    assert used_rows(pool.stats()) == 270
-
-
 def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None:
     pool = ring_pool()
     prefixes = PrefixCache(pool, has_states=False)

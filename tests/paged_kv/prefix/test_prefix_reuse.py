@@ -12,25 +12,19 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.model_version import ModelVersion
 from tests.support.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
-from tests.support.stored_prompts import TEXT, read, shallow_model
+from tests.support.stored_prompts import TEXT, cold, read, shallow_model
 
 # A step of another length uses other kernels: float32 sums in another order.
 TOLERANCE = 1e-3
 
 
-def warm(
-    model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 4
-) -> tuple[Run, int]:
+def warm(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> tuple[Run, int]:
     """A run after the cached part of a prompt, and the length of that part."""
     cache, cached = factory.fetch_cache(prompt)
-    run = greedy(model, prompt[cached:], cache, count)
+    run = greedy(model, prompt[cached:], cache, 4)
     factory.insert_cache(prompt + run.tokens, cache)
     factory.pool.check()
     return run, cached
-
-
-def cold(model: Any, prompt: list[int], count: int = 4, **options: Any) -> Run:
-    return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), count)
 
 
 @pytest.fixture(scope="module")

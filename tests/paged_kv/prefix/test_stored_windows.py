@@ -22,7 +22,7 @@ from tests.paged_kv.prefix.test_window_reuse import Told
 from tests.support import stored_prompts
 from tests.support.generation import Run, assert_same_run, greedy
 from tests.support.store_entries import identity
-from tests.support.stored_prompts import shallow_model
+from tests.support.stored_prompts import cold, shallow_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
 TOLERANCE = 1e-3
@@ -59,10 +59,6 @@ def run_of(
     return run, cached
 
 
-def cold(model: Any, prompt: list[int], **options: Any) -> Run:
-    return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "page_format", "step"),
@@ -83,7 +79,7 @@ def test_a_restart_goes_on_behind_every_block(
         assert run.tokens == before.tokens
         assert mx.array_equal(run.logprobs, before.logprobs)
         if page_format == "fp16":
-            assert_same_run(run, cold(model, prompt), TOLERANCE)
+            assert_same_run(run, cold(model, prompt, 3), TOLERANCE)
 
 
 class StoredTold(Told):

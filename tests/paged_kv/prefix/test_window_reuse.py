@@ -16,10 +16,10 @@ from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.steps.batch import Batch
 from tests.support import ring_batches
-from tests.support.generation import Run, assert_same_run, greedy
+from tests.support.generation import assert_same_run, greedy
 from tests.support.invariants import assert_invariants
 from tests.support.ring_batches import PAGE_BYTES, append, new_batch
-from tests.support.stored_prompts import shallow_model
+from tests.support.stored_prompts import cold, shallow_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
 TOLERANCE = 1e-3
@@ -40,10 +40,6 @@ def warm(model: Any, factory: PagedCacheFactory, prompt: list[int], step: int = 
     return run, cached
 
 
-def cold(model: Any, prompt: list[int]) -> Run:
-    return greedy(model, prompt, PagedCacheFactory(model).make_cache(), 3)
-
-
 @pytest.mark.parametrize("step", [100, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
@@ -58,7 +54,7 @@ def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
         # first prompt ended, as the page still holds slots of the page before.
         is_behind = length % 256 >= 31 or length < 256 or length >= 1280
         assert cached == (length if is_behind else length // 256 * 256)
-        assert_same_run(run, cold(gemma3, prompt), TOLERANCE)
+        assert_same_run(run, cold(gemma3, prompt, 3), TOLERANCE)
 
 
 # Quantised pages need as many.

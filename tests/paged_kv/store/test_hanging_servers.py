@@ -12,17 +12,11 @@ import pytest
 
 from tests.support.patience import SHORT_PATIENCE_S
 from tests.support.stored_prompts import TEXT, remote_factory, shallow_model, store_of
-from tests.support.tier_servers import SECRET, s3_credentials
+from tests.support.tier_servers import s3_credentials
+from tests.support.tier_servers import secret as secret
 
 # Of a page of a large model. A wait that allows for its transfer at 20 MB/s takes five seconds.
 ENTRY_BYTES = 100 << 20
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    file = tmp_path / "secret"
-    file.write_bytes(SECRET)
-    return file
 
 
 def shortest_wait(model: Any, secret: Path, address: str) -> float:

@@ -31,14 +31,8 @@ from tests.support.stored_prompts import (
 )
 from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
 from tests.support.tier_servers import redis as redis
+from tests.support.tier_servers import secret as secret
 from tests.support.tier_servers import shared_redis as shared_redis
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    file = tmp_path / "secret"
-    file.write_bytes(SECRET)
-    return file
 
 
 @pytest.mark.slow
