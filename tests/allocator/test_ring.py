@@ -44,20 +44,6 @@ def ring_table(allocator: BlockAllocator, ring: Ring, tokens: int) -> BlockTable
     return table
 
 
-@pytest.mark.parametrize(
-    ("ring", "entries"),
-    [
-        (Ring(1), [0, 0, 0, 0, 0, 0, 0]),
-        (Ring(3), [0, 1, 2, 0, 1, 2, 0]),
-        (Ring(2, head=1), [0, 1, 2, 1, 2, 1, 2]),
-        (Ring(3, head=2), [0, 1, 2, 3, 4, 2, 3]),
-    ],
-)
-def test_a_block_lives_where_an_earlier_one_did(ring: Ring, entries: list[int]) -> None:
-    assert [ring.entry(block) for block in range(7)] == entries
-    assert ring.size == len(set(entries))
-
-
 def test_slots_are_those_that_hold_tokens_and_those_that_the_next_token_sees() -> None:
     for ring in (Ring(3), Ring(3, window=7), Ring(2, head=1, window=5, sink_tokens=2)):
         for tokens, entry in product(range(40), range(ring.size)):

@@ -17,7 +17,7 @@ from paged_kv.kernels.cpu.native_backend import ALIGNMENT, NativeBackend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
-from paged_kv.kernels.pages.page_format import FP16, LayerGeometry, PageFormat
+from paged_kv.kernels.pages.page_format import FP16, LayerGeometry
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import instruction_sets, native_library
@@ -35,13 +35,11 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(library)
 
 
-def new_pages(
-    backend: NativeBackend, geometry: LayerGeometry, page_format: PageFormat = FP16
-) -> LayerPages:
+def new_pages(backend: NativeBackend, geometry: LayerGeometry) -> LayerPages:
     """Two slabs full of NaN."""
     pages = LayerPages(geometry, backend, 64)
-    pages.map_slab(0, 6, page_format)
-    pages.map_slab(1, 6, page_format)
+    pages.map_slab(0, 6, FP16)
+    pages.map_slab(1, 6, FP16)
     pages.load(dict.fromkeys(ENTRIES, mx.full(pages.page(0).shape, 0xFFFF, dtype=WORD)))
     return pages
 
