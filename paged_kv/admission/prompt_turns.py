@@ -129,11 +129,15 @@ class PromptTurns:
             prompts: all, those that wait included.
             computed: what `chosen` has returned for those that could be computed.
         """
+        has_part = any(count > 1 for count in computed.values())
         if prompts:
-            self.owed_s += self._share_now * seconds - self._step_s
+            paid = self._step_s - self._share_now * seconds
+            # A slow step pays too: else no part would come where many are slow.
+            least = (1 - self._share_now) * self._step_s / 2
+            self.owed_s -= paid if has_part else max(paid, least)
         else:  # all of the time was that of answers
             self.owed_s = max(0.0, self.owed_s - seconds)
-        if len(prompts) > 1 and any(count > 1 for count in computed.values()):
+        if len(prompts) > 1 and has_part:
             oldest = min(prompts, key=lambda each: (each.rank, each.arrival))
             # The oldest keeps its turn until there is room for it.
             self._parts += not self._is_for_oldest or oldest.number in computed

@@ -21,6 +21,7 @@ class Load:
 
     answers: int
     turns: PromptTurns = field(default_factory=lambda: PromptTurns(2048, 8, PAGE, 0.5))
+    step_s: float = STEP
     now: float = 0.0
     steps: int = 0
     longest: float = 0.0
@@ -34,7 +35,7 @@ class Load:
         owed = self.turns.owed_s
         self.turns.begin_step(self.answers, len(self.prompts), STEP, TOKEN, owed)
         chosen = self.turns.chosen(list(self.prompts.values()))
-        seconds = STEP * (self.answers > 0) + TOKEN * sum(chosen.values()) + 0.01
+        seconds = self.step_s * (self.answers > 0) + TOKEN * sum(chosen.values()) + 0.01
         self.turns.end_step(seconds, list(self.prompts.values()), chosen)
         self.parts.append(chosen)
         for number, count in chosen.items():
@@ -61,6 +62,12 @@ def test_answers_keep_their_share_beside_a_long_prompt(share: float) -> None:
     assert load.longest <= (PART_STEPS + 2) * STEP
     # Parts end at the borders of pages.
     assert {part[0] for part in load.parts[:-1] if part} == {PAGE}
+
+
+def test_a_prompt_moves_where_steps_are_slower_than_they_were_measured() -> None:
+    load = Load(8, step_s=5 * STEP)
+    load.arrive(0, 1_000)
+    load.run_until(lambda: not load.prompts, most=400)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
