@@ -114,7 +114,7 @@ class ShortHits:
             _cause(earlier, turn, parted, cached),
         )
         log.warning(
-            "%(request)s: only %(cached)d first tokens are cached, of %(expected)d that the turn "
+            "only %(cached)d first tokens are cached, of %(expected)d that the turn "
             "before had: %(cause)s. The two part after %(parted)d tokens: behind %(before)r the "
             "earlier one has %(earlier)r, this one %(now)r",
             asdict(self.last),
@@ -175,9 +175,8 @@ def _tell(earlier: str, text: str, job: Job) -> None:
     at = next((at for at, (there, here) in pairs if there != here), shorter)
     end = at + SHOWN_CHARACTERS
     log.warning(
-        "%s: of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
+        "of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
         "and this one %r. Put what changes last, into the latest message",
-        job.request_id,
         len(job.prompt.tokens),
         job.cached_tokens,
         text[max(0, at - SHOWN_CHARACTERS) : at],
