@@ -369,8 +369,8 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
     return (None, 0) if best is None else (node.children[best], common_prefix(best, page))
 
 
-def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+def common_prefix(tokens: Sequence[object], others: Sequence[object]) -> int:
+    """How many first tokens, or characters, are the same."""
     for at, (token, other) in enumerate(zip(tokens, others, strict=False)):
         if token != other:
             return at

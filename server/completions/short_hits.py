@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.lru import LRU
 from paged_kv.prefix.keeping import inner_salt
@@ -59,7 +59,7 @@ class ShortHit:
 
 
 class _Turn(NamedTuple):
-    tokens: Any  # uint32, of the prompt
+    tokens: array[int]  # of the prompt, in 4 bytes each
     messages: int
     tools: str
     salt: Hashable
@@ -84,7 +84,7 @@ class ShortHits:
             return
         key = job.session, json.dumps(opening, sort_keys=True, default=str)
         turn = _Turn(
-            np.array(job.prompt.tokens, np.uint32),
+            array("I", job.prompt.tokens),
             len(body.messages),
             json.dumps(body.tools, sort_keys=True),
             inner_salt(job.salt),
@@ -98,9 +98,9 @@ class ShortHits:
         expected, cached = len(earlier.tokens), job.cached_tokens
         if expected - cached < max(WORTH_TELLING, expected // 8):
             return
-        parted = _common_prefix(earlier.tokens, turn.tokens)
+        parted = common_prefix(earlier.tokens, turn.tokens)
 
-        def text(tokens: Any) -> str:
+        def text(tokens: array[int]) -> str:
             return str(tokenizer.decode(tokens.tolist()))
 
         self.last = ShortHit(
@@ -119,12 +119,6 @@ class ShortHits:
             "earlier one has %(earlier)r, this one %(now)r",
             asdict(self.last),
         )
-
-
-def _common_prefix(tokens: Any, others: Any) -> int:
-    length = min(len(tokens), len(others))
-    different = np.flatnonzero(tokens[:length] != others[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _cause(earlier: _Turn, turn: _Turn, parted: int, cached: int) -> str:
@@ -170,9 +164,7 @@ def _system_text(messages: Iterable[Any]) -> str:
 
 def _tell(earlier: str, text: str, job: Job) -> None:
     assert job.prompt is not None, "it has begun"
-    pairs = enumerate(zip(earlier, text, strict=False))
-    shorter = min(len(earlier), len(text))
-    at = next((at for at, (there, here) in pairs if there != here), shorter)
+    at = common_prefix(earlier, text)
     end = at + SHOWN_CHARACTERS
     log.warning(
         "of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
