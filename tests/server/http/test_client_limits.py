@@ -34,8 +34,9 @@ def test_a_server_limits_keys_and_lets_the_lowest_priority_begin(tmp_path: Path)
         ended: list[int] = []
 
         def ask(priority: int) -> None:
-            body = {"priority": priority}
-            large.create(model=NAME, prompt="import os", max_tokens=3, extra_body=body)
+            # Long enough that a client reads its answer's end before the next one ends.
+            body = {"priority": priority, "logit_bias": GO_ON}
+            large.create(model=NAME, prompt="import os", max_tokens=40, extra_body=body)
             ended.append(priority)
 
         with ThreadPoolExecutor(3) as clients:
