@@ -1,7 +1,8 @@
 """Loads the servers that others made, as they are and with pages: python -m benches.other_servers
 
     python -m benches.other_servers --install     fetches Rapid-MLX and vllm-mlx from PyPI
-    python -m benches.other_servers [NAME ...]    measures these servers, or all
+    python -m benches.other_servers [NAME ...]    measures these servers, or all, for
+                                                  docs/other-servers.md
 
 Each server is a process of its own, on SmolLM2 in float32 and on loopback: once as it is, and once
 started by `paged-kv run`. Both take turns, one of them at a time, and answer the same requests:
