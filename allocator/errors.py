@@ -6,7 +6,8 @@ PagedKVError
 ├── BlockStateError     the state of a block forbids the call
 ├── RollbackError       later writes overwrote tokens that a trim would need
 ├── NotPinned           `unpin` names a prompt that is not pinned
-└── UnknownSession      `end_session` names a session that no prompt had
+├── UnknownSession      `end_session` names a session that no prompt had
+└── NotReproducible     something asked for has results that depend on other requests
 """
 
 from __future__ import annotations
@@ -172,3 +173,8 @@ class UnknownSession(PagedKVError, LookupError):
             f"{self.sessions:,}): no prompt was inserted with it, or it was ended or forgotten "
             "since. Call end_session once, with the session and salt of insert_cache"
         )
+
+
+class NotReproducible(PagedKVError, ValueError):
+    """What a reproducible factory or server was asked for has results that depend on other
+    requests, on this device or at all; the message says why."""

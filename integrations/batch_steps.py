@@ -3,7 +3,8 @@
 Prompts of models with recurrent layers are not padded. mlx-lm's PromptProcessingBatch pads shorter
 prompts on the right, and some of its models let that padding enter their recurrent states, so a
 sequence's tokens depend on what it is batched with. Here a step is as long as the shortest prompt
-that is left, and its sequence then leaves.
+that is left, and its sequence then leaves. Prompts of reproducible caches are computed one after
+the other.
 
 A step that MLX has no memory for is repeated in smaller parts (see `short_memory`). A sequence
 without memory for a single token leaves its BatchGenerator with an error, and the others go on.
@@ -32,10 +33,11 @@ from paged_kv.integrations.batching.short_memory import (
     taken_out,
 )
 from paged_kv.integrations.batching.shortages import current_shortages
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.mlx_lm_internals import STOCK_STEP, BatchParts
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.states.counted_states import are_ours
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 _stock_prompt = PromptProcessingBatch.prompt
 
@@ -43,6 +45,9 @@ _stock_prompt = PromptProcessingBatch.prompt
 def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
     """PromptProcessingBatch's method of this name. Batches with mlx-lm's own caches are computed as
     there."""
+    if _is_reproducible(batch.prompt_cache):
+        _compute_apart(batch, tokens)
+        return
     ends = sorted({len(each) for each in tokens})
     if len(ends) < 2 or not _has_states(batch.prompt_cache):
         _compute(batch, tokens)
@@ -61,6 +66,21 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
         left += [rows[at] for at in leaving]
         rows, begin = [rows[at] for at in staying], end
     batch.prompt_cache = taken_out(left_caches, [left.index(row) for row in range(len(tokens))])
+
+
+def _compute_apart(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
+    """Compute the next tokens of prompts one after the other; but those that get a single token,
+    as tokens of an answer that are computed again do, together."""
+    single = [row for row, each in enumerate(tokens) if len(each) == 1]
+    groups = [[row] for row, each in enumerate(tokens) if len(each) > 1]
+    order: list[int] = []
+    kept: list[Any] = []
+    for rows in [*groups, single] if single else groups:
+        part = part_of(batch, taken_out(batch.prompt_cache, rows), rows)
+        _compute(part, [tokens[row] for row in rows])
+        kept = joined(kept, part.prompt_cache)
+        order += rows
+    batch.prompt_cache = taken_out(kept, [order.index(row) for row in range(len(tokens))])
 
 
 def part_of(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) -> Any:
@@ -95,7 +115,10 @@ def _compute(batch: Any, tokens: list[list[int]]) -> None:
 
     why = None
     size = min(batch.prefill_step_size, shortages.longest or longest)
-    steps = FittingSteps(size)
+    least = 1
+    if _is_reproducible(batch.prompt_cache):
+        size = least = PAGE_SIZE
+    steps = FittingSteps(size, least)
     try:
         while done < longest:
             done += steps.take(compute, longest - done)
@@ -175,6 +198,10 @@ def _last_tokens(batch: Any) -> tuple[list[int], list[mx.array]]:
     for held, token in zip(batch.tokens, tokens, strict=True):
         held.append(token)
     return tokens, logprobs
+
+
+def _is_reproducible(prompt_cache: list[Any]) -> bool:
+    return any(each.pool.is_reproducible for each in paged_caches(prompt_cache)[:1])
 
 
 def _has_states(prompt_cache: list[Any]) -> bool:

@@ -49,6 +49,9 @@ class CacheOptions(PoolOptions):
             without Python, for models whose steps depend on no number: with the same tokens. None
             means what PAGED_KV_COMPILE says, 0 or 1, or else, on Metal and CUDA, if the first steps
             show that it is right and faster.
+        reproducible: let the same tokens, sampling options and seed give the same tokens and
+            log-probabilities, to the bit, on this machine with these versions: alone or in any
+            company, and from any cache. docs/reproducible.md says what that costs.
     """
 
     store: TierPlace | Sequence[TierPlace] | None = option(
@@ -67,6 +70,7 @@ class CacheOptions(PoolOptions):
     )
     always_gather: bool = option(False, parse=None)
     compile: bool | None = option(None, parse=None)
+    reproducible: bool = option(False)
 
     @property
     def has_servers(self) -> bool:
@@ -100,6 +104,7 @@ class CacheKeywords(PoolKeywords, total=False):
     write_chunk: int | None
     always_gather: bool
     compile: bool | None
+    reproducible: bool
 
 
 CACHE_OPTIONS = CacheOptions()

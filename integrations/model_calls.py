@@ -23,11 +23,13 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
+from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache import dependencies
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.integrations.fixed_steps import ROWS, fixed_steps
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.model_version import ModelVersion
@@ -155,7 +157,14 @@ def _call_of(kind: Any) -> Any:
         _record_version(caches.first, tokens)
         with caches:
             output, pool = None, caches.pool
-            if pool is not None and (is_separate or pool.rows):
+            if pool is not None and pool.is_reproducible:
+                # Keys and values that are gathered are as long as those of the longest row.
+                reads_apart = len(pool.attending_in_decode) == pool.num_layers
+                rows = ROWS if reads_apart and not is_separate else 1
+                caches.known = changed = [*caches.known]
+                step = _of_tokens(stock, model, args[1:], options)
+                output = fixed_steps(step, tokens, given, rows, changed)
+            elif pool is not None and (is_separate or pool.rows):
                 output = _separately(partial(stock, model), tokens, given, caches)
             elif pool is not None and len(args) == 1 and options.keys() == {"cache"}:
                 recordings = _recordings_of(model, pool)
@@ -169,6 +178,22 @@ def _call_of(kind: Any) -> Any:
         return output
 
     return call
+
+
+def _of_tokens(stock: Any, model: Module, others: tuple[Any, ...], options: Any) -> Any:
+    """A model's call with tokens and caches alone, which can be cut.
+
+    Raises:
+        NotReproducible: it has other arguments.
+    """
+    given = {*options} - {"cache"}
+    if len(others) > 1 or given:
+        named = ", ".join(sorted(given)) or "positional ones"
+        raise NotReproducible(
+            f"a call of the model has arguments beside tokens and cache ({named}), and cannot be "
+            "computed in fixed steps: leave them out, or make the factory without reproducible"
+        )
+    return partial(stock, model)
 
 
 def _recordings_of(model: Module, pool: PagePool) -> Recordings | None:

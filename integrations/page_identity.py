@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from importlib.metadata import version
 from typing import cast
 
+from paged_kv.integrations.fixed_steps import described_device
 from paged_kv.integrations.heads.model_head import head_of
 from paged_kv.integrations.model_version import ModelVersion, identity_of
 from paged_kv.kernels.pages.number_format import Quantised
@@ -75,6 +76,9 @@ def _geometry(pool: PagePool) -> list[str]:
     reads = [] if pool.read_tokens is None else [f"reads {pool.read_tokens}"]
     if pool.offloading is not None:
         reads.append("of what is in memory")
+    if pool.is_reproducible:
+        # On other machines the same steps round in other ways.
+        reads.append(f"in fixed steps with {described_device(pool)}")
     return layers + reads
 
 

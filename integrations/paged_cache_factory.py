@@ -21,6 +21,7 @@ from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_
 from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheKeywords, CacheOptions
 from paged_kv.integrations.distributed.sharded_model import folder_of_rank
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states
+from paged_kv.integrations.fixed_steps_trial import require_fixed_steps, require_possible
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.mlx_lm_internals import let_load
@@ -89,6 +90,7 @@ class PagedCacheFactory:
         OSError: the file that PAGED_KV_TRACE names cannot be written, or is not empty; or the
             folder for offloaded pages cannot be written (`OffloadError`).
         StoreError: the folder cannot be used; the message says why.
+        NotReproducible: `reproducible` is given and not possible; the message says why.
         MLXLMChanged: mlx-lm is of a version that was not tested, and does not work with pages.
 
     Example:
@@ -124,6 +126,9 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self.pool = self._model.new_pool(None)
         self.pool.ranks = self.ranks = self._model.ranks
+        if options.reproducible:
+            require_possible(options, self.pool, self.ranks.size)
+            require_fixed_steps(model, options)
         # All ranks serve the same requests.
         self.recorder = request_recorder() if self.ranks.rank == 0 else None
         if options.read_tokens is not None and not self.pool.chooses:
@@ -252,7 +257,7 @@ class PagedCacheFactory:
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, policy = unpaged_caches(prompt_cache), store_policy_of(salt)
         kept = self.prefixes.insert(namespace, known, sequence, states, policy=policy, owner=owner)
-        if states and len(known) and not kept:
+        if states and len(known) and not kept and not self.pool.is_reproducible:
             warn_of_states(self.pool.name, len(known), sequence.length)
         return kept
 

@@ -106,9 +106,12 @@ class PagedModel:
         if self.head is not None:
             add_head(pool, self.head)
         self._compiles = compiles(self._options.compile, pool.backend)
-        if self._compiles is None and self.ranks.size > 1:
+        if self._options.reproducible:
+            self._compiles = False  # recorded steps may round in other ways
+        elif self._compiles is None and self.ranks.size > 1:
             self._compiles = False  # each would decide by its own times, and take other steps
         pool.hooks, pool.versions = self._hooks, self.version
+        pool.is_reproducible = self._options.reproducible
         self._pools.add(pool)
         if self._trial is not None:
             self._set_attending(pool, self._trial)

@@ -6,12 +6,10 @@ on. Equal tokens let that version pass; a file in the cache folder remembers it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from importlib.metadata import version
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,6 +20,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
 
 from paged_kv.extras import TESTED_MLX_LM, MLXLMChanged
+from paged_kv.integrations.passed_trials import PassedTrials
 
 Tokens = list[int]
 
@@ -30,6 +29,7 @@ _PROMPT = [(7 * at * at + 3 * at + 1) % 61 for at in range(270)]
 _PROMPTS = [_PROMPT, _PROMPT[:5], _PROMPT[3:40]]
 _STEPS = 6
 _trusted = set(TESTED_MLX_LM)
+_passed = PassedTrials("tried-mlx-lm.json")
 
 
 def require_trusted(make_factory: Callable[[Any], Any]) -> None:
@@ -43,7 +43,7 @@ def require_trusted(make_factory: Callable[[Any], Any]) -> None:
     """
     found = version("mlx-lm")
     versions = f"mlx-lm {found}, mlx {version('mlx')}, paged_kv {version('paged-kv')}"
-    if found in _trusted or versions in _recorded():
+    if found in _trusted or versions in _passed:
         return
     _trusted.add(found)  # The factory of the trial asks too.
     state: Any = mx.random.state
@@ -55,7 +55,7 @@ def require_trusted(make_factory: Callable[[Any], Any]) -> None:
         raise
     finally:
         mx.random.seed(high << 32 | low)  # A program's random numbers do not depend on a trial.
-    _record(versions)
+    _passed.add(versions)
 
 
 def _try_out(make_factory: Callable[[Any], Any]) -> None:
@@ -125,26 +125,3 @@ def _model() -> Any:
         tree_map(lambda each: mx.random.normal(each.shape, key=next(keys)), model.parameters())
     )
     return model
-
-
-def _file() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches) / "paged-kv" / "tried-mlx-lm.json"
-
-
-def _recorded() -> list[str]:
-    """The versions that passed here; none where the file cannot be read."""
-    try:
-        return [str(each) for each in json.loads(_file().read_text())]
-    except (OSError, ValueError, TypeError):
-        return []
-
-
-def _record(versions: str) -> None:
-    """Remember that versions passed. Without the file, the next process tries them again."""
-    file = _file()
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps([*_recorded(), versions]))
-        temporary.replace(file)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paged_kv.allocator.errors import (
         BlockStateError,
         NotPinned,
+        NotReproducible,
         OutOfMemory,
         PagedKVError,
         PoolExhausted,
@@ -81,6 +82,7 @@ __all__ = [
     "ModelDraft",
     "NGramDraft",
     "NotPinned",
+    "NotReproducible",
     "OffloadError",
     "OldestFirst",
     "OutOfMemory",
@@ -120,6 +122,7 @@ _HOMES = {
     "RequantisationPolicy": "allocator.requantisation",
     "NotPinned": "allocator.errors",
     "OldestFirst": "allocator.requantisation",
+    "NotReproducible": "allocator.errors",
     "PagedKVError": "allocator.errors",
     "OutOfMemory": "allocator.errors",
     "PoolExhausted": "allocator.errors",

@@ -60,6 +60,11 @@ def require_servable(options: ServerOptions) -> None:
         OSError: a model or another file is not there.
     """
     options.cache.require_usable()
+    if options.cache.reproducible and options.draft_model:
+        raise ValueError(
+            "--draft-model does not work with --reproducible: steps that verify drafts round "
+            "otherwise than steps of one token. Leave one of them out"
+        )
     if options.prefill_from and not options.cache.has_servers:
         raise ValueError(
             "--prefill-from needs a tier that both servers share: add --store redis://... or "

@@ -34,6 +34,8 @@ from paged_kv.integrations.batching.prompt_choice import PromptChoice
 from paged_kv.integrations.batching.prompt_segments import (
     Reuses,
     Tokens,
+    cut_at_pages,
+    whole_pages,
 )
 from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (
@@ -122,6 +124,9 @@ class Preemption:
         # Sequences that wait without pages: the tokens that each held when it was preempted.
         self._held: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
+        self._answered: dict[int, int] = {}  # of how many tokens their answers are
+        if self._pool.is_reproducible:
+            generator.prefill_step_size = whole_pages(generator.prefill_step_size)
         self.prompts = PromptChoice(
             self._generator,
             self._queue,
@@ -131,6 +136,7 @@ class Preemption:
             self._pause,
             factory.prefixes.rates,
             factory.ranks,
+            in_pages=self._pool.is_reproducible,
         )
         if factory.decode_share is not None:
             most = generator.prefill_step_size, generator.prefill_batch_size
@@ -227,6 +233,11 @@ class Preemption:
         if number in self._held:
             each = self._fetched(each)
             self._queue.put(each)
+        if self._pool.is_reproducible:
+            answered = self._answered.get(number, 0)
+            segments = cut_at_pages(each.segments, len(each.tokens), answered)
+            each = each._replace(segments=segments)
+            self._queue.put(each)
         count = chunk_length(each.segments, self._generator.prefill_step_size)
         if not self._try(lambda: self._reserve(each.cache, [count]), behind=number):
             self._give_back(each)
@@ -263,6 +274,7 @@ class Preemption:
         batch = self._parts.generating
         parts = BatchParts(batch)
         self._generating[batch.uids[at]] = generating_row(batch, at)
+        self._answered[batch.uids[at]] = parts.num_tokens[at] + 1
         most = batch.max_tokens[at] - parts.num_tokens[at]
         return row_as_waiting(batch, at, [[int(parts.next_tokens[at])]], most)
 
@@ -409,7 +421,8 @@ class Preemption:
                 self._end_record(uid)
             self._known &= uids
             self._sharing.forget_all_but(uids)
-            for gone in (self.requests, self._generating, self._held, self._prompt_tokens):
+            ended: tuple[dict[int, Any], ...] = (self.requests, self._generating, self._held)
+            for gone in (*ended, self._prompt_tokens, self._answered):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 

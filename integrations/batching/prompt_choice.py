@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_kv.admission.prompt_turns import Prompt, PromptTurns
 from paged_kv.admission.scheduler import HEAD
+from paged_kv.integrations.batching.prompt_segments import whole_pages
 from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (
     Requests,
@@ -41,6 +42,7 @@ class PromptChoice:
         pause: lets a sequence whose prompt is being computed wait with its pages.
         rates: the speeds that were measured.
         ranks: compute the same steps.
+        in_pages: whether steps of prompts end where pages do.
 
     Attributes:
         turns: say which prompts a step computes; None for `prefill_step_size` tokens of each.
@@ -56,8 +58,11 @@ class PromptChoice:
         pause: Callable[[int], None],
         rates: Rates,
         ranks: Ranks,
+        *,
+        in_pages: bool,
     ) -> None:
         self._generator = generator
+        self._in_pages = in_pages
         self._parts = GeneratorParts(generator)
         self._queue, self._requests, self._sharing = queue, requests, sharing
         self._answering, self._pause = answering, pause
@@ -147,7 +152,10 @@ class PromptChoice:
         return Prompt(uid, rank, arrival, computed, total - computed)
 
     def _within_memory(self, tokens: int) -> int:
-        """So many tokens of a step, or those that there was memory for."""
+        """So many tokens of a step, or those that there was memory for. Steps of reproducible
+        sequences end where pages do."""
+        if self._in_pages:
+            tokens = whole_pages(tokens)
         shortages = Shortages.of(self._generator)
         longest = None if shortages is None else shortages.longest
         return tokens if longest is None else min(tokens, longest)

@@ -97,6 +97,27 @@ def cut_at(segments: Iterable[Tokens], ends: Iterable[int]) -> list[Tokens]:
     return cut
 
 
+def whole_pages(tokens: int) -> int:
+    """The tokens of so many pages as hold these."""
+    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def cut_at_pages(segments: Iterable[Tokens], start: int, answered: int) -> list[Tokens]:
+    """Segments behind the first `start` tokens of a reproducible sequence, cut at no other places
+    than borders of pages.
+
+    Each of the last `answered` tokens, and the one before them, is a segment of its own: they were
+    or will be computed so, and not as a part of the prompt.
+    """
+    tokens: Tokens = []
+    ends = set()
+    for segment in segments:
+        tokens += segment
+        ends.add((start + len(tokens)) // PAGE_SIZE * PAGE_SIZE - start)
+    prompt = max(0, len(tokens) - answered - 1)
+    return cut_at([tokens], {*(min(end, prompt) for end in ends), *range(prompt, len(tokens))})
+
+
 def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> list[Tokens]:
     """Segments of a prompt, also cut wherever a snapshot of recurrent layers is due.
 

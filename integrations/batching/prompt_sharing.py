@@ -23,6 +23,7 @@ from paged_kv.integrations.batching.prompt_segments import (
 )
 from paged_kv.integrations.batching.rows import Requests, Waiting, WaitingQueue
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import inner_salt
 
 
@@ -90,11 +91,13 @@ class PromptSharing:
         shared = max([common_prefix(tokens, other) for other in others], default=0)
         goals = {shared, self._factory.parting(tokens, salt=salt)}
         ends = {
-            end for each in goals if (end := min(each, len(tokens) - 1)) >= cached + WORTH_SHARING
+            end
+            for each in goals
+            if (end := self._place(min(each, len(tokens) - 1))) >= cached + WORTH_SHARING
         }
         segments = cut_at(waiting.segments, [end - cached for end in ends])
         if self._requests.of(uid).keep is not None:
-            ends.update(cached + end for end in accumulate(map(len, segments[:-1])))
+            ends.update(self._place(cached + end) for end in accumulate(map(len, segments[:-1])))
         self._ends[uid] = ends
         return waiting._replace(segments=segments)
 
@@ -122,6 +125,7 @@ class PromptSharing:
         """How many tokens of a prompt that runs must be computed until its first `goal` tokens are
         cached, but for a few. A prompt that is being computed is cut there; infinite if they are
         computed already, or if it begins in this step."""
+        goal = self._place(goal)
         ends = self._ends.setdefault(uid, set())
         near = [end for end in ends if computed < end <= goal and goal - end < WORTH_SHARING]
         if near:
@@ -133,6 +137,11 @@ class PromptSharing:
         segments[:] = cut_at(segments, [goal - computed])
         ends.add(goal)
         return goal - computed
+
+    def _place(self, tokens: int) -> int:
+        """Where a prompt may be cut among its first tokens: of a reproducible one only where a page
+        ends."""
+        return tokens // PAGE_SIZE * PAGE_SIZE if self._factory.pool.is_reproducible else tokens
 
     def keep(self, response: Any) -> None:
         """Keep what is computed of a prompt where one of its segments ends."""

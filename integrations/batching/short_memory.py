@@ -64,22 +64,23 @@ this_thread = _Thread()
 """A model's call reads it, and calls no function for it."""
 
 
-def compute_fitting(compute: Callable[[int], None], size: int) -> int:
+def compute_fitting(compute: Callable[[int], None], size: int, least: int = 1) -> int:
     """Compute the next tokens, as many as MLX has memory for; returns how many.
 
     Args:
         compute: computes so many next tokens, by one call of a model, and the call's results.
         size: how many tokens to try first; then half as many, and so on.
+        least: the fewest tokens of a step, unless fewer are left.
 
     Raises:
-        OutOfMemory: there is no memory for one token; nothing was changed.
+        OutOfMemory: there is no memory for so many; nothing was changed.
     """
     first, has_room = size, False
     while isinstance(shortage := attempted(partial(compute, size)), Shortage):
-        if size == 1 and has_room:
+        if size <= least and has_room:
             raise OutOfMemory(shortage.why)
         make_room()
-        size, has_room = (size + 1) // 2, True
+        size, has_room = max((size + 1) // 2, min(least, size)), True
     if size < first:
         logger.warning("MLX had no memory for a step of %d tokens: %d are computed", first, size)
     return size
@@ -90,16 +91,19 @@ class FittingSteps:
 
     Attributes:
         size: the most tokens of a step.
+
+    Args:
+        least: the fewest; one that is the last of a prompt may have fewer.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, least: int = 1) -> None:
+        self.size, self._least = size, least
 
     def take(self, compute: Callable[[int], None], left: int) -> int:
         """Compute the next step, of at most `left` tokens; returns how many. See
         `compute_fitting`."""
         asked = min(self.size, left)
-        count = compute_fitting(compute, asked)
+        count = compute_fitting(compute, asked, self._least)
         if count < asked:
             self.size = count
         return count

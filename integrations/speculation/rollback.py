@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.cache_rows import selected
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
@@ -36,7 +37,13 @@ _KEEP_PADDING_OUT = frozenset(
 
 
 def require_rollback(prompt_cache: list[Any]) -> None:
-    """Raises ValueError unless tokens of each row can be removed from every cache."""
+    """Raises ValueError unless tokens of each row can be removed from every cache, and no cache is
+    to give the bits that steps of one token give."""
+    if any(each.pool.is_reproducible for each in paged_caches(prompt_cache)):
+        raise NotReproducible(
+            "steps that verify drafts have as many tokens as were drafted, and round otherwise "
+            "than steps of one: generate without drafts, or make the factory without reproducible"
+        )
     unknown = {
         type(cache).__name__
         for cache in leaves(prompt_cache)

@@ -79,7 +79,7 @@ def one_by_one(
     for cache, *views in zip(leaves(caches), *map(leaves, rows), strict=True):
         cache.depend_on(views)
     vocabulary = next(each for each in found if each is not None)
-    return mx.concatenate([_padded(each, num_tokens, vocabulary) for each in found])
+    return mx.concatenate([padded(each, num_tokens, vocabulary) for each in found])
 
 
 def _computed(step: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -101,7 +101,9 @@ def _row_of(cache: Any, row: int) -> Any:
     return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
 
 
-def _padded(logits: mx.array | None, num_tokens: int, like: mx.array) -> mx.array:
+def padded(logits: mx.array | None, num_tokens: int, like: mx.array) -> mx.array:
+    """The logits of a sequence, [1, tokens, vocabulary], with zeros for padding; None if all of it
+    is. `like` are those of another one."""
     if logits is None:
         return mx.zeros((1, num_tokens, like.shape[2]), like.dtype)
     missing = num_tokens - logits.shape[1]

@@ -123,6 +123,8 @@ class PagePool:
         counts: counts of evictions, requantisations and look-ups.
         attending: layers whose keys and values only attention uses, as far as is known.
         attending_in_decode: the same for steps of one token.
+        is_reproducible: whether the bits of a sequence may depend on nothing but its own tokens:
+            then prompts resume only behind full pages, and find only what prompts have computed.
         attends_in_order: whether each layer's attention runs before the next layer writes.
         ranks: the processes that compute the pool's model together.
         versions: those of its model; None if it is not known.
@@ -200,6 +202,7 @@ class PagePool:
         )
         self.attending: frozenset[int] = frozenset()
         self.attending_in_decode: frozenset[int] = frozenset()
+        self.is_reproducible = False
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
         self.versions: Versions | None = None

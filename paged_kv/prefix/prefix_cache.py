@@ -168,6 +168,7 @@ class PrefixCache:
             self.pool.counts.prefix_hits += start.num_tokens
         sequence = Sequence(self.pool, page_format)
         sequence.prompt_tokens, sequence.caches_out_of_window = len(tokens), True
+        sequence.canonical_tokens = start.num_tokens
         if start.num_tokens:
             self._share(sequence, match, start)
         return Prefix(sequence, start.num_tokens, start.snapshot and start.snapshot.states)
@@ -197,7 +198,7 @@ class PrefixCache:
         # them.
         with suppress(PoolExhausted):
             recode_sequence(self.pool, sequence)
-        num_tokens = self._reusable(len(tokens), sequence.length)
+        num_tokens = self._reusable(len(tokens), sequence)
         num_pages = -(-num_tokens // PAGE_SIZE)
         tables = [(group.allocator, sequence.blocks(group)) for group in self.shared_groups()]
         blocks = [
@@ -272,8 +273,9 @@ class PrefixCache:
 
     def can_resume(self, node: Node, end: int) -> bool:
         """Whether layers with pages can resume after the first `end` tokens of a node: not within a
-        quantised page."""
-        return end == PAGE_SIZE or not self._is_quantised(node)
+        quantised page, and within none that must be computed in one piece."""
+        is_whole = self.pool.is_reproducible or self._is_quantised(node)
+        return end == PAGE_SIZE or not is_whole
 
     def shared_groups(self) -> list[LayerGroup]:
         """The groups without a window: their sequences hold all their tokens."""
@@ -290,10 +292,13 @@ class PrefixCache:
         self.pool.counts.evictions["forgotten"] += blocks
         return blocks
 
-    def _reusable(self, num_tokens: int, length: int) -> int:
+    def _reusable(self, num_tokens: int, sequence: Sequence) -> int:
         """How many of the first `num_tokens` tokens of a sequence prompts can reuse: none within a
-        page that the sequence has filled, if that is quantised or will be."""
-        in_page = num_tokens % PAGE_SIZE
+        page that the sequence has filled, if that is quantised or will be; and in a reproducible
+        pool only what was computed as it would be for any prompt."""
+        length, in_page = sequence.length, num_tokens % PAGE_SIZE
+        if self.pool.is_reproducible:
+            return min(num_tokens, sequence.canonical_tokens) // PAGE_SIZE * PAGE_SIZE
         is_filled = num_tokens - in_page + PAGE_SIZE <= length
         if is_filled and any(group.recodes for group in self.shared_groups()):
             return num_tokens - in_page

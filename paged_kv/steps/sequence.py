@@ -123,6 +123,8 @@ class Sequence:
         prompt_tokens: the length of the prompt that it was fetched for, or 0: later tokens were
             generated.
         prompt_states: the states of layers without pages when its prompt ended, or None.
+        canonical_tokens: how many of its first tokens were computed as pages of a prompt, each in
+            one piece: in any sequence that begins with them they have the same bits.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
@@ -153,6 +155,7 @@ class Sequence:
         self.unwritten: dict[int, UnwrittenStep] = {}
         self.prompt_tokens = 0
         self.prompt_states: PromptStates | None = None
+        self.canonical_tokens = 0
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self._step: weakref.ref[OpenStep] | None = None
@@ -179,6 +182,11 @@ class Sequence:
             self.model_version = version
         elif self.model_version != version:
             self.model_version = None
+
+    def record_piece(self, begin: int, end: int) -> None:
+        """Record that the tokens [begin, end) were computed as a piece of a prompt."""
+        if begin == self.canonical_tokens and end - begin == PAGE_SIZE:
+            self.canonical_tokens = end
 
     def progress(self, layer: int) -> Progress:
         """How far a layer is."""
@@ -242,6 +250,7 @@ class Sequence:
         self.bounds = self._bounds_after_undo(before)
         self.layers.step = None
         self.close_step()
+        self.canonical_tokens = min(self.canonical_tokens, self.length)
         self.prompt_states = None
         # An earlier step that was written to its ring since then stays so.
         self.unwritten = {
@@ -321,6 +330,7 @@ class Sequence:
         group = self.pool.group_of(layer)
         self.bounds = self.bounds.after_trim(group, tokens).without_last_inputs(layer, count)
         self.layers.set(layer, Progress(tokens - count, 0, padding))
+        self.canonical_tokens = min(self.canonical_tokens, tokens - count)
         if self.prompt_states is not None and tokens - count < self.prompt_states.num_tokens:
             self.prompt_states = None
         self.shrink()
@@ -382,6 +392,7 @@ class Sequence:
         copy = Sequence(self.pool, self.page_format)
         copy.model_version, copy.prompt_tokens = self.model_version, self.prompt_tokens
         copy.prompt_states = self.prompt_states
+        copy.canonical_tokens = self.canonical_tokens
         copy.caches_out_of_window = self.caches_out_of_window
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         # No query can attend to the latest step.

@@ -17,6 +17,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load, load_config
 
+from paged_kv.allocator.errors import NotReproducible
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -62,7 +63,8 @@ class LoadedModel:
         context_length: the most tokens that it was made for; None if its config does not say.
         is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
-        at_pages: whether prompts resume only after full pages, which are quantised or stored.
+        at_pages: whether prompts resume only after full pages, which are quantised, stored or
+            reproducible.
         text_machine: separates reasoning and tool calls from text.
         callless_machine: separates reasoning from text, for requests without tools.
         roles: those that its chat template takes.
@@ -195,8 +197,10 @@ class PagedModelProvider(ModelProvider):
             self._load_with_mlx_vlm(model)
         else:
             super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
-            if self.ranks.size > 1:
-                self.processor = None  # other ranks get the tokens of a prompt, and not its images
+            if self.ranks.size > 1 or self.options.cache.reproducible:
+                # Other ranks get the tokens of a prompt, and not its images; and prompts with
+                # images are not cut at pages.
+                self.processor = None
             self.why_no_images = refusal if self.processor is None else None
         if self.ranks.size > 1:
             # Each rank samples its tokens itself.
@@ -226,6 +230,11 @@ class PagedModelProvider(ModelProvider):
         """Why mlx-vlm does not load a model, as a client that sends an image is told."""
         if self.ranks.size > 1:
             return "this server reads no images, as several processes share its model"
+        if self.options.cache.reproducible:
+            return (
+                "this server reads no images, as it is reproducible: prompts with images are not "
+                "computed in fixed steps"
+            )
         assert model is not None, "there is a name to load"
         options = {"--draft-model": draft, "--adapter-path": adapter}
         return refusal_of_mlx_vlm(load_config(downloaded(model)), options)
@@ -267,6 +276,11 @@ class PagedModelProvider(ModelProvider):
         # Tokenizers change their settings at the first use; after it any thread may use them.
         tokenizer.encode("")
         vocab_size = _vocab_size(self.model)
+        if options.cache.reproducible and not can_batch:
+            raise NotReproducible(
+                f"--reproducible is not possible: {key[0]} runs one request at a time, and its "
+                "prompt is cut where others part from it: leave --reproducible out"
+            )
         return LoadedModel(
             key=key,
             tokenizer=tokenizer,
@@ -281,7 +295,10 @@ class PagedModelProvider(ModelProvider):
             ),
             is_batchable=can_batch,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
-            at_pages=any(each.pool.quantises or each.store for each in self.factories),
+            at_pages=any(
+                each.pool.quantises or each.store or each.pool.is_reproducible
+                for each in self.factories
+            ),
             text_machine=make_text_state_machine(tokenizer),
             callless_machine=_callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),

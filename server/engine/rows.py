@@ -39,7 +39,8 @@ class Rows:
         self.loaded = loaded
         self._batch = BatchedRows(provider, loaded, stream)
         self._single = SingleRow(provider, loaded, stream)
-        self._samplers = Samplers(loaded)
+        # The same request is to get the same answer, with a seed or without.
+        self._samplers = Samplers(loaded, 0 if provider.options.cache.reproducible else None)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
 
     def __len__(self) -> int:

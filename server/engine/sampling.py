@@ -85,11 +85,16 @@ class RandomSampler:
 class Samplers:
     """Makes the samplings of jobs for one model.
 
+    Args:
+        loaded: the model.
+        default_seed: of requests that give none; None for MLX's global random numbers.
+
     mlx-lm samples all sequences of a batch with the same sampler in one call, so jobs with equal
     options share a sampler.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, default_seed: int | None = None) -> None:
+        self._default_seed = default_seed
         tokenizer = loaded.tokenizer
         self._vocab_size = loaded.vocab_size
         self._special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
@@ -113,7 +118,8 @@ class Samplers:
         return [Sampling(sampler, processors) for sampler in samplers]
 
     def _sampler(self, arguments: GenerationArguments, number: int) -> Sampler:
-        options, seed = arguments.sampling, arguments.seed
+        options = arguments.sampling
+        seed = self._default_seed if arguments.seed is None else arguments.seed
         if not options.temperature:
             return greedy_sampler
         if seed is not None:
