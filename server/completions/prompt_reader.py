@@ -4,8 +4,9 @@ of more tokens than a model was made for, and limits answers to its context."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ from paged_kv.server.completions.message_parts import (
 )
 from paged_kv.server.engine.image_support import EmbeddedImages
 from paged_kv.server.engine.jobs import HeldPrompt, Prompt
+from paged_kv.server.engine.kept_tokens import KeptTokens, only_renders
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.template_roles import template_text
 from paged_kv.server.http.api_errors import APIError, wrong_value
@@ -68,6 +70,8 @@ PIECE_CHARACTERS = 100_000
 # More than a cut adds: the first token of a prompt, and a word or a special token in parts.
 CUT_TOKENS = 64
 
+_AT_LEAST = " (no more was counted)"
+
 
 class LimitedTokenizer:
     """A tokenizer of mlx-lm that refuses the texts of prompts that are too long, before it makes
@@ -77,6 +81,7 @@ class LimitedTokenizer:
         loaded: the model.
         options: of the server; `max_prompt_tokens` replaces the model's context length.
         param: the field that holds the prompt.
+        salt: of the prompt; tokens that others' chats have left serve only the same.
         is_counted: whether the prompt is only counted, so that it may have any length.
 
     Attributes:
@@ -89,10 +94,13 @@ class LimitedTokenizer:
         options: ServerOptions,
         param: str,
         *,
+        salt: Hashable = None,
         is_counted: bool = False,
     ) -> None:
         self.param = param
         self._tokenizer = loaded.tokenizer
+        self._kept = loaded.kept_tokens
+        self._salt = salt
         self._is_counted = is_counted
         self._option: int | None = options.max_prompt_tokens
         self._most = None if is_counted else self._option or loaded.context_length
@@ -117,14 +125,29 @@ class LimitedTokenizer:
             APIError: 400, it has too many.
         """
         render = self._tokenizer.apply_chat_template
+        if tokenize and self._kept is not None and only_renders(named):
+            return self._joined(self._kept, render(messages, tokenize=False, **named))
         length = sum(len(message.get("content") or "") for message in messages)
         if tokenize and length > PIECE_CHARACTERS:
             text = render(messages, tokenize=False, **named)
             self._require_text(text)
             if self._is_counted:
-                # As many as the text has, give or take one for each piece.
-                return [token for piece in self._pieces(text) for token in piece]
+                return list(chain.from_iterable(self._pieces(text)))
         return render(messages, tokenize=tokenize, **named)
+
+    def _joined(self, kept: KeptTokens, text: str) -> list[int]:
+        """The tokens of a chat's text, by its parts."""
+        tokens: list[int] = []
+        for part in kept.parts(text):
+            self.require(len(tokens), _AT_LEAST)
+            if self._is_counted and len(part) > PIECE_CHARACTERS:
+                tokens.extend(chain.from_iterable(self._pieces(part)))
+            else:
+                tokens.extend(kept.tokens(part, self._salt, self._encoded_part))
+        return tokens
+
+    def _encoded_part(self, part: str) -> list[int]:
+        return self.encode(part, add_special_tokens=False)
 
     def require(self, tokens: int, about: str = "") -> None:
         """Raise APIError 400 if so many tokens are too many; `about` tells how they were
@@ -146,9 +169,10 @@ class LimitedTokenizer:
         least = 0
         for piece in self._pieces(text):
             least += max(0, len(piece) - CUT_TOKENS)
-            self.require(least, " (no more was counted)")
+            self.require(least, _AT_LEAST)
 
     def _pieces(self, text: str) -> Iterator[list[int]]:
+        """Together as many tokens as a text has, give or take one for each piece."""
         for start in range(0, len(text), PIECE_CHARACTERS):
             yield self._tokenizer.encode(text[start : start + PIECE_CHARACTERS])
 
@@ -248,16 +272,17 @@ def read_chat(
     options: ServerOptions,
     marks: Sequence[Mark] = (),
     *,
+    salt: Hashable = None,
     is_counted: bool = False,
 ) -> Prompt:
     """The prompt of a conversation. `marks` say what is to stay cached of it, and one that
-    `is_counted` may have any length.
+    `is_counted` may have any length. Its `salt` is the one of `KeptTokens`.
 
     Raises:
         APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
             too long.
     """
-    tokenizer = LimitedTokenizer(loaded, options, "messages", is_counted=is_counted)
+    tokenizer = LimitedTokenizer(loaded, options, "messages", salt=salt, is_counted=is_counted)
     _require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.template_variables)
     require_parts(

@@ -17,6 +17,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
+from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.output_constraint import constraint_of
 from paged_kv.server.completions.prompt_logprobs import (
@@ -86,6 +87,7 @@ def make_jobs(
             arguments=limits,
             ending=ending,
             scores=None if scores is None else (scores, MOST_SCORES // len(prompts)),
+            salt=inner_salt(salt),
             options=options,
         )
         job = Job(
@@ -196,6 +198,7 @@ def _read(
     arguments: GenerationArguments,
     ending: Ending,
     scores: tuple[int, int] | None,
+    salt: Hashable,
     options: ServerOptions,
 ) -> Prompt:
     """A job's prompt, behind which an answer fits.
@@ -210,7 +213,9 @@ def _read(
     body = request.body
     if isinstance(body, ChatBody):
         param = "messages"
-        made = read_chat(loaded, body, options, request.marks, is_counted=request.is_counted)
+        made = read_chat(
+            loaded, body, options, request.marks, salt=salt, is_counted=request.is_counted
+        )
     else:
         param = "prompt"
         read = read_prefill if isinstance(body, PrefillBody) else read_text

@@ -33,6 +33,7 @@ from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.memory import limited_freed_buffers
 from paged_kv.server.engine.freed_buffers import freed_buffers_limit
 from paged_kv.server.engine.image_support import loading_with_mlx_vlm, refusal_of_mlx_vlm
+from paged_kv.server.engine.kept_tokens import KeptTokens, kept_tokens_of
 from paged_kv.server.engine.model_grammars import ModelGrammars
 from paged_kv.server.engine.prefill_request import OtherServer
 from paged_kv.server.engine.prompt_fetcher import PromptFetcher, PromptReuse
@@ -69,6 +70,7 @@ class LoadedModel:
         callless_machine: separates reasoning from text, for requests without tools.
         roles: those that its chat template takes.
         grammars: compiled for its tokenizer.
+        kept_tokens: of the parts of chats; None if its tokenizer needs them whole.
     """
 
     key: ModelKey
@@ -86,6 +88,7 @@ class LoadedModel:
     callless_machine: TextStateMachine
     roles: TemplateRoles
     grammars: ModelGrammars
+    kept_tokens: KeptTokens | None
 
 
 class PagedModelProvider(ModelProvider):
@@ -303,6 +306,7 @@ class PagedModelProvider(ModelProvider):
             callless_machine=_callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),
             grammars=ModelGrammars(tokenizer, vocab_size),
+            kept_tokens=kept_tokens_of(tokenizer),
         )
 
     def _make_factories(self) -> None:

@@ -1,0 +1,180 @@
+"""The tokens of chats' parts are those of their whole texts, and they are kept within a limit."""
+
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from paged_kv.server.engine.kept_tokens import KeptTokens, kept_tokens_of
+from tests.support.examples import examples
+from tests.support.folders import MODEL_FOLDERS
+
+START, END = "<|im|>", "<|end|>"
+LETTERS = sorted("abcdims ▁<>|.1\n界é\u0338Ġ")
+PAIRS = ("ab", "▁a", "im", "<|", "|>", "▁▁")
+VOCABULARY = {text: number for number, text in enumerate(["<unk>", *LETTERS, *PAIRS])}
+
+
+def pairs() -> Any:
+    merges = [(pair[0], pair[1]) for pair in PAIRS]
+    return models.BPE(VOCABULARY, merges, unk_token="<unk>", fuse_unk=True)
+
+
+def unigrams() -> Any:
+    return models.Unigram([(each, -number % 7 - 7.0) for each, number in VOCABULARY.items()], 0)
+
+
+def words() -> Any:
+    inside = {f"##{each}": 100 + number for number, each in enumerate(LETTERS)}
+    return models.WordPiece(VOCABULARY | inside, unk_token="<unk>")
+
+
+PREFIXED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+NORMALIZERS = [
+    None,
+    PREFIXED,
+    normalizers.NFKC(),
+    normalizers.Strip(),
+    normalizers.BertNormalizer(),
+]
+SPLITS = [
+    None,
+    pre_tokenizers.ByteLevel(add_prefix_space=True),
+    pre_tokenizers.Metaspace(prepend_scheme="first"),
+    pre_tokenizers.Metaspace(prepend_scheme="always"),
+    pre_tokenizers.Split(Regex(" "), "merged_with_previous"),
+    pre_tokenizers.BertPreTokenizer(),
+]
+KINDS = list(product([pairs, unigrams, words], NORMALIZERS, SPLITS))
+# Beside the template's own tokens; some look at their neighbours, or hide a border.
+OTHERS = [
+    ("ab", {}),
+    ("ab", {"lstrip": True, "rstrip": True}),
+    ("im", {"single_word": True}),
+    ("\n", {"rstrip": True}),
+    ("é", {"normalized": True}),
+    ("<|", {}),
+    ("a<", {}),
+    (START + "a", {}),
+    (f"b{START}.", {"normalized": True}),
+]
+
+
+def tokenizer(kind: Any = KINDS[0], *others: Any, **start: Any) -> SimpleNamespace:
+    """A tokenizer as mlx-lm holds it. `others` are further added tokens, and `start` says what is
+    special about the first of the template's."""
+    model, normalizer, split = kind
+    made: Any = Tokenizer(model())
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if split is not None:
+        made.pre_tokenizer = split
+    made.add_special_tokens([AddedToken(START, **{"normalized": False} | start), END])
+    made.add_tokens([AddedToken(text, **{"normalized": False} | how) for text, how in others])
+    ends = [(each, made.token_to_id(each)) for each in (START, END)]
+    made.post_processor = processors.TemplateProcessing(f"{START} $A {END}", special_tokens=ends)
+    made.enable_truncation(3)
+    return held(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
+
+
+def held(inner: Any) -> SimpleNamespace:
+    inner.chat_template = f"{START}{END}\n ab "
+    return SimpleNamespace(_tokenizer=inner, _chat_template=None)
+
+
+def whole(made: SimpleNamespace, text: str) -> list[int]:
+    tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def in_parts(kept: KeptTokens, made: SimpleNamespace, text: str, least: int) -> list[int]:
+    parts = [
+        kept.tokens(part, None, lambda part: whole(made, part)) for part in kept.parts(text, least)
+    ]
+    return [token for part in parts for token in part]
+
+
+PIECES = st.sampled_from([*LETTERS, START, START, END, "<|im", "|>", "ab", "  "])
+TEXTS = st.lists(st.lists(PIECES, max_size=40).map("".join), min_size=4, max_size=4)
+
+
+@given(st.sampled_from(KINDS), st.sampled_from(OTHERS), TEXTS, st.sampled_from([1, 9]))
+@examples(60)
+def test_parts_have_the_tokens_of_the_whole(
+    kind: Any, other: Any, texts: list[str], least: int
+) -> None:
+    made = tokenizer(kind, other)
+    kept = kept_tokens_of(made)
+    for text in texts:
+        assert kept is None or in_parts(kept, made, text, least) == whole(made, text)
+
+
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+def test_real_tokenizers_are_cut(name: str) -> None:
+    inner = PreTrainedTokenizerFast.from_pretrained(MODEL_FOLDERS[name])
+    inner.add_tokens([AddedToken(each, normalized=False) for each in (START, END)])
+    made = held(inner)
+    kept = kept_tokens_of(made)
+    assert kept is not None
+    text = f"{START}user\nimport os {END}\n{START} def f(x):\n  {END}" * 3
+    assert len([*kept.parts(text, 1)]) == 12
+    assert in_parts(kept, made, text, 1) == whole(made, text)
+
+
+@pytest.mark.parametrize(
+    ("start", "other", "text"),
+    [
+        ({"lstrip": True}, "c", f"a {START}"),
+        ({"single_word": True}, "c", f"a{START}"),
+        ({"normalized": True}, "c", f"a{START}"),
+        ({}, "b<", f"b{START}"),
+        ({}, f"b{START}.", f"b{START}."),
+        ({"lstrip": True}, "<|", f"a {START}"),
+        ({}, "ab", "imab"),
+        ({}, "\n", "a \n"),
+    ],
+)
+def test_texts_are_not_cut_where_a_neighbour_may_matter(
+    start: dict[str, bool], other: str, text: str
+) -> None:
+    kept = kept_tokens_of(tokenizer(KINDS[0], (other, {}), **start))
+    assert kept is None or [*kept.parts(text, 1)] == [text]
+
+
+class Spaced(PreTrainedTokenizerFast):  # type: ignore[misc]
+    def encode(self, text: str, **named: Any) -> Any:
+        return super().encode(f" {text}", **named)
+
+
+class OfItsOwn(PreTrainedTokenizerFast):  # type: ignore[misc]
+    def apply_chat_template(self, *given: Any, **named: Any) -> Any:
+        return super().apply_chat_template(*given, **named)
+
+
+UNSPLIT = partial(PreTrainedTokenizerFast, split_special_tokens=True)
+
+
+@pytest.mark.parametrize("other", [Spaced, OfItsOwn, UNSPLIT, SimpleNamespace])
+def test_other_tokenizers_are_never_cut(other: Any) -> None:
+    made = tokenizer()._tokenizer.backend_tokenizer
+    assert kept_tokens_of(held(other(tokenizer_object=made, unk_token="<unk>"))) is None
+
+
+def test_tokens_are_made_once_for_a_salt_and_forgotten_beyond_the_limit() -> None:
+    pattern: Any = kept_tokens_of(tokenizer())
+    made: list[str] = []
+
+    def encode(part: str) -> list[int]:
+        made.append(part)
+        return [1]
+
+    kept = KeptTokens(pattern._borders, most_bytes=1000)
+    for part, salt in [("a", 1), ("a", 1), ("a", 2), ("b", 2), ("b", 2), ("a", 1)]:
+        assert [*kept.tokens(part, salt, encode)] == [1]
+    assert made == ["a", "a", "b", "a"]
