@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -13,14 +13,17 @@ from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.states.layer_rows import GrowingLayer, LayerRows, growing_layers
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
-# These models pair a layer's cache with one for an indexer's keys, whose arrays they read and
-# replace themselves. Only the first cache of each pair holds keys and values for attention.
-_INDEXER_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
+Paged = Callable[[Any], Any]
+"""Makes what takes the place of one of the library's caches."""
+
+LayerCache = Callable[[Any, Paged], Any]
+"""Makes the cache of a layer, of the library's and of `Paged`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class CacheLibrary:
         unpaged: the names, with modules, of classes that stay as they are: those of recurrent
             layers, and those whose content no page can hold.
         hooks: replace the library's functions while a factory is installed.
+        indexed: of model files whose layers have an indexer, which keeps something beside keys and
+            values: what makes a layer's cache.
+        own_attention: of model files that attend by a function of their own: makes what takes its
+            place.
         growing: the parts of each of a model's caches that append rows, see `growing_layers`.
     """
 
@@ -46,6 +53,8 @@ class CacheLibrary:
     chunked: type[Any]
     unpaged: frozenset[str]
     hooks: Hooks
+    indexed: Mapping[str, LayerCache]
+    own_attention: Mapping[str, Callable[[], Replacements]] = field(default_factory=dict)
     growing: tuple[list[GrowingLayer], ...] = ()
 
     def of(self, model: Module) -> CacheLibrary:
@@ -53,20 +62,17 @@ class CacheLibrary:
         growing = growing_layers(model, self.make_prompt_cache(model, None))
         return replace(self, growing=tuple(growing))
 
-    def layers(
-        self, model: Module, paged: Callable[[Any], Any], max_kv_size: int | None = None
-    ) -> list[Any]:
+    def layers(self, model: Module, paged: Paged, max_kv_size: int | None = None) -> list[Any]:
         """The library's prompt cache, with `paged(cache)` in the place of each that is paged, or
         `paged(part)` for each `GrowingLayer` of one that appends rows.
 
         Raises:
             TypeError: a cache is of a class that is not known: what it holds might be lost.
         """
-        has_indexer = model_file(model) in _INDEXER_MODELS
         if self.growing:
             return [LayerRows(*map(paged, parts)) for parts in self.growing]
-        stock = self.make_prompt_cache(model, max_kv_size)
-        return [self._replaced(cache, paged, has_indexer) for cache in stock]
+        replaced = self.indexed.get(model_file(model), self._replaced)
+        return [replaced(cache, paged) for cache in self.make_prompt_cache(model, max_kv_size)]
 
     def paged_class(self, cache: Any) -> type[PagedKVCache]:
         """The class of the paged cache that takes the place of one of the library's."""
@@ -99,12 +105,9 @@ class CacheLibrary:
         chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
         return Window(size, chunk, sink_tokens)
 
-    def _replaced(self, cache: Any, paged: Callable[[Any], Any], has_indexer: bool) -> Any:
+    def _replaced(self, cache: Any, paged: Paged) -> Any:
         if is_list(cache):
-            first, *rest = cache.caches
-            if not has_indexer:
-                rest = [self._replaced(inner, paged, has_indexer) for inner in rest]
-            return type(cache)(self._replaced(first, paged, has_indexer), *rest)
+            return type(cache)(*[self._replaced(inner, paged) for inner in cache.caches])
         return paged(cache) if self._is_paged(cache) else cache
 
     def _is_paged(self, cache: object) -> bool:
@@ -119,6 +122,15 @@ class CacheLibrary:
         return False
 
 
+def _beside_indexer(cache: Any, paged: Paged) -> Any:
+    """The cache of a layer that pairs it with one for an indexer's keys, whose arrays the model
+    reads and replaces itself."""
+    if not is_list(cache):
+        return paged(cache)
+    first, *others = cache.caches
+    return type(cache)(paged(first), *others)
+
+
 MLX_LM = CacheLibrary(
     name="mlx-lm",
     make_prompt_cache=stock_make_prompt_cache,
@@ -127,6 +139,7 @@ MLX_LM = CacheLibrary(
     chunked=ChunkedKVCache,
     unpaged=frozenset({"mlx_lm.models.cache.ArraysCache"}),
     hooks=MLX_LM_HOOKS,
+    indexed=dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"), _beside_indexer),
 )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from copy import copy
 from functools import partial, wraps
 from inspect import signature
 from itertools import chain
@@ -27,7 +26,7 @@ from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache import dependencies
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
-from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
+from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.fixed_steps import ROWS, fixed_steps
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head
@@ -35,6 +34,7 @@ from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
+    SeparateCaches,
     one_by_one,
     rows_of,
     takes_one_at_a_time,
@@ -77,17 +77,21 @@ class _Caches:
     As a context, it undoes a call that fails within: it lets all caches be as they were.
 
     Attributes:
+        given: those that it is given.
         first: the factory's first.
         pool: of the first, if it has pages.
         known: all of them.
-        others: what those hold that have no pages.
+        others: what those held before that have no pages.
+        are_separate: whether some are of a model that takes one sequence at a time.
     """
 
-    def __init__(self, first: Any, known: Iterable[Any], others: list[_SavedCache]) -> None:
+    def __init__(self, given: Any, first: Any, known: Iterable[Any], others: list[Any]) -> None:
+        self.given = given
         self.first = first
         self.pool: PagePool | None = first.pool if isinstance(first, PagedKVCache) else None
         self.known = known
-        self.others = others
+        self.are_separate = any(isinstance(each, SeparateCaches) for each in others)
+        self.others = [_SavedCache(each) for each in others]
         self._began = 0
         self._was_in_model = False
 
@@ -97,13 +101,13 @@ class _Caches:
         caches = given if isinstance(given, list | tuple) else ()
         # Not a call for each cache of a model that has no others.
         if set(map(type, caches)) == _PAGED:
-            return cls(caches[0], caches, [])
+            return cls(caches, caches[0], caches, [])
         known = list(_with_inner(caches))
         ours = [each for each in known if isinstance(each, PagedKVCache | CountedArraysCache)]
         if not ours:
             return None
-        others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
-        return cls(ours[0], known, others)
+        others = [each for each in known if not isinstance(each, PagedKVCache)]
+        return cls(caches, ours[0], known, others)
 
     def __enter__(self) -> None:
         self._began = next(step_numbers)
@@ -147,7 +151,7 @@ def _call_of(kind: Any) -> Any:
     @wraps(own)
     def call(model: Module, *args: Any, **options: Any) -> Any:
         stock = headed if heads else own  # not a call for each step of all other models
-        given: Any = args[1] if len(args) > 1 else options.get("cache")
+        given: Any = options["cache"] if "cache" in options else (*args, None, None)[1]
         caches = _Caches.of(given)
         if caches is None:
             return stock(model, *args, **options)
@@ -160,12 +164,12 @@ def _call_of(kind: Any) -> Any:
             if pool is not None and pool.is_reproducible:
                 # Keys and values that are gathered are as long as those of the longest row.
                 reads_apart = len(pool.attending_in_decode) == pool.num_layers
-                rows = ROWS if reads_apart and not is_separate else 1
+                rows = ROWS if reads_apart and not (is_separate or caches.are_separate) else 1
                 caches.known = changed = [*caches.known]
                 step = _of_tokens(stock, model, args[1:], options)
                 output = fixed_steps(step, tokens, given, rows, changed)
-            elif pool is not None and (is_separate or pool.rows):
-                output = _separately(partial(stock, model), tokens, given, caches)
+            elif pool is not None and (is_separate or pool.rows or caches.are_separate):
+                output = _separately(partial(stock, model), args, options, tokens, caches)
             elif pool is not None and len(args) == 1 and options.keys() == {"cache"}:
                 recordings = _recordings_of(model, pool)
                 if recordings is not None and tokens.shape[1:] == (1,):
@@ -201,15 +205,23 @@ def _recordings_of(model: Module, pool: PagePool) -> Recordings | None:
     return None if recordings is None or recordings.model is not model else recordings
 
 
-def _separately(step: Any, tokens: mx.array, given: Any, caches: _Caches) -> mx.array | None:
-    """The output of a step that is computed for one sequence after the other; None for one
-    sequence."""
-    widen(given, tokens.shape[0])
-    rows = rows_of(given)
-    if len(rows) == 1:
-        return None
-    caches.known = [*caches.known, *_with_inner(chain.from_iterable(rows))]
-    return one_by_one(step, tokens, given, rows)
+def _separately(
+    step: Any, args: tuple[Any, ...], options: dict[str, Any], tokens: Any, caches: _Caches
+) -> Any:
+    """The output of a step that is computed for one sequence after the other; None for one sequence
+    whose caches the model takes as they are."""
+    given = caches.given
+    if tokens is not None:
+        widen(given, tokens.shape[0])
+    with rows_of(given) as rows:
+        caches.known = [*caches.known, *_with_inner(chain.from_iterable(rows))]
+        if len(rows) > 1:
+            return one_by_one(step, tokens, given, rows)
+        if not caches.are_separate:
+            return None
+        if "cache" in options:
+            return step(*args, **{**options, "cache": rows[0]})
+        return step(args[0], rows[0], *args[2:], **options)
 
 
 def _record_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> None:
@@ -229,7 +241,7 @@ def _record_version(first: PagedKVCache | CountedArraysCache, tokens: Any) -> No
 def _remember_states(first: PagedKVCache | CountedArraysCache, caches: Iterable[Any]) -> None:
     """Let the sequences remember the states that they have now, until the next step of several
     tokens: a prompt resumes where the states of a cache are known, and not behind its answer."""
-    states = [_frozen(each) for each in leaves(caches) if not isinstance(each, PagedKVCache)]
+    states = [frozen(each) for each in leaves(caches) if not isinstance(each, PagedKVCache)]
     pool, batch = first.pool, BatchStates(states)
     if pool is None or not all(each.remember(batch) for each in list(pool.snapshots)):
         return
@@ -244,15 +256,6 @@ def _remember_states(first: PagedKVCache | CountedArraysCache, caches: Iterable[
         length, prompt = sequence.length, sequence.prompt_tokens
         if not prompt or length <= prompt:  # Later tokens are drafts.
             sequence.prompt_states = PromptStates(length, batch, row, len(first.sequences))
-
-
-def _frozen(cache: Any) -> Any:
-    """A cache that stays as it is: MLX's arrays never change."""
-    frozen = copy(cache)
-    for name, value in vars(cache).items():
-        if type(value) in (list, dict, set):
-            vars(frozen)[name] = value.copy()
-    return frozen
 
 
 class _SavedCache:

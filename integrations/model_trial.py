@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.operation_hooks import prepared
+from paged_kv.integrations.states.one_by_one import row_of
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.kernels.pages.placeholder import new_placeholder
 from paged_kv.pool.appended_rows import AppendedRows
@@ -192,7 +193,8 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
 
     def tried_cache() -> list[Any]:
         layers = count()
-        return new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
+        made = new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
+        return [row_of(each, 0) for each in made]
 
     prepared.by.clear()
     with _restored(model):

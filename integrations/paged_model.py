@@ -150,6 +150,9 @@ class PagedModel:
             if self.head is not None:
                 modules += [each for each in modules_of(self.head.head) if each not in modules]
             self._hooks.add("attention", partial(ATTENTION.install, modules))
+            own_attention = self._library.own_attention.get(self.file)
+            if own_attention is not None:
+                self._hooks.add("own attention", partial(own_attention().install, modules))
             self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
             trial = trial_of_rows(pool.rows) if pool.rows else try_out(self.module, layers)
             if self.head is not None:

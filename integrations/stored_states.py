@@ -1,7 +1,7 @@
 """Packs the states of caches that are not paged into bytes, and unpacks them.
 
-A file names the class of each cache. Only the mlx-lm classes in this module's list are made from
-it; no name is looked up elsewhere.
+A file names the class of each cache. Only the classes in this module's list are made from it, and
+those that `SeparateCaches` of this process have held; no name is looked up elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from paged_kv.integrations.mlx_lm_internals import cache_with, content_of
 from paged_kv.integrations.states.counted_states import CountedArraysCache
+from paged_kv.integrations.states.one_by_one import SeparateCaches
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
-    for each in (ArraysCache, ChunkedKVCache, CountedArraysCache, KVCache, RotatingKVCache)
+    for each in (
+        *(ArraysCache, ChunkedKVCache, CountedArraysCache, KVCache, RotatingKVCache),
+        SeparateCaches,
+    )
 }
 _DTYPES = {
     str(dtype).rpartition(".")[2]: dtype

@@ -45,3 +45,12 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield from leaves(cache.caches)
         else:
             yield cache
+
+
+def frozen(cache: Any) -> Any:
+    """A copy of a cache that stays as it is: MLX's arrays never change."""
+    copied = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if type(value) in (list, dict, set):
+            vars(copied)[name] = value.copy()
+    return copied

@@ -28,8 +28,10 @@ from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
 from paged_kv.integrations.cache_library import CacheLibrary, language_model, model_file
+from paged_kv.integrations.mlx_vlm.indexed_layers import INDEXED, OWN_ATTENTION
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.rebinding import Hooks
+from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.steps.progress import NO_PADDING, Padding
 
@@ -45,7 +47,7 @@ REFUSAL = (
 )
 
 # The models, by their folders, whose attention takes the columns of its keys for positions.
-_COUNT_KEYS = frozenset({"inkling"})
+_COUNT_KEYS = frozenset({"inkling", *INDEXED})
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
@@ -69,6 +71,10 @@ def make_batch_cache(
         return _stock_make_batch(model, left_padding, kv_bits=kv_bits, **options)
     require_no_kv_bits(kv_bits)
     rows = [factory.make_cache() for _ in left_padding]
+    if is_separate(model, rows[0]):
+        if len(rows) > 1:
+            raise NotImplementedError(REFUSAL)
+        return rows[0]
     stock = _stock_make_batch(model, left_padding)
     merged = partial(padded_batch, model_file(model), left_padding=left_padding)
     return [_batch(list(row), own, merged) for own, *row in zip(stock, *rows, strict=True)]
@@ -244,6 +250,8 @@ MLX_VLM = CacheLibrary(
     window=RotatingKVCache,
     chunked=ChunkedKVCache,
     unpaged=frozenset({"mlx_vlm.models.cache.ArraysCache"}),
+    indexed=INDEXED,
+    own_attention=OWN_ATTENTION,
     hooks=Hooks(
         {
             stock_make_prompt_cache: make_prompt_cache,

@@ -15,6 +15,7 @@ from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.mlx_vlm.hooks import stock_make_prompt_cache
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
+from paged_kv.integrations.states.one_by_one import alone
 
 # Folders of mlx-vlm whose rows come out wrong in a batch padded on the right: their layers count
 # columns, or attend to later tokens. For the others that are named here, no small model has shown
@@ -22,7 +23,7 @@ from paged_kv.integrations.model_trial import NOTED_POSITIONS
 _WRONG_IN_BATCHES = frozenset({"falcon_perception", "inkling", "mllama", "zaya1_vl"})
 _NOT_TRIED = frozenset(
     {
-        *("glm4v_moe", "glm5_next", "hunyuan_vl", "jina_vlm", "kimi_k3", "mimo_v2", "molmo"),
+        *("glm4v_moe", "hunyuan_vl", "jina_vlm", "kimi_k3", "mimo_v2", "molmo"),
         *("moondream3", "muse_spark", "nemotron_parse", "phi3_v", "phi4mm", "qwen3_omni_moe"),
     }
 )
@@ -210,7 +211,8 @@ class PromptSteps:
 
     def _compute(self, inputs: mx.array, cache: list[Any], **more: Any) -> Any:
         decoder = self._model.decoder
-        return decoder(inputs, cache=cache, logits_to_keep=1, **self._arguments, **more)
+        with alone(cache) as caches:
+            return decoder(inputs, cache=caches, logits_to_keep=1, **self._arguments, **more)
 
     def _finish(self, output: Any) -> mx.array:
         """The logits of a step that a generated token follows, which gets what mlx-vlm's

@@ -5,14 +5,17 @@ So each gets what it would get alone, at the speed of one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from paged_kv.cache.other_caches import integers
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
+from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves, paged_caches
+from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.steps.blocks import reserve
 
 # These files of mlx-lm make positions or a mask for one sequence and use them for all:
@@ -28,25 +31,137 @@ def takes_one_at_a_time(kind: type[Module]) -> bool:
     return kind.__module__ in _ONE_AT_A_TIME
 
 
+class SeparateCaches:
+    """The caches without pages of one layer, one for each sequence, of a model that takes one
+    sequence at a time.
+
+    The model changes copies of them, which take their places when its step is done.
+
+    Args:
+        rows: the cache of each sequence, of the library's class.
+    """
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = list(rows)
+        _kinds.update({type(each).__name__: type(each) for each in rows})
+
+    @property
+    def state(self) -> list[Any]:
+        """For each sequence the class of its cache, by name, the cache's state and the rest."""
+        return [[type(each).__name__, each.state, each.meta_state] for each in self.rows]
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> SeparateCaches:
+        """The caches of a `state`, possibly of another process.
+
+        Raises:
+            ValueError: no factory of the model is open, which knows the classes.
+        """
+        return cls(*[_loaded(*each) for each in state])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sequences' caches."""
+        return sum(each.nbytes for each in self.rows)
+
+    def size(self) -> int:
+        """0, as for the library's caches of states: pages know the length."""
+        return 0
+
+    def empty(self) -> bool:
+        """Whether no sequence has a state."""
+        return all(each.empty() for each in self.rows)
+
+    def is_trimmable(self) -> bool:
+        """False: states hold what tokens came to."""
+        return False
+
+    def prepare(self, **padding: Any) -> None:
+        """Nothing: padding is not computed."""
+
+    def finalize(self) -> None:
+        """Nothing, as for `prepare`."""
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keep these sequences, in this order."""
+        self.rows = [self.rows[at] for at in integers(batch_indices)]
+
+    def extend(self, other: SeparateCaches) -> None:
+        """Append the other's sequences."""
+        self.rows = [*self.rows, *other.rows]
+
+    def extract(self, idx: int) -> SeparateCaches:
+        """One sequence."""
+        return SeparateCaches(self.rows[idx])
+
+    @classmethod
+    def merge(cls, caches: list[SeparateCaches]) -> SeparateCaches:
+        """The sequences of all."""
+        return cls(*[row for each in caches for row in each.rows])
+
+
+_kinds: dict[str, Any] = {}
+"""The classes of rows, by name."""
+
+
+def _loaded(name: str, state: Any, rest: Any) -> Any:
+    if name not in _kinds:
+        raise ValueError(
+            f"the saved cache has a {name}: make a PagedCacheFactory of its model before you load "
+            "it"
+        )
+    kind = _kinds[name]
+    if hasattr(kind, "from_state"):
+        return kind.from_state(state, rest)
+    cache = kind()
+    cache.state, cache.meta_state = state, rest
+    return cache
+
+
 def is_separate(model: Module, prompt_cache: list[Any]) -> bool:
     """Whether a batch of such prompt caches is computed one sequence after the other."""
-    first = next(leaves(prompt_cache), None)
-    if not isinstance(first, PagedKVCache):
+    paged = paged_caches(prompt_cache)
+    if not paged:
         return False
-    return bool(first.pool.rows) or takes_one_at_a_time(type(model))
+    if paged[0].pool.rows or takes_one_at_a_time(type(model)):
+        return True
+    return any(isinstance(each, SeparateCaches) for each in leaves(prompt_cache))
 
 
 def widen(caches: list[Any], batch_size: int) -> None:
     """Let a new prompt cache be that of a batch."""
+    first = paged_caches(caches)[0]
+    if not batch_size > 1 == len(first.sequences) or not first.empty():
+        return
     for cache in leaves(caches):
-        if batch_size > 1 == len(cache.sequences) and cache.empty():
+        if isinstance(cache, SeparateCaches):
+            cache.rows *= batch_size
+        else:
             cache.batch = cache.batch.widened(batch_size)
 
 
-def rows_of(caches: list[Any]) -> list[list[Any]]:
-    """The prompt cache of each sequence of a batch: views of the same pages."""
-    count = len(next(leaves(caches)).sequences)
-    return [[_row_of(cache, at) for cache in caches] for at in range(count)]
+@contextmanager
+def rows_of(caches: list[Any]) -> Iterator[list[list[Any]]]:
+    """The prompt cache of each sequence of a batch: views of the same pages, and copies of caches
+    without pages, which are kept if nothing fails."""
+    count = len(paged_caches(caches)[0].sequences)
+    rows = [[row_of(cache, at) for cache in caches] for at in range(count)]
+    yield rows
+    for cache, *ofs in zip(leaves(caches), *map(leaves, rows), strict=True):
+        if isinstance(cache, SeparateCaches):
+            cache.rows = ofs
+        else:
+            cache.depend_on(ofs)
+
+
+@contextmanager
+def alone(caches: list[Any]) -> Iterator[list[Any]]:
+    """The prompt cache of one sequence as its model takes it; see `rows_of`."""
+    if not any(isinstance(each, SeparateCaches) for each in leaves(caches)):
+        yield caches
+        return
+    with rows_of(caches) as (row,):
+        yield row
 
 
 def one_by_one(
@@ -64,7 +179,7 @@ def one_by_one(
     Raises:
         PoolExhausted: the budget does not hold the step's blocks; nothing was changed.
     """
-    first, num_tokens = next(leaves(caches)), tokens.shape[1]
+    first, num_tokens = paged_caches(caches)[0], tokens.shape[1]
     progress = [each.progress(first.layer) for each in first.sequences]
     counts = [each.padding.own(num_tokens) for each in progress]
     steps = zip(first.sequences, counts, strict=True)
@@ -76,8 +191,6 @@ def one_by_one(
         step(tokens[at : at + 1, :count], cache=rows[at]) if count else None
         for at, count in enumerate(counts)
     ]
-    for cache, *views in zip(leaves(caches), *map(leaves, rows), strict=True):
-        cache.depend_on(views)
     vocabulary = next(each for each in found if each is not None)
     return mx.concatenate([padded(each, num_tokens, vocabulary) for each in found])
 
@@ -94,11 +207,15 @@ def _computed(step: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return computed
 
 
-def _row_of(cache: Any, row: int) -> Any:
-    """A view of one sequence's pages."""
+def row_of(cache: Any, row: int) -> Any:
+    """One sequence's cache of a layer, as its model takes it."""
     if is_list(cache):
-        return type(cache)(*[_row_of(inner, row) for inner in cache.caches])
-    return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
+        return type(cache)(*[row_of(inner, row) for inner in cache.caches])
+    if isinstance(cache, SeparateCaches):
+        return frozen(cache.rows[row])
+    if isinstance(cache, PagedKVCache):
+        return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
+    return cache
 
 
 def padded(logits: mx.array | None, num_tokens: int, like: mx.array) -> mx.array:
@@ -108,3 +225,6 @@ def padded(logits: mx.array | None, num_tokens: int, like: mx.array) -> mx.array
         return mx.zeros((1, num_tokens, like.shape[2]), like.dtype)
     missing = num_tokens - logits.shape[1]
     return mx.pad(logits, [(0, 0), (0, missing), (0, 0)]) if missing else logits
+
+
+let_load(SeparateCaches)

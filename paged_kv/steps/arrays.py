@@ -69,19 +69,27 @@ class _PagedArray(ReadArray):
 
     def taken_along(self, indices: mx.array, axis: int | None) -> mx.array:
         """`mx.take_along_axis` of this array, which reads no other pages if tokens are taken."""
-        if isinstance(indices, TokenIndices) and self._has_tokens_at(indices, axis):
-            tokens = self.read.gather_tokens(indices.tokens, of_values=self.holds_values)
+        chosen = self._tokens_at(indices, axis)
+        if chosen is not None:
+            tokens = self.read.gather_tokens(chosen, of_values=self.holds_values)
             if tokens is not None:
                 return tokens
         keys, values = self.read.gather()
         gathered = self.like_this(values if self.holds_values else keys)
         return mx.take_along_axis(gathered, indices, axis)
 
-    def _has_tokens_at(self, indices: TokenIndices, axis: int | None) -> bool:
-        """Whether these are indices of tokens of the pages."""
-        batch, _, _, dim = self.shape
-        is_whole = indices.shape[:2] == (batch, 1) and indices.shape[3] == dim
-        return is_whole and axis in (2, -2) and self.is_as_held and not indices.is_changed
+    def _tokens_at(self, indices: mx.array, axis: int | None) -> mx.array | None:
+        """The tokens [B, K] of the pages that these are indices of; None if they are not."""
+        batch, _, length, dim = self.shape
+        is_whole = indices.ndim == 4 and indices.shape[:2] == (batch, 1)
+        if not is_whole or axis not in (2, -2) or not self.is_as_held:
+            return None
+        if isinstance(indices, TokenIndices) and not indices.is_changed:
+            return indices.tokens if indices.shape[3] == dim else None
+        if indices.shape[3] != 1 or dim == 1:
+            return None
+        tokens = indices[:, 0, :, 0]
+        return mx.where(tokens < 0, tokens + length, tokens).astype(mx.uint32)
 
     def _followed_by(self, result: mx.array, tiles: int) -> mx.array:
         if self.is_changed:

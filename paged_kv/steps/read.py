@@ -149,15 +149,13 @@ class PagedRead:
                 return gathered
 
     def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array | None:
-        """Gather the keys, or the values, at indices [B, K] of what `gather` returns, lazily. None
-        if there is a window or more than one head, if the step is in no page yet, or if the
-        sequences have changed since."""
+        """Gather the keys, or the values, of all heads at indices [B, K] of what `gather` returns,
+        lazily. None if there is a window, if the step is in no page yet, or if the sequences have
+        changed since."""
         step, group_step = self.step, self.group_step
         with step.pool.lock, step:
-            geometry = self.pages.geometry
             is_in_pages = group_step.group.window is None and not group_step.needs_step
-            has_one_head = (geometry.k_heads, geometry.v_heads) == (1, 1)
-            if not (step.is_open and is_in_pages and has_one_head):
+            if not (step.is_open and is_in_pages):
                 return None
             step.is_unread = False
             group_step.follow_moves()

@@ -57,7 +57,8 @@ ROOMS = {
     ),
     "integrations.mlx_vlm": (
         "cache integrations integrations.batching integrations.generation "
-        "integrations.mlx_lm_internals integrations.rebinding kernels.pages steps"
+        "integrations.mlx_lm_internals integrations.model_hooks integrations.rebinding "
+        "integrations.states kernels.pages steps"
     ),
     "integrations.servers": "commands integrations integrations.batching kernels.pages",
     "integrations.grammar": "integrations.mlx_lm_internals",

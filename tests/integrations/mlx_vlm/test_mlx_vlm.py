@@ -25,6 +25,8 @@ from tests.support.vision_zoo import IMAGE, small_language_model, whole_model
 
 FAMILIES = ["qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "pixtral", "idefics3", "llava"]
 BYTES = 64 << 20
+# Their attention reads what an indexer chooses.
+INDEXED = ["glm5_next", "minimax_m3_vl", "qwen4_exp"]
 TEXT = [(5 * i + 3) % 97 for i in range(300)]
 PROMPT = [*TEXT, *[IMAGE] * 16, 7, 8, 9]
 
@@ -189,21 +191,20 @@ def generation_batch(model: Any, prompt: list[int]) -> ar.GenerationBatch:
     )
 
 
-class Whole(Module):
-    """A model whose pictures no test uses."""
+def text_model_of(model: Any) -> TextModel:
+    """One of a whole model of the same folder, whose pictures no test uses."""
+    kind = type("Model", (Module,), {"__module__": type(model).__module__})
+    whole = kind()
+    whole.language_model, whole.config = model, None
+    return TextModel(whole)
 
-    def __init__(self, language_model: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # MLX's
-        self.language_model, self.config = language_model, None
 
-
-@pytest.mark.parametrize("folder", [*FAMILIES, "plamo2vl", "qwen3_5_moe"])
+@pytest.mark.parametrize("folder", [*FAMILIES, "plamo2vl", "qwen3_5_moe", *INDEXED])
 def test_rows_of_mlx_lms_batches_are_right(folder: str) -> None:
     """These are padded on the right, also where layers are recurrent."""
     model = small_language_model(folder)
-    whole = Whole(model)
     expected = alone(model, lambda: vlm_cache.make_prompt_cache(model))
-    text_model = TextModel(whole)
+    text_model = text_model_of(model)
     assert text_model.is_batchable
     factory = PagedCacheFactory(text_model, max_bytes=BYTES)
     for _ in range(2):  # The second time behind cached prefixes.
@@ -219,4 +220,4 @@ def test_rows_of_mlx_lms_batches_are_right(folder: str) -> None:
                     written = PROMPTS[uids.index(each.uid)] + rows[each.uid][:-1]
                     factory.insert_cache(written, each.prompt_cache)
         assert [*rows.values()] == expected
-    assert factory.stats().gather_fallbacks == 0
+    assert folder in INDEXED or factory.stats().gather_fallbacks == 0

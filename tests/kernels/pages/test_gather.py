@@ -89,14 +89,18 @@ def gathers(cache: PagedKVCache) -> int:
     return cache.pool.stats().gather_fallbacks
 
 
-def test_chosen_tokens_are_read_and_nothing_else(cache: PagedKVCache) -> None:
-    """The step's own token too, which no page holds yet."""
+@pytest.mark.parametrize("first", [None, 0, -11])
+def test_chosen_tokens_are_read_and_nothing_else(cache: PagedKVCache, first: int | None) -> None:
+    """The step's own token too, which no page holds yet. One index may stand for all numbers of a
+    token, also one that counts from the end."""
+
+    def indices(dim: int) -> Any:
+        return broadcast(dim) if first is None else chosen().astype(mx.int32) + first
+
     everything = append(filled(PagePool(1, max_bytes=8 << 20)), 1)
     expected = [mx.take_along_axis(mx.array(each), chosen(), axis=2) for each in everything]
     before = gathers(cache)
-    found = [
-        mx.take_along_axis(each, broadcast(each.shape[3]), axis=2) for each in append(cache, 1)
-    ]
+    found = [mx.take_along_axis(each, indices(each.shape[3]), axis=2) for each in append(cache, 1)]
     assert all(map(mx.array_equal, found, expected))
     assert gathers(cache) == before
 
