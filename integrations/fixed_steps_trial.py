@@ -36,7 +36,7 @@ _passed = PassedTrials("fixed-steps.json")
 Bits = tuple[bytes, ...]
 
 
-def require_possible(options: CacheOptions, pool: PagePool, ranks: int) -> None:
+def require_possible(model: PagedModel, options: CacheOptions, pool: PagePool, ranks: int) -> None:
     """Check what a reproducible factory is asked for beside that.
 
     Raises:
@@ -55,6 +55,8 @@ def require_possible(options: CacheOptions, pool: PagePool, ranks: int) -> None:
         f"{ranks} processes share the model, and how they add up was not tried: use one": ranks > 1,
         f"layers of {pool.name} append rows beside keys and values, which are computed in groups "
         "of their own: leave reproducible out": bool(pool.rows),
+        f"layers of {pool.name} have indexers, whose caches take one sequence at a time: leave "
+        "reproducible out": model.has_indexer,
         f"no layer of {pool.name} keeps keys and values, and states alone are not cut at pages: "
         "leave reproducible out": not pool.num_layers,
     }

@@ -127,7 +127,7 @@ class PagedCacheFactory:
         self.pool = self._model.new_pool(None)
         self.pool.ranks = self.ranks = self._model.ranks
         if options.reproducible:
-            require_possible(options, self.pool, self.ranks.size)
+            require_possible(self._model, options, self.pool, self.ranks.size)
             require_fixed_steps(model, options)
         # All ranks serve the same requests.
         self.recorder = request_recorder() if self.ranks.rank == 0 else None

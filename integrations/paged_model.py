@@ -81,6 +81,11 @@ class PagedModel:
         self._trial: Trial | None = None
 
     @property
+    def has_indexer(self) -> bool:
+        """Whether layers keep what an indexer chooses tokens by, beside keys and values."""
+        return self.file in self._library.indexed
+
+    @property
     def hooks(self) -> Hooks:
         """What an installed factory replaces in the model's library."""
         return self._library.hooks

@@ -181,7 +181,12 @@ def test_a_call_that_fails_within_a_prompt_changes_nothing(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("qwen3", {"page_format": "auto"}), ("qwen3", {"compile": True}), ("mamba", {})],
+    [
+        ("qwen3", {"page_format": "auto"}),
+        ("qwen3", {"compile": True}),
+        ("mamba", {}),
+        ("deepseek_v32", {}),
+    ],
 )
 def test_what_depends_on_others_is_refused(kind: str, options: Any) -> None:
     with pytest.raises(NotReproducible):
