@@ -5,11 +5,11 @@ another code, the next layer's keys change, and so on: scaling an embedding by 1
 by up to 0.6. Here each layer's oracle is written with the keys and values that the paged cache got,
 so one layer's rounding does not reach another. The pages' content is compared with the oracle, and
 attention over pages with mlx-lm's attention over the oracle.
+
+Oracles share only the number formats with paged_kv, which have tests of their own: no tables, rings
+or kernels. Windows are masks over all tokens.
 """
 
-from __future__ import annotations
-
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
-from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, PageFormat, page_format_named
 from paged_kv.steps.read import PagedRead
-from tests.support.quantised_oracle import PAGE, QuantisedOracle, oracle_caches
 
 # Measured with every instruction set: a distance stays several times below 1 however sums are
 # rounded, and exceeds 1 several times where a page has a wrong scale, token or number.
@@ -35,44 +34,76 @@ ATTENTION_APART = 2e-5
 Held = tuple[mx.array, mx.array]
 
 
+# mlx-lm has a py.typed, but its caches have no types: mypy takes a subclass for Any.
+_Cache: Any = KVCache
+
+
+class QuantisedOracle(_Cache):  # type: ignore[misc]
+    """A contiguous mlx-lm cache with the numbers that quantised pages should hold: the pages that a
+    step begins and ends in have 16 bits until the next step begins, and the others are decoded
+    again once they are full.
+
+    Args:
+        page_format: of full pages.
+    """
+
+    def __init__(self, page_format: PageFormat) -> None:
+        super().__init__()
+        self.page_format = page_format
+        self.quantised: set[int] = set()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start, end = self.offset, self.offset + keys.shape[2]
+        self._quantise(range(start // PAGE_SIZE))
+        super().update_and_fetch(keys, values)
+        self._quantise(range(-(-start // PAGE_SIZE), (end - 1) // PAGE_SIZE))
+        held: tuple[mx.array, mx.array] = self.keys_and_values()
+        return held
+
+    def _quantise(self, pages: range) -> None:
+        """Turn the tokens of full pages into the format that these get."""
+        for page in set(pages) - self.quantised:
+            part = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+            full = self.page_format if page else self.page_format.first
+            for array, each in ((self.keys, full.keys), (self.values, full.values)):
+                rows = array[:, :, part]
+                array[:, :, part] = each.decode(each.encode(rows), rows.dtype)
+            self.quantised.add(page)
+
+
 @dataclass(frozen=True)
 class _Step:
-    """The valid tokens of one sequence's step, from `start` to `stop`, their keys and values, and
-    all that its oracle holds after it."""
+    """A step's keys and values, and all that the oracle holds after it."""
 
-    start: int
-    stop: int
     given: Held
     held: Held
 
     @property
     def count(self) -> int:
-        return self.stop - self.start
+        return self.given[0].shape[2]
 
 
 class FollowedCache:
-    """One layer of some sequences, in pages and in an oracle for each.
+    """One layer of a sequence, in pages and in an oracle.
 
     Args:
         paged: what the model reads.
-        oracles: one for each of its sequences.
+        page_format: of full pages; those of rings are written over, and keep 16 bits.
         window: how many tokens a query sees; None for all.
-        distances: takes those of each step and sequence. At most 1 is allowed. Copies share it.
+        distances: takes those of each step. At most 1 is allowed.
     """
 
     def __init__(
         self,
         paged: PagedKVCache,
-        oracles: list[QuantisedOracle],
+        page_format: FormatName,
         window: int | None,
         distances: list[mx.array],
     ) -> None:
         self.paged = paged
-        self.oracles = oracles
+        self.oracle = QuantisedOracle(page_format_named("fp16" if window else page_format))
         self.window = window
         self.distances = distances
-        self.left = [0] * len(oracles)
-        self.lengths: list[int] | None = None
 
     @property
     def offset(self) -> Any:
@@ -84,153 +115,55 @@ class FollowedCache:
         on, such as those of a prompt's last layer."""
         return self.paged.state, self.distances
 
-    @property
-    def nbytes(self) -> int:
-        return self.paged.nbytes
-
-    def size(self) -> int:
-        return self.paged.size()
-
-    def empty(self) -> bool:
-        return self.paged.empty()
-
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
         return self.paged.make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         paged = self.paged.update_and_fetch(keys, values)
-        steps = []
-        for row, (start, stop) in enumerate(self._next_tokens(keys.shape[2])):
-            valid = slice(row, row + 1), slice(None), slice(start, stop)
-            given = keys[valid], values[valid]
-            steps.append(_Step(start, stop, given, self.write(row, *given)))
-        read: Any = _ComparedRead(paged[0].read, self, steps)
+        step = _Step((keys, values), self.oracle.update_and_fetch(keys, values))
+        read: Any = _ComparedRead(paged[0].read, self, step)
         paged[0].read = paged[1].read = read
         return paged
-
-    def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
-        """Append the valid tokens of a sequence's step to its oracle; returns all keys and values
-        that the oracle holds."""
-        held: Held = self.oracles[row].update_and_fetch(keys, values)
-        return held
-
-    def _next_tokens(self, count: int) -> Iterator[tuple[int, int]]:
-        """For each sequence, which of the next `count` tokens are valid."""
-        for row in range(len(self.oracles)):
-            start = min(self.left[row], count)
-            self.left[row] -= start
-            stop = count if self.lengths is None else min(count, start + self.lengths[row])
-            if self.lengths is not None:
-                self.lengths[row] -= stop - start
-            yield start, stop
-
-    def prepare(
-        self,
-        *,
-        left_padding: list[int] | None = None,
-        lengths: list[int] | None = None,
-        right_padding: list[int] | None = None,
-    ) -> None:
-        assert right_padding is None or lengths is not None
-        self.paged.prepare(left_padding=left_padding, lengths=lengths, right_padding=right_padding)
-        self.left = list(left_padding or self.left)
-        self.lengths = list(lengths) if lengths is not None and any(right_padding or []) else None
-
-    def finalize(self) -> None:
-        self.paged.finalize()
-        self.left, self.lengths = [0] * len(self.oracles), None
-
-    def is_trimmable(self) -> bool:
-        return self.paged.is_trimmable()
-
-    def trim(self, n: int) -> int:
-        trimmed = [oracle.trim(n) for oracle in self.oracles]
-        assert self.paged.trim(n) == max(trimmed)
-        return max(trimmed)
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> FollowedCache:
-        assert self.paged.to_quantized(group_size, bits) is self.paged
-        for oracle in self.oracles:
-            oracle.to_quantized(group_size, bits)
-        return self
-
-    @classmethod
-    def merge(cls, caches: list[FollowedCache]) -> FollowedCache:
-        return caches[0]._with(
-            PagedKVCache.merge([cache.paged for cache in caches]),
-            [oracle for cache in caches for oracle in cache.oracles],
-        )
-
-    def extend(self, other: FollowedCache) -> None:
-        self.paged.extend(other.paged)
-        self.oracles += other.oracles
-        self.left += other.left
-
-    def filter(self, batch_indices: list[int] | mx.array) -> None:
-        listed: Any = (
-            batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        )
-        self.paged.filter(listed)
-        self.oracles = [copy.deepcopy(self.oracles[index]) for index in listed]
-        self.left = [self.left[index] for index in listed]
-
-    def extract(self, idx: int) -> FollowedCache:
-        return self._with(self.paged.extract(idx), [self.oracles[idx]])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedCache:
-        return self._with(copy.deepcopy(self.paged, memo), self.oracles)
-
-    def _with(self, paged: PagedKVCache, oracles: list[QuantisedOracle]) -> FollowedCache:
-        return type(self)(paged, copy.deepcopy(oracles), self.window, self.distances)
 
 
 class _ComparedRead:
     """Takes the place of the read that the attention hook finds on a layer's keys and values."""
 
-    def __init__(self, read: PagedRead, followed: FollowedCache, steps: list[_Step]) -> None:
+    def __init__(self, read: PagedRead, followed: FollowedCache, step: _Step) -> None:
         self.read = read
         self.window, self.distances = followed.window, followed.distances
-        self.steps = steps
+        self.step = step
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         found = self.read.attend(queries, mask, **options)
         if found is None:
             return None
-        distances = [
-            distance
-            for row, step in enumerate(self.steps)
-            if step.count
-            for distance in self._distances(row, step, found, queries, options)
-        ]
+        distances = list(self._distances(found, queries, options))
         self.distances += distances
         # Evaluate now: a distance must not read pages after a later write.
         looked_at: mx.array = mx.depends(found, distances)
         return looked_at
 
     def _distances(
-        self, row: int, step: _Step, found: mx.array, queries: mx.array, options: Any
+        self, found: mx.array, queries: mx.array, options: dict[str, Any]
     ) -> Iterator[mx.array]:
-        """Compare the pages of a sequence with its oracle, and attention over pages with attention
-        over the oracle."""
-        before = step.held[0].shape[2] - step.count
+        """Compare the pages with the oracle, and attention over pages with attention over the
+        oracle."""
+        step = self.step
         visible = step.held[0].shape[2]
         if self.window is not None:
-            visible -= max(0, before - self.window + 1)
-        metadata, new_tokens = self.read.group_step.metadata, self.read.unwritten
-        # Sequences end together, except for the padding after them.
-        end = max(metadata.ends) - (queries.shape[2] - step.stop)
-        tokens = slice(row, row + 1), slice(None), slice(end - visible, end)
-        gathered = self.read.pages.gather(metadata, new_tokens)
-        paged = [each[tokens] for each in gathered]
+            visible -= max(0, visible - step.count - self.window + 1)
+        metadata = self.read.group_step.metadata
+        gathered = self.read.pages.gather(metadata, self.read.unwritten)
+        paged = [each[:, :, -visible:] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):
             yield _vectors_apart(ours, oracles[:, :, -visible:])
         recoded = paged
         if self.read.group_step.parts:
             gathered = self.read.pages.gather(self.read.group_step.parts[-1].metadata, None)
-            recoded = [each[tokens] for each in gathered]
+            recoded = [each[:, :, -visible:] for each in gathered]
         for first, count, seen in _seen_by_page(step, paged, recoded):
-            at = step.start + first
-            part = slice(row, row + 1), slice(None), slice(at, at + count)
+            part = slice(None), slice(None), slice(first, first + count)
             mask = create_causal_mask(count, seen[0].shape[2] - count, self.window)
             yield _attention_apart(
                 found[part],
@@ -249,8 +182,8 @@ def _seen_by_page(
     if recoded is paged:
         yield 0, step.count, paged
         return
-    for page in range(before // PAGE, -(-end // PAGE)):
-        base, last = page * PAGE, min(end, (page + 1) * PAGE)
+    for page in range(before // PAGE_SIZE, -(-end // PAGE_SIZE)):
+        base, last = page * PAGE_SIZE, min(end, (page + 1) * PAGE_SIZE)
         first = max(before, base)
         seen = [
             mx.concatenate(
@@ -280,18 +213,13 @@ def _attention_apart(found: mx.array, expected: mx.array) -> mx.array:
 
 
 def followed_caches(
-    model: Module,
-    factory: PagedCacheFactory,
-    page_format: FormatName,
-    distances: list[mx.array],
-    kind: type[FollowedCache] = FollowedCache,
+    model: Module, factory: PagedCacheFactory, page_format: FormatName, distances: list[mx.array]
 ) -> list[FollowedCache]:
     """A new cache of the factory; each layer has an oracle in that page format."""
-    windows = [getattr(stock, "max_size", None) for stock in make_prompt_cache(model)]
-    oracles = oracle_caches(model, page_format)
+    pairs = zip(factory.make_cache(), make_prompt_cache(model), strict=True)
     return [
-        kind(paged, [oracle], window, distances)
-        for paged, oracle, window in zip(factory.make_cache(), oracles, windows, strict=True)
+        FollowedCache(paged, page_format, getattr(stock, "max_size", None), distances)
+        for paged, stock in pairs
     ]
 
 
