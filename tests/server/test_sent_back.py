@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from http.client import HTTPConnection
 from importlib import import_module
@@ -27,8 +27,8 @@ from paged_kv.server.messages.requests import MessagesBody
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.kept_responses import KeptResponses
 from paged_kv.server.responses.responses import Responses
-from tests.support.agent_model import Script, agent_folder
-from tests.support.running_server import PATIENCE_S, PagedRunningServer, paged_server
+from tests.support.agent_model import Script
+from tests.support.running_server import PATIENCE_S, PagedRunningServer
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 TURNS = 4
@@ -64,13 +64,6 @@ ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
 }
 if find_spec(_ZSTD.partition(".")[0]):
     ENCODINGS["zstd"] = import_module(_ZSTD).compress
-
-
-@pytest.fixture(scope="module")
-def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServer]:
-    folder = agent_folder(tmp_path_factory.mktemp("models"))
-    with paged_server("--model", folder, "--max-kv-bytes", "64MB") as started:
-        yield started
 
 
 def with_nulls(value: Any, draw: Random) -> Any:

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from openai import OpenAI
 
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.lifecycle import PagedServer
 from paged_kv.server.options import parsed_server_options
@@ -201,6 +202,21 @@ def noted_prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(thread, "submit", noted)
     return texts
+
+
+@contextmanager
+def failing_after_a_step() -> Iterator[None]:
+    """Let the generation thread's first step work, and all later ones fail."""
+    steps = iter([BatchedRows.step])
+
+    def step(rows: BatchedRows) -> Any:
+        for works in steps:
+            return works(rows)
+        raise RuntimeError("a secret")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BatchedRows, "step", step)
+        yield
 
 
 def is_settled(pool: PagePool) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.agent_model import Script, agent_folder
-from tests.support.running_server import PagedRunningServer, noted_prompts, paged_server
+from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.tiny_model import asked
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -56,9 +56,8 @@ def test_the_prompt_ends_within_the_last_message(
     prompt: str,
     running: PagedRunningServer,
     script: Script,
-    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[str],
 ) -> None:
-    prompts = noted_prompts(running, monkeypatch)
     script.says(" a file.")
     parts = [{"type": "text", "text": "It"}, {"type": "text", "text": " is"}]
     last = LAST | {"content": parts} if not more and path != RESPONSES else LAST
@@ -77,9 +76,8 @@ def test_the_prompt_ends_within_the_last_message(
     ],
 )
 def test_what_cannot_be_continued_is_not(
-    messages: list[Any], running: PagedRunningServer, script: Script, monkeypatch: Any
+    messages: list[Any], running: PagedRunningServer, script: Script, prompts: list[str]
 ) -> None:
-    prompts = noted_prompts(running, monkeypatch)
     script.says(".")
     assert asked(running, CHAT, body_of(CHAT, *messages))[0] == 200
     assert prompts[0].endswith("<|im_end|>\n<|im_start|>assistant\n")

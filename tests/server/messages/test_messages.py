@@ -12,13 +12,12 @@ import pytest
 from anthropic import Anthropic
 
 from paged_kv.server.completions import handler
-from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.support.agent_model import CONTEXT, Script, agent_folder
 from tests.support.running_server import (
     PATIENCE_S,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
-    noted_prompts,
+    failing_after_a_step,
     paged_server,
 )
 from tests.support.tiny_model import asked
@@ -45,14 +44,6 @@ CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_cal
 THOUGHT = "<think>\nIt is in a file.\n</think>\n\n"
 
 
-@pytest.fixture(scope="module")
-def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServer]:
-    options = ["--model", agent_folder(tmp_path_factory.mktemp("models"))]
-    options += ["--served-model-name", NAME, "--max-kv-bytes", "64MB"]
-    with paged_server(*options) as started:
-        yield started
-
-
 @pytest.fixture
 def client(running: PagedRunningServer) -> Iterator[Anthropic]:
     with anthropic_client(running) as opened:
@@ -64,12 +55,6 @@ def anthropic_client(running: PagedRunningServer, **options: Any) -> Anthropic:
     defaults = {"max_retries": 0, "timeout": PATIENCE_S, "api_key": "none"}
     url = f"http://127.0.0.1:{running.port}"
     return Anthropic(base_url=url, **{**defaults, **options})
-
-
-@pytest.fixture
-def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts of all prompts, as the model reads them."""
-    return noted_prompts(running, monkeypatch)
 
 
 def blocks(message: Any) -> list[dict[str, Any]]:
@@ -370,20 +355,9 @@ def test_errors_have_anthropics_form(client: Anthropic, running: PagedRunningSer
     assert (status, body["error"]["type"]) == (404, "not_found_error")
 
 
-def test_an_error_in_a_stream_is_an_event(
-    running: PagedRunningServer, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_stream_is_an_event(running: PagedRunningServer, script: Script) -> None:
     script.says("A.")
-
-    steps = iter([BatchedRows.step])  # in the first one it begins
-
-    def broken(rows: BatchedRows) -> Any:
-        for step in steps:
-            return step(rows)
-        raise RuntimeError("a secret")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BatchedRows, "step", broken)
+    with failing_after_a_step():
         name, event = events_of(running, {**ASK, "stream": True})[-1]
     assert (name, event["error"]["type"]) == ("error", "api_error")
 

@@ -8,13 +8,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from paged_kv.server.engine.batched_rows import BatchedRows
-from tests.support.agent_model import CONTEXT, Script, agent_folder
+from tests.support.agent_model import CONTEXT, Script
 from tests.support.running_server import (
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
-    noted_prompts,
-    paged_server,
+    failing_after_a_step,
 )
 from tests.support.tiny_model import asked
 
@@ -31,14 +29,6 @@ READ: Any = {
 ARGUMENTS = '{"path": "a.py"}'
 CALL = f'<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>'
 THOUGHT = "<think>\nIt is in a file.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServer]:
-    options = ["--model", agent_folder(tmp_path_factory.mktemp("models"))]
-    options += ["--served-model-name", NAME, "--max-kv-bytes", "64MB"]
-    with paged_server(*options) as started:
-        yield started
 
 
 @pytest.fixture
@@ -158,12 +148,6 @@ def test_a_response_that_is_cut_is_incomplete(client: OpenAI, script: Script, st
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.output[-1].status == "incomplete"
-
-
-@pytest.fixture
-def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts of all prompts, as the model reads them."""
-    return noted_prompts(running, monkeypatch)
 
 
 @pytest.mark.slow
@@ -295,20 +279,9 @@ def test_fields_that_change_the_meaning_work_or_are_refused(
         assert body["error"]["param"].partition(".")[0] in more
 
 
-def test_an_error_in_a_stream_is_a_failed_response(
-    client: OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_stream_is_a_failed_response(client: OpenAI, script: Script) -> None:
     script.says("A.")
-
-    steps = iter([BatchedRows.step])  # in the first one it begins
-
-    def broken(rows: BatchedRows) -> Any:
-        for step in steps:
-            return step(rows)
-        raise RuntimeError("a secret")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BatchedRows, "step", broken)
+    with failing_after_a_step():
         last = list(client.responses.create(**ASK, stream=True))[-1]
     assert last.type == "response.failed"
     assert last.response.status == "failed"
@@ -347,9 +320,8 @@ def test_texts_have_the_log_probabilities_of_their_tokens(client: OpenAI, script
 
 
 def test_items_are_listed_and_referred_to(
-    client: OpenAI, script: Script, running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+    client: OpenAI, script: Script, prompts: list[str]
 ) -> None:
-    prompts = noted_prompts(running, monkeypatch)
     script.says(f"I read it.\n{CALL}", "It is empty.", "Yes.", "Yes.")
     first = client.responses.create(**ASK, tools=[READ])
     outputs: Any = first.output
