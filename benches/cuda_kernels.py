@@ -42,8 +42,7 @@ PARAMETERS = {
     "ratio": 4,
     "scale": 5,
 }
-PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "first_basis": 10, "bases": 11}
-PARAMETERS |= {"q_heads": 14}
+PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "q_heads": 12}
 
 
 @dataclass
@@ -172,16 +171,13 @@ class Bench:
             scale=DIM**-0.5 * math.log2(math.e),
             splits=shape.splits,
             split_tiles=shape.tiles,
-            first_basis=int(pages.is_quantised),
-            bases=1,
         )
         is_whole = shape.splits == 1
         flags = [*FLAGS[pages.page_format], "WHOLE" if is_whole else "PARTIAL"]
         flags += ["STEP"] if writes else []
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
         read = self.kernel("decode", flags, K_DIM=DIM, V_DIM=DIM, **sizes)
-        turns = ["HAS_CODES"] if pages.is_quantised else []
-        merge = self.kernel("merge", turns, V_DIM=DIM)
+        merge = self.kernel("merge", [], V_DIM=DIM)
         queries, keys, values = (
             cupy.random.standard_normal((batch, each, 1, DIM), dtype=np.float32).astype(np.float16)
             for each in (heads, KV_HEADS, KV_HEADS)

@@ -6,6 +6,7 @@
 #define THREAD
 #define CONSTANT constexpr  // of the program
 #define UNROLL _Pragma("unroll")
+#define UNROLL_2 _Pragma("unroll 2")
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -13,6 +14,10 @@ typedef unsigned int uint;
 typedef unsigned long long ulong;
 
 CONSTANT uint ALL_LANES = 0xffffffffu;
+
+// Tokens of which decode asks for values at once, and waits for memory once. More, or more of a key than one or two
+// times 16 bytes, takes so many registers that a multiprocessor runs 8 warps instead of 16.
+CONSTANT uint AHEAD = 16;
 
 float float_of_bits(uint bits) { return __uint_as_float(bits); }
 float float_of_half(ushort bits) { return __half2float(__ushort_as_half(bits)); }

@@ -20,8 +20,7 @@ from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout, page_f
 # Places in `params`.
 PARAMETERS = (
     *("slab_stride", "table_stride", "kv_heads", "steps", "gqa_group_size", "scale", "window"),
-    *("causal", "splits", "split_tiles", "first_basis", "bases", "new_tokens", "tokens"),
-    *("q_heads", "softcap"),
+    *("causal", "splits", "split_tiles", "new_tokens", "tokens", "q_heads", "softcap"),
 )
 PLACES = 16
 LOG2_E = math.log2(math.e)
@@ -107,11 +106,6 @@ class PageKind:
         each = [one for pair in self._encodings for one in pair]
         codes = ["HAS_CODES"] if any(one.group for one in each) else []
         return tuple(sorted({*codes, *[f"HAS_{one.gpu_name}" for one in each]}))
-
-    @cached_property
-    def bases(self) -> tuple[int, ...]:
-        """The bases of values that occur, ascending: 0 plain, of floats; 1 rotated, of codes."""
-        return tuple(sorted({int(values.group > 0) for _, values in self._encodings}))
 
     @property
     def _encodings(self) -> list[tuple[Encoding, Encoding]]:

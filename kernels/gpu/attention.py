@@ -75,7 +75,6 @@ class Reader(NamedTuple):
         groups: threadgroups.
         splits: parts of a context.
         tiles: of a part.
-        bases: of values, each of which has results of its own.
     """
 
     operation: str
@@ -86,7 +85,6 @@ class Reader(NamedTuple):
     groups: tuple[int, int, int] = (0, 0, 0)
     splits: int = 1
     tiles: int = 0
-    bases: tuple[int, ...] = (0,)
 
 
 class LaunchPlan(NamedTuple):
@@ -191,24 +189,22 @@ class PagedAttention:
         (batch, heads, steps, _), geometry = call.shape, call.kind.geometry
         reader, dtype = self._reader(call, reach), geometry.k_dtype
         params = _parameters(call, reader, width)
-        parts = reader.splits * len(reader.bases)
         dim = geometry.k_dim if call.is_latent else geometry.v_dim
         output = Output((batch, heads, steps, dim), dtype)
         sinks = [] if call.scores.sinks is None else ["SINKS"]
-        if parts == 1 and groups is None and not call.is_latent:
+        if reader.splits == 1 and groups is None and not call.is_latent:
             attend = self._launch(call, reader, ["WHOLE", *sinks], [output, DONE])
             return LaunchPlan(attend, None, params)
         after_prefix, prefix = [], None
         if groups is not None:
             after_prefix, prefix = ["AFTER_PREFIX"], self._prefix(call, groups, dim)
-        results = partial_outputs(batch * heads * steps * parts, dim)
+        results = partial_outputs(batch * heads * steps * reader.splits, dim)
         attend = self._launch(call, reader, ["PARTIAL", *after_prefix], results)
-        turns = ["HAS_CODES"] if 1 in reader.bases else []
         merge = self._kernels.launch(
             "merge",
             dtype,
             {"V_DIM": dim},
-            [*turns, *sinks, *after_prefix],
+            [*sinks, *after_prefix],
             (heads * steps, batch, 1),
             tuning.LANES,
             [output],
@@ -304,10 +300,9 @@ class PagedAttention:
             {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts},
             flags,
             tuning.LANES * shape.parts * shape.blocks,
-            groups=(geometry.k_heads * shape.groups, shape.splits, batch * len(kind.bases)),
+            groups=(geometry.k_heads * shape.groups, shape.splits, batch),
             splits=shape.splits,
             tiles=shape.tiles,
-            bases=kind.bases,
         )
 
     def _latent_reader(self, call: Call, reach: int) -> Reader:
@@ -341,8 +336,6 @@ def _parameters(call: Call, reader: Reader, width: int) -> mx.array:
         causal=int(scores.hides_later),
         splits=reader.splits,
         split_tiles=reader.tiles,
-        first_basis=reader.bases[0],
-        bases=len(reader.bases),
         new_tokens=call.new_tokens,
         tokens=call.read_tokens,
     )

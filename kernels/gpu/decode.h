@@ -3,12 +3,12 @@
 // A threadgroup takes a part of a sequence's context, for one KV head and some of its query heads. BLOCKS
 // simdgroups read the same keys for up to 8 query heads each, and PARTS share the part's tiles.
 // Each key and value is read once for all query heads of a simdgroup, 32 tokens at a time:
-//   1. Two lanes take two tokens: each holds half of the queries' products with both. Eight numbers
-//      of a key are read at once, and neighbouring lanes read 32 bytes that lie side by side.
+//   1. Two lanes take two tokens: each holds half of the queries' products with both. It reads 16 bytes
+//      of a key at once, and neighbouring lanes read 32 bytes that lie side by side.
 //   2. Each lane has one token's logits, and turns them into weights, which go to memory that the
 //      simdgroup shares.
 //   3. A lane takes some numbers of the values of all 32 tokens. It reads 2 or 4 at once, and the
-//      whole simdgroup one slot.
+//      whole simdgroup one slot: those of AHEAD tokens, before it uses the first.
 // An online softmax runs while reading, in base 2. Then the simdgroups merge their results. If the
 // context is one part, that is the output (WHOLE). Otherwise the maximum, sum of weights and weighted
 // values of each part go to memory (PARTIAL, the split-KV partials), and the merge kernel joins them.
@@ -16,8 +16,8 @@
 // With CHOSEN it reads some runs of tokens of each sequence, which each KV head has chosen. Tiles then count the
 // tokens of these runs.
 //
-// Rotated and plain values can only be added at the end. If a layer has both, one threadgroup reads
-// the pages of one kind, and another those of the other.
+// Rotated and plain values cannot be added. If a layer has both, a simdgroup turns its sums where a page of the other
+// kind follows, and at the end to the plain basis.
 //
 // With a STEP the kernel also gets the keys and values of the sequences' last tokens, and writes them to
 // their pages, which hold floats. A launch must not read what it writes: threadgroups run in no order, and a compiler may
@@ -44,27 +44,46 @@ CONSTANT uint STAGED = 2 * K_DIM;
 CONSTANT uint STAGED = K_DIM;
 #endif
 
+// Numbers i to i + 3 of 16 bytes of a slot, codes without their scale.
+template <uint FORMAT>
+void unpack_four(const THREAD uint* words, uint i, THREAD float* x) {
+  if (FORMAT != Q4) return unpack<FORMAT, 4>(words + i * FORMAT / 32, x);
+  uint word = words[i / 4 % 4] >> i / 16 * 4;
+  unpack<Q4, 4>(&word, x);
+}
+
 // Products of half of each query with two tokens' keys: sums[r] with the near one, sums[ROWS + r] with
-// the far one.
+// the far one. Every second 16 bytes of a key are one lane's: a group of 32 codes of 4 bits.
 template <uint FORMAT>
 void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const float* queries,
                           THREAD float* sums) {
+  constexpr uint COUNT = 128 / FORMAT;
   for (uint i = 0; i < 2 * ROWS; i++) sums[i] = 0.0f;
-  for (uint at = lane % 2 * 8; at < K_DIM; at += 16) {
-    float a[8], b[8];
-    read_some<FORMAT, K_DIM, 8>(keys, near, at, a);
-    read_some<FORMAT, K_DIM, 8>(keys, far, at, b);
+#ifndef HAS_CODES
+  UNROLL_2
+#endif
+  for (uint at = lane % 2 * COUNT; at < K_DIM; at += 2 * COUNT) {
+    uint words[8];
+    load<16>(keys.numbers + near * slot_words(FORMAT, K_DIM) + at * FORMAT / 16, words);
+    load<16>(keys.numbers + far * slot_words(FORMAT, K_DIM) + at * FORMAT / 16, words + 4);
+    float scales[2] = {scale_at<FORMAT, K_DIM>(keys, near, at), scale_at<FORMAT, K_DIM>(keys, far, at)};
+    float dots[2 * ROWS];
+    for (uint i = 0; i < 2 * ROWS; i++) dots[i] = FORMAT == FLOATS ? sums[i] : 0.0f;
     UNROLL
-    for (uint r = 0; r < ROWS; r++) {
-      SHARED const float4* query = (SHARED const float4*)(queries + r * K_DIM + at);
-      float4 low = query[0], high = query[1];
-      const float q[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    for (uint i = 0; i < COUNT; i += 4) {
+      float x[8];
+      unpack_four<FORMAT>(words, i, x);
+      unpack_four<FORMAT>(words + 4, i, x + 4);
       UNROLL
-      for (uint i = 0; i < 8; i++) {
-        sums[r] = multiply_add(a[i], q[i], sums[r]);
-        sums[ROWS + r] = multiply_add(b[i], q[i], sums[ROWS + r]);
+      for (uint r = 0; r < ROWS; r++) {
+        float4 four = *(SHARED const float4*)(queries + r * K_DIM + at + i);
+        float q[4] = {four.x, four.y, four.z, four.w};
+        for (uint j = 0; j < 8; j++)
+          dots[j / 4 * ROWS + r] = multiply_add(x[j], q[j % 4], dots[j / 4 * ROWS + r]);
       }
     }
+    for (uint i = 0; i < 2 * ROWS; i++)
+      sums[i] = FORMAT == FLOATS ? dots[i] : multiply_add(dots[i], scales[i / ROWS], sums[i]);
   }
 }
 
@@ -73,37 +92,45 @@ void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const floa
 // a token. They are not kept for the page's next tile: of 8 PARTS each has one tile of a page.
 void multiply_centre(DEVICE const ushort* centre, uint lane, SHARED const float* queries,
                      THREAD float* sums) {
-  float x[numbers_of_lane(K_DIM)];
-  for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
-    x[i] = i * LANES + lane < K_DIM ? float_of_half(centre[i * LANES + lane]) : 0.0f;
   UNROLL
   for (uint r = 0; r < ROWS; r++) {
     float sum = 0.0f;
-    for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
-      if (i * LANES + lane < K_DIM)
-        sum = multiply_add(x[i], queries[r * K_DIM + i * LANES + lane], sum);
+    for (uint at = lane; at < K_DIM; at += LANES)
+      sum = multiply_add(float_of_half(centre[at]), queries[r * K_DIM + at], sum);
     sum = sum_of_lanes(sum) * 0.5f;
     sums[r] += sum, sums[ROWS + r] += sum;
   }
 }
 #endif
 
-// Adds the weighted values of tokens [begin, end) of a page, which lie in one tile.
+// Adds the weighted values of tokens [begin, end) of a page, which lie in one tile. The tile's others have weight 0, but
+// their slots may hold anything, even NaN: so one of these is read in their place.
 template <uint FORMAT>
 void add_values(Slots values, uint begin, uint end, uint lane, SHARED const float* weights,
                        THREAD float* sums) {
-  for (uint token = begin; token < end; token++) {
+  for (uint first = begin / AHEAD * AHEAD; first < end && begin < end; first += AHEAD) {
     UNROLL
     for (uint step = 0; step < V_STEPS; step++) {
       uint at = (step * LANES + lane) * V_STEP;
       if (at >= V_DIM) continue;
-      float x[V_STEP];
-      read_some<FORMAT, V_DIM, V_STEP>(values, token, at, x);
+      uint words[AHEAD * 2];
+      float scales[AHEAD];
       UNROLL
-      for (uint r = 0; r < ROWS; r++) {
-        THREAD float* sum = sums + r * V_NUMBERS + step * V_STEP;
-        float weight = weights[token % TILE * ROWS + r];
-        for (uint i = 0; i < V_STEP; i++) sum[i] = multiply_add(weight, x[i], sum[i]);
+      for (uint i = 0; i < AHEAD; i++) {
+        uint token = smaller(larger(first + i, begin), end - 1);
+        load_some<FORMAT, V_DIM, V_STEP>(values, token, at, words + i * 2);
+        scales[i] = scale_at<FORMAT, V_DIM>(values, token, at);
+      }
+      UNROLL
+      for (uint i = 0; i < AHEAD; i++) {
+        float x[V_STEP];
+        unpack<FORMAT, V_STEP>(words + i * 2, x);
+        UNROLL
+        for (uint r = 0; r < ROWS; r++) {
+          THREAD float* sum = sums + r * V_NUMBERS + step * V_STEP;
+          float weight = weights[(first + i) % TILE * ROWS + r] * scales[i];
+          for (uint j = 0; j < V_STEP; j++) sum[j] = multiply_add(weight, x[j], sum[j]);
+        }
       }
     }
   }
@@ -175,6 +202,39 @@ struct Part {
     for (uint i = 0; i < ROWS * V_NUMBERS; i++) values[i] = 0.0f;
   }
 
+  uint place_of(uint i, uint lane) const THREAD { return (i / V_STEP * LANES + lane) * V_STEP + i % V_STEP; }
+
+  // Writes the values of a query head, rescaled to another maximum, to memory that the simdgroup shares.
+  void give(uint r, float factor, uint lane, SHARED float* own) THREAD {
+    for (uint i = 0; i < V_NUMBERS; i++)
+      if (place_of(i, lane) < V_DIM) own[place_of(i, lane)] = values[r * V_NUMBERS + i] * factor;
+  }
+
+  // Replaces the values of a query head by some that are spread over the lanes.
+  void take(uint r, const THREAD float* x, uint lane, SHARED float* own) THREAD {
+    for (uint i = 0; i < numbers_of_lane(V_DIM); i++)
+      if (i * LANES + lane < V_DIM) own[i * LANES + lane] = x[i];
+    lanes_meet();
+    for (uint i = 0; i < V_NUMBERS; i++)
+      if (place_of(i, lane) < V_DIM) values[r * V_NUMBERS + i] = own[place_of(i, lane)];
+    lanes_meet();
+  }
+
+#ifdef HAS_CODES
+  // Turns the values to the other basis.
+  void turn(uint lane, SHARED float* own) THREAD {
+    UNROLL
+    for (uint r = 0; r < ROWS; r++) {
+      give(r, 1.0f, lane, own);
+      lanes_meet();
+      float x[numbers_of_lane(V_DIM)];
+      for (uint i = 0; i < numbers_of_lane(V_DIM); i++) x[i] = own[i * LANES + lane];
+      rotate<V_DIM>(x, lane);
+      take(r, x, lane, own);
+    }
+  }
+#endif
+
 #ifdef STEP
   // Begins with one token of weight 1 instead, whose key and value are spread over the lanes.
   void begin_with(const THREAD float* key, const THREAD float* value, uint lane,
@@ -190,14 +250,7 @@ struct Part {
 #endif
       sum[r] = lane ? 0.0f : 1.0f;
     }
-    for (uint i = 0; i < numbers_of_lane(V_DIM); i++)
-      if (i * LANES + lane < V_DIM) own[i * LANES + lane] = value[i];
-    lanes_meet();
-    for (uint i = 0; i < ROWS * V_NUMBERS; i++) {
-      uint at = (i % V_NUMBERS / V_STEP * LANES + lane) * V_STEP + i % V_STEP;
-      if (at < V_DIM) values[i] = own[at];
-    }
-    lanes_meet();
+    for (uint r = 0; r < ROWS; r++) take(r, value, lane, own);
   }
 #endif
 
@@ -261,9 +314,7 @@ struct Part {
 #endif
     weigh(sums, token >= seen.begin && token < seen.end, lane, weights);
     lanes_meet();
-    // Slots outside may hold anything, even NaN, so they must not be multiplied by zero.
-    uint begin = seen.begin > position ? seen.begin - position : 0;
-    uint end = seen.end - position < TILE ? seen.end - position : TILE;
+    uint begin = larger(seen.begin, position) - position, end = smaller(seen.end - position, TILE);
     add(slots, first + begin, first + end, lane, weights);
     lanes_meet();
   }
@@ -273,14 +324,6 @@ struct Part {
     for (uint r = 0; r < ROWS; r++) {
       float total = sum_of_lanes(sum[r]);
       if (lane == 0) measures[r * 2] = maximum[r], measures[r * 2 + 1] = total;
-    }
-  }
-
-  // The values of a query head, rescaled to another maximum.
-  void give(uint r, float factor, uint lane, SHARED float* own) THREAD {
-    for (uint i = 0; i < V_NUMBERS; i++) {
-      uint at = (i / V_STEP * LANES + lane) * V_STEP + i % V_STEP;
-      if (at < V_DIM) own[at] = values[r * V_NUMBERS + i] * factor;
     }
   }
 };
@@ -331,7 +374,7 @@ void decode(DEVICE const T* queries, Strides strides,
                    const THREAD Pages& pages, const THREAD Place& place, SHARED float* all_queries,
                    SHARED float* all_own, SHARED float* all_measures) {
   uint heads = pages.parameter(KV_HEADS), gqa_group_size = pages.parameter(GQA_GROUP_SIZE);
-  uint bases = pages.parameter(BASES_OF_VALUES), number = place.z / bases, lane = place.lane;
+  uint number = place.z, lane = place.lane;
   uint head = place.x % heads, block = place.simdgroup % BLOCKS, part = place.simdgroup / BLOCKS;
   uint first_row = (place.x / heads * BLOCKS + block) * ROWS, first_head = head * gqa_group_size + first_row;
   SHARED float* staged = all_queries + block * ROWS * STAGED;
@@ -346,7 +389,6 @@ void decode(DEVICE const T* queries, Strides strides,
   if (chooses) seen.end = chosen_tokens(seen.end, most);
   runs += (number * heads + head) * ulong(most / RUN_TOKENS);
 #endif
-  bool rotated = pages.parameter(FIRST_BASIS) + place.z % bases;
   SHARED float* own = all_own + place.simdgroup * OWN;
   Part sums;
   sums.clear();
@@ -354,7 +396,7 @@ void decode(DEVICE const T* queries, Strides strides,
   sums.softcap = float_of_bits(pages.parameter(SOFTCAP));
 #endif
 #ifdef STEP
-  if (seen.end && place.y + part == 0 && !rotated) {
+  if (seen.end && place.y + part == 0) {
     float key[numbers_of_lane(K_DIM)], value[numbers_of_lane(V_DIM)];
     read_step<K_DIM>(step_keys, k_strides, number, head, 0, lane, key);
     read_step<V_DIM>(step_values, v_strides, number, head, 0, lane, value);
@@ -366,6 +408,9 @@ void decode(DEVICE const T* queries, Strides strides,
   }
   if (seen.end) seen.end--;
 #endif
+#ifdef HAS_CODES
+  bool rotated = false;
+#endif
   uint tiles = pages.parameter(SPLIT_TILES), first = seen.begin / TILE + place.y * tiles;
   for (uint tile = first + part; tile < first + tiles && tile * TILE < seen.end; tile += PARTS) {
 #ifdef CHOSEN
@@ -375,17 +420,19 @@ void decode(DEVICE const T* queries, Strides strides,
     Seen here = {0, position + seen.end - tile * TILE, seen.entry, seen.slot};
 #else
     uint position = tile * TILE, entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
+    Seen here = seen;
 #endif
     Slots values = pages.slots(entry, head, V_DIM, true);
-    if (values.is_rotated() != rotated) continue;
-    Slots keys = pages.slots(entry, head, K_DIM, false);
-#ifdef CHOSEN
-    sums.read_tile(keys, values, here, entry == seen.entry, position, lane,
-#else
-    sums.read_tile(keys, values, seen, entry == seen.entry, position, lane,
+#ifdef HAS_CODES
+    if (values.is_rotated() != rotated) sums.turn(lane, own), rotated = !rotated;
 #endif
+    Slots keys = pages.slots(entry, head, K_DIM, false);
+    sums.read_tile(keys, values, here, entry == seen.entry, position, lane,
                    in_basis(staged, keys.is_rotated()), own);
   }
+#ifdef HAS_CODES
+  if (rotated) sums.turn(lane, own);
+#endif
   SHARED float* measures_here = all_measures + block * ROWS * 2;
   sums.measure(lane, measures_here + part * BLOCKS * ROWS * 2);
   threads_meet();
@@ -406,12 +453,9 @@ void decode(DEVICE const T* queries, Strides strides,
 #else
       float factor = 1.0f;
 #endif
-#ifdef HAS_CODES
-      if (rotated) rotate<V_DIM>(x, lane);
-#endif
       store_numbers<V_DIM>(x, total > 0.0f ? factor / total : 0.0f, lane, output + at * V_DIM);
 #else
-      at = (at * bases + place.z % bases) * pages.parameter(SPLITS) + place.y;
+      at = at * pages.parameter(SPLITS) + place.y;
       if (lane == 0) measures[at * 2] = maximum, measures[at * 2 + 1] = total;
       store_numbers<V_DIM>(x, 1.0f, lane, partials + at * V_DIM);
 #endif

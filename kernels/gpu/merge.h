@@ -33,9 +33,9 @@ void merge(DEVICE const float* partials, DEVICE const float* measures,
 #endif
            DEVICE const int* params, float sink, uint sequence, uint query, uint queries, uint lane,
            DEVICE T* output) {
-  uint splits = uint(params[SPLITS]), bases = uint(params[BASES_OF_VALUES]);
-  ulong number = sequence * ulong(queries) + query, first = number * (bases * splits);
-  float above = larger(largest_measure(measures, first, 1, bases * splits, lane), sink);
+  uint splits = uint(params[SPLITS]);
+  ulong number = sequence * ulong(queries) + query, first = number * splits;
+  float above = larger(largest_measure(measures, first, 1, splits, lane), sink);
 #ifdef AFTER_PREFIX
   DEVICE const int* row = tables + sequence * params[TABLE_STRIDE];
   ulong prefix = uint(row[FIRST_PLACE]) * ulong(queries) + query;
@@ -45,13 +45,7 @@ void merge(DEVICE const float* partials, DEVICE const float* measures,
   float total = power_of_2(sink - above);
   float all[numbers_of_lane(V_DIM)];
   for (uint i = 0; i < numbers_of_lane(V_DIM); i++) all[i] = 0.0f;
-  // Rotated partials first, so that only their sum is rotated back.
-  for (uint basis = bases; basis-- > 0;) {
-    total = add_partials(partials, measures, first + basis * splits, 1, splits, above, lane, total, all);
-#ifdef HAS_CODES
-    if (uint(params[FIRST_BASIS]) + basis == 1) rotate<V_DIM>(all, lane);
-#endif
-  }
+  total = add_partials(partials, measures, first, 1, splits, above, lane, total, all);
 #ifdef AFTER_PREFIX
   total = add_partials(prefix_partials, prefix_measures, prefix, queries, places, above, lane, total, all);
 #endif

@@ -37,8 +37,6 @@ enum Parameter {
   CAUSAL,
   SPLITS,        // parts of a sequence's context
   SPLIT_TILES,   // tiles of each
-  FIRST_BASIS,   // of values in pages: 0 plain, 1 rotated
-  BASES_OF_VALUES,
   NEW_TOKENS,   // unwritten tokens of a step
   TOKENS,        // gathered tokens; those that are scored, or that are read at most
   Q_HEADS,

@@ -29,28 +29,56 @@ void load(DEVICE const ushort* from, THREAD uint* words) {
   }
 }
 
+// The words of COUNT numbers of a slot, 2, 4 or 8, from a multiple of COUNT on.
+template <uint FORMAT, uint DIM, uint COUNT>
+void load_some(Slots slots, uint token, uint at, THREAD uint* words) {
+  DEVICE const ushort* slot = slots.numbers + token * slot_words(FORMAT, DIM);
+#ifdef HAS_FLOATS
+  if (FORMAT == FLOATS) load<COUNT * 2>(slot + at, words);
+#endif
+#ifdef HAS_CODES
+  if (FORMAT != FLOATS) load<COUNT>(slot + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
+  if (FORMAT == Q4)
+    for (uint i = 0; i < (COUNT + 3) / 4; i++) words[i] >>= (at & 16) / 4;
+#endif
+}
+
+// COUNT numbers of their words: floats, or codes, which are yet to be multiplied by their scale. Codes of 4 bits are
+// the low halves of bytes.
+template <uint FORMAT, uint COUNT>
+void unpack(const THREAD uint* words, THREAD float* x) {
+  for (uint i = 0; i < COUNT; i++) {
+#ifdef HAS_FLOATS
+    if (FORMAT == FLOATS) x[i] = number_of(ushort(words[i / 2] >> i % 2 * 16));
+#endif
+#ifdef HAS_CODES
+    if (FORMAT == FLOATS) continue;
+    // A code above its least one is among the last bits of a float from 2^23 on, in its first byte or, 256 times as
+    // large, in the second. So it takes no conversion of integers, which GPUs do at a half or a quarter of the rate
+    // of others, and every second one takes no shift. The highest of 8 bits tells the sign.
+    uint word = words[i / 4] ^ 0x80808080u, two = i % 4 < 2 ? word : word >> 16;
+    uint above = two & ((1u << FORMAT) - 1) << i % 2 * 8;
+    const float one = i % 2 ? 1 / 256.0f : 1.0f, least = 8388608.0f * one + float(1 << FORMAT - 1);
+    x[i] = multiply_add(float_of_bits(0x4b000000u | above), one, -least);
+#endif
+  }
+}
+
+// The scale of number `at` of a slot; 1 for floats.
+template <uint FORMAT, uint DIM>
+float scale_at(Slots slots, uint token, uint at) {
+#ifdef HAS_CODES
+  if (FORMAT != FLOATS) return float_of_half(slots.scales[token * (DIM / GROUP) + at / GROUP]);
+#endif
+  return 1.0f;
+}
+
 // COUNT numbers of a slot, 2, 4 or 8, from a multiple of COUNT on.
 template <uint FORMAT, uint DIM, uint COUNT>
 void read_some(Slots slots, uint token, uint at, THREAD float* x) {
-  DEVICE const ushort* slot = slots.numbers + token * slot_words(FORMAT, DIM);
   uint words[4];
-#ifdef HAS_FLOATS
-  if (FORMAT == FLOATS) {
-    load<COUNT * 2>(slot + at, words);
-    for (uint i = 0; i < COUNT; i++) x[i] = number_of(ushort(words[i / 2] >> i % 2 * 16));
-    return;
-  }
-#endif
-#ifdef HAS_CODES
-  float scale = float_of_half(slots.scales[token * (DIM / GROUP) + at / GROUP]);
-  load<COUNT>(slot + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
-  for (uint i = 0; i < (COUNT + 3) / 4; i++) words[i] = FORMAT == Q8 ? words[i] ^ 0x80808080u : words[i] >> (at & 16) / 4;
-  // A code above its least one is the last bits of a float from 2^23 on: both differ by the code,
-  // without a conversion of integers, which GPUs do at a half or a quarter of the rate of others.
-  const float least = FORMAT == Q8 ? 8388608.0f + 128.0f : 8388608.0f + 8.0f;
-  for (uint i = 0; i < COUNT; i++) {
-    uint above = words[i / 4] >> i % 4 * 8 & (FORMAT == Q8 ? 255u : 15u);
-    x[i] = (float_of_bits(0x4b000000u | above) - least) * scale;
-  }
-#endif
+  load_some<FORMAT, DIM, COUNT>(slots, token, at, words);
+  unpack<FORMAT, COUNT>(words, x);
+  float scale = scale_at<FORMAT, DIM>(slots, token, at);
+  for (uint i = 0; i < COUNT; i++) x[i] *= scale;
 }

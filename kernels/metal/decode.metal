@@ -11,14 +11,17 @@
   //     7 threadgroups fit a core and registers decide.
   //   A step: a simdgroup of the first part turns a key and a value into what their page will hold,
   //     which takes as long as in write.metal; the other 7 are reading tiles meanwhile.
-  //   Registers: values 16, products 8, maxima and sums 8, two keys' and a query's 8 numbers 24,
-  //     addresses about 16: 72 of 32 bits, so 22 simdgroups a core. With 8 query heads 104, and 16.
+  //   Registers: values 16, products 16, maxima and sums 8, two keys' and a query's numbers 20 beside their
+  //     words, or the words of 8 values, 16; addresses about 16: 92 of 32 bits, so 18 simdgroups a core. With 8 query
+  //     heads 132, and 12.
   //   Heads of 512: 4 query heads a simdgroup have 64 values, so 120 registers, and 13 simdgroups fit a core.
   //     4 simdgroups have 8 KiB for weights and values; with queries, 16 KiB for 8 heads in 16 bits or for 4
   //     that are rotated too, 24 of the 32 KiB that a threadgroup may have: 2 of 4 simdgroups a core.
   //   Arithmetic: 4 * 256 multiply-adds a token are 2 a byte in 16 bits: 1.6 TFLOP/s at full bandwidth,
   //     a ninth of the peak. In q4 they are 7 a byte, and about 5 instructions a byte more unpack
   //     codes: close to the peak, so q4 is expected 2.5 to 3 times as fast as 16 bits, not 3.5.
+  //   In flight: 400 GB/s over 600 ns are 6 KB a core, which nobody has published for this GPU. 16 simdgroups
+  //     ask for 2 KiB each in 16 bits; in q4 for 1 KiB of keys, and then for 0.5 of values.
   //   Centres of keys in q4: for each tile and query head a lane multiplies and adds 4 numbers, where the
   //     tile's keys and values take it 256, and the simdgroup sums once. To add the centre to each key
   //     would take a lane 128 additions.

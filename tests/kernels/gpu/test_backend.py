@@ -89,8 +89,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
     listed = re.search(r"enum Parameter \{(.*?)\};", text, re.DOTALL)
     assert listed is not None
     places = re.findall(r"^  (\w+),?", listed[1], re.MULTILINE)
-    renamed = {"bases_of_values": "bases"}
-    assert tuple(renamed.get(n.lower(), n.lower()) for n in places[:-1]) == PARAMETERS
+    assert tuple(place.lower() for place in places[:-1]) == PARAMETERS
     assert places[-1] == "PARAMETERS"
 
     def constants(name: str) -> list[int]:
@@ -264,3 +263,9 @@ def test_only_heads_of_512_share_columns(dialect: str) -> None:
     assert gpu_tuning.group_threads(dialect, 512, 512) == gpu_tuning.prefill_threads(dialect, 512)
     threads = gpu_tuning.prefill_threads(dialect, 512)
     assert gpu_tuning.matrix_rows(dialect, threads, 2) == gpu_tuning.GROUP_ROWS
+
+
+def test_parts_fill_waves() -> None:
+    """A part for each of 1,280 simdgroups would fill two thirds of a wave of 2,048."""
+    parts = {each: gpu_tuning.parts_in_waves(2048, each) for each in (64, 1280, 2560, 4096, 9000)}
+    assert parts == {64: 32, 1280: 3, 2560: 3, 4096: 1, 9000: 1}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.pages import number_format
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
@@ -70,6 +71,17 @@ def test_results_do_not_depend_on_the_order_of_threads(dialect: str) -> None:
     for queries in (1, 9):
         assert batch.attend(queries, with_sinks=True) <= TOLERANCES[mx.float16]
     assert step_error(backend, same(64), MIXED, [270, 33], with_sinks=True) <= 4e-3
+
+
+def test_pages_of_all_formats_take_one_launch(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sums have different bases."""
+    monkeypatch.setattr(tuning, "LEAST_TOKENS", dict.fromkeys(DIALECTS, 128))
+    device = device_of(dialect)
+    error = step_error(backend_on(device, dialect), same(64), MIXED, [600, 33])
+    assert error <= TOLERANCES[mx.float16]
+    assert not any("merge" in launch.name for launch in device.launches)
 
 
 @pytest.mark.parametrize("dim", [80, 128, 256, 512, *map(rarely, (64, 96, 192))])

@@ -48,9 +48,9 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def compiled(text: str, architecture: str) -> tuple[int, str]:
-    """The bytes of machine code that an architecture such as "sm_90" takes for a text, 0 if it does
-    not compile, and NVRTC's messages."""
+def compiled(text: str, architecture: str) -> tuple[bytes, str]:
+    """The machine code of a text for an architecture such as "sm_90", an ELF file, empty if it does
+    not compile; and NVRTC's messages."""
     library, program = _library(), ctypes.c_void_p()
     count = len(HEADERS)
     names, headers = (
@@ -71,10 +71,14 @@ def compiled(text: str, architecture: str) -> tuple[int, str]:
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     library.nvrtcGetProgramLog(program, log)
+    size.value = 0
     if not failed:
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    if not failed:
+        library.nvrtcGetCUBIN(program, code)
     library.nvrtcDestroyProgram(ctypes.byref(program))
-    return 0 if failed else size.value, log.value.decode()
+    return code.raw, log.value.decode()
 
 
 def local_bytes(log: str) -> int:
