@@ -216,6 +216,12 @@ class PagedCacheFactory:
         """What `fetch_cache` would find in memory now; nothing counts as used."""
         return self.prefixes.peek(self._namespace(self.pool.page_format.name, salt), tokens)
 
+    def has_room(self, tokens: list[int], *, salt: Hashable = None) -> bool:
+        """Whether what is not cached of a prompt fits into memory that is free, or that holds what
+        the eviction policy gives up before a new prompt."""
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        return self.prefixes.has_room(namespace, tokens)
+
     def parting(self, tokens: list[int], *, salt: Hashable = None) -> int:
         """After how many tokens of a prompt it is worth an `insert_cache`, beside its end: where it
         parts from cached ones, if the model has states and none is cached there; 0 if nowhere."""

@@ -153,6 +153,9 @@ class ServerOptions(ModelOptions):
             computed, from 0 to less than 1; with 0.5 a third beside two prompts, and so on. So
             nobody's answer stands still for a long prompt of somebody else. With 0 a step computes
             as much of the prompts as --prefill-step-size says.
+        prepare_next: compute what the next turn of a chat begins with while no request is there, so
+            that it waits only for its own message: "on" or "off". It is off on battery power, where
+            several processes share the model, and when later prompts find too little of it.
         model_ttl: unload the model after this time without a request; the next request loads it
             again.
         admission_timeout: seconds that a request waits for its turn before it gets 503; 0 refuses
@@ -244,6 +247,7 @@ class ServerOptions(ModelOptions):
     prefill_over: int = option(2000, parse=positive, metavar="TOKENS", needs="prefill_from")
     admission: float = option(0.0, parse=_reserved, group="limits", metavar="SHARE")
     decode_share: float = option(0.5, parse=_part, metavar="SHARE")
+    prepare_next: str = option("on", choices=["off", "on"])
     model_ttl: float | None = option(None, parse=duration, usual="it stays", metavar="SECONDS")
     admission_timeout: float = option(60.0, parse=duration)
     step_timeout: float = option(120.0, parse=duration, metavar="SECONDS")

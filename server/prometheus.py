@@ -47,6 +47,9 @@ class _Collector(Collector):
         yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)
         yield _counter("prompt_tokens_cached", "Those not computed", counted.cached_tokens)
         yield _counter("generation_tokens", "Tokens generated", counted.generation_tokens)
+        yield _counter("prepared_tokens", "Computed before asked for", counted.prepared_tokens)
+        yield _counter("prepared_tokens_found", "Those found later", counted.prepared_found)
+        yield _counter("prepared_tokens_unused", "Those for nothing", counted.prepared_unused)
         yield _by_label(
             "request_success", "Choices that ended", "finished_reason", counted.finished
         )

@@ -86,6 +86,11 @@ def requests(service: Service) -> dict[str, Any]:
         "prompt_tokens": counted.prompt_tokens,
         "cached_tokens": counted.cached_tokens,
         "generation_tokens": counted.generation_tokens,
+        "prepared": {
+            "tokens": counted.prepared_tokens,
+            "found": counted.prepared_found,
+            "unused": counted.prepared_unused,
+        },
         "short_hit": None if hit is None else asdict(hit),
         "listed": [_described(job) for job in jobs[:MOST_LISTED]],
     }

@@ -268,6 +268,11 @@ class EvictionOrder(Generic[Entry]):
         """When and how often an entry was used."""
         return self._known[entry][1]
 
+    def goes_first(self, uses: Iterable[Use]) -> list[bool]:
+        """Of each use, whether its entry would go before one that is stored now."""
+        new = self._rank(self.history.first())
+        return [self._rank(use) < new for use in uses]
+
     def put(self, entry: Entry, use: Use) -> None:
         """Add an entry, or rank it again. No two entries have the same latest use. One that saves
         nothing goes before all others, whatever the policy."""

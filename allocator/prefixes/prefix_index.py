@@ -17,7 +17,7 @@ else holds is cached: it can be evicted, and is found again until then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from weakref import WeakMethod
 
@@ -217,6 +217,20 @@ class PrefixIndex:
                 and owner.ref_count(block) == 1
                 and not any(node.is_pinned for node in nodes)
             ]
+
+    def bytes_worth_less(self, spared: Collection[Node]) -> int:
+        """Bytes of the blocks that the policy would evict before those of a prompt that is stored
+        now: nobody else holds them, and they are of none of the `spared` nodes. O(nodes)."""
+        with self.lock:
+            nodes = [each for each in self.nodes() if not self._is_in_use(each)]
+            going = self._leaves.goes_first(node.use for node in nodes)
+            blocks = {
+                block
+                for node, goes in zip(nodes, going, strict=True)
+                if goes and node not in spared
+                for block in node.blocks.items()
+            }
+        return sum(allocator.format_of(block).block_bytes for allocator, block in blocks)
 
     def _path(
         self, namespace: Hashable, tokens: Sequence[int], most: int

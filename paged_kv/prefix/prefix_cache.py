@@ -255,6 +255,16 @@ class PrefixCache:
         return Expected(num_tokens, PAGE_SIZE * sum(1 for _ in pages))
 
     @locked
+    def has_room(self, namespace: Hashable, tokens: abc.Sequence[int]) -> bool:
+        """Whether what is not cached of a prompt fits beside all that is worth more than a new
+        prompt. O(tokens), and O(nodes) if not all of it fits into free memory."""
+        match, size = self.pool.index.peek(namespace, tokens), self.pool.size
+        known = self._start(match).num_tokens
+        nbytes = size.bytes_for(len(tokens)) - size.shared_bytes(known)
+        free = size.promisable - self.pool.bytes_active - self.pool.bytes_retained
+        return nbytes <= free or nbytes <= free + self.pool.index.bytes_worth_less(match.nodes)
+
+    @locked
     def parting(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
         """After how many tokens of a prompt its states are worth keeping, because other prompts
         have these tokens and then others, and the index holds no state so far along; 0 if there is

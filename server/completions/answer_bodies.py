@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from paged_kv.server.completions.interface import Answers, APIRequest, Call, Cho
 from paged_kv.server.completions.prompt_logprobs import Logprobs, bounded, described
 from paged_kv.server.engine.jobs import Token
 from paged_kv.server.http.request_body import parse_body
-from paged_kv.server.http.schema import DEFAULT_MODEL, Body, TextBody
+from paged_kv.server.http.schema import DEFAULT_MODEL, Body, ChatBody, TextBody
 
 
 def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
@@ -23,9 +24,11 @@ def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIReq
         APIError: 400, something is wrong with it.
     """
     body = parse_body(content, kind)
-    answers: Callable[[str, Any], Answers] = partial(ChatAnswers, body)
+    answers: Callable[[str, Any], Answers] | None = None
     if isinstance(body, TextBody):
         answers = partial(TextAnswers, body)
+    elif isinstance(body, ChatBody):
+        answers = partial(ChatAnswers, body)
     return APIRequest(body, len(content), answers)
 
 
@@ -99,8 +102,17 @@ class ChatAnswers(OpenAIAnswers):
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
+    def __init__(self, body: ChatBody, name: str, tokenizer: Any) -> None:
+        super().__init__(body, name, tokenizer)
+        fields = ("reasoning", "reasoning_content")
+        self._has_thoughts = any(each.get(name) for each in body.messages for name in fields)
+
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         return super().whole(choices, usage) | self._of_prompt(choices[0])
+
+    def sent_back(self, answer: Choice) -> Choice:
+        # Few clients send thoughts back, and those that do have done so before.
+        return answer if self._has_thoughts else replace(answer, reasoning="")
 
     def _content(self, choice: Choice, *, is_chunk: bool) -> Object:
         message: Object = {"role": "assistant"}

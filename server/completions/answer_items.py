@@ -94,3 +94,17 @@ class AnswerItems:
         if written:
             self._last = kind
             yield kind(written)
+
+
+def of_items(answer: Choice) -> Choice:
+    """A whole choice with what its items have, without the line ends between them."""
+    whole = Choice(answer.index, finish_reason=answer.finish_reason)
+    for part in AnswerItems().take(answer):
+        match part:
+            case Reasoning(text):
+                whole.reasoning += text
+            case Text(text):
+                whole.text += text
+            case Call():
+                whole.calls.append(part)
+    return whole

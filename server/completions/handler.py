@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.interface import Answers, APIRequest, Object, Reader, renamed
+from paged_kv.server.completions.next_turn import next_turn
 from paged_kv.server.completions.request_jobs import make_jobs
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
@@ -142,6 +144,8 @@ class CompletionHandler:
             if isinstance(new, str):
                 content = f": {new}\n\n".encode()
             else:
+                # What is sent is kept for the next turn, without its log probabilities.
+                state.choices[new.index].add(replace(new, tokens=[], prompt=None))
                 written = partial(_streamed, answers.on_delta, new)
                 # Log probabilities take their time.
                 workers, count = self._service.workers, len(new.tokens)
@@ -156,7 +160,17 @@ class CompletionHandler:
         await self._make_ready(state)
         with self._submitted(state.jobs):
             await state.begin()
-            yield _answers(state)
+            answers = _answers(state)
+            yield answers
+        self._prepare_next(state, answers)
+
+    def _prepare_next(self, state: RequestState, answers: Answers) -> None:
+        """Let the next turn of a chat be computed while nobody asks for anything."""
+        (job, *_), (choice, *_) = state.jobs, state.choices
+        answer, options = answers.sent_back(choice), self._service.options
+        turn = next_turn(state.request, job, answer, options)
+        if turn is not None:
+            self._service.thread.prepare_next(turn)
 
     async def _make_ready(self, state: RequestState) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""

@@ -142,6 +142,10 @@ class Answers:
         """The events that end a stream with an error."""
         return [error.as_dict()]
 
+    def sent_back(self, answer: Choice) -> Choice:
+        """A whole answer as the client sends it back with its next message."""
+        return answer
+
     def heartbeat(self) -> list[Object]:
         """The events of a stream in which nothing happens; the server adds a comment."""
         return []

@@ -39,6 +39,7 @@ from paged_kv.server.engine.jobs import (
     Stage,
     Token,
 )
+from paged_kv.server.engine.next_turns import NextTurn, NextTurns
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
@@ -75,6 +76,7 @@ class GenerationThread:
         ended: done when the thread has ended; false if it has died.
         watch: of its steps.
         jobs: the waiting and running jobs, by number; other threads may read it.
+        next_turns: what is computed while there are no jobs.
     """
 
     def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
@@ -84,6 +86,7 @@ class GenerationThread:
         self.ended: Future[bool] = Future()
         self.watch = StepWatch(provider.options.step_timeout)
         self.jobs: dict[int, Job] = {}
+        self.next_turns = NextTurns(provider, metrics)
         self._options = provider.options
         self._ranks = provider.ranks
         self._queue: list[Job] = []  # that cannot join the batch yet, in their order
@@ -140,6 +143,11 @@ class GenerationThread:
         APIError 404. A job of the session goes on, and what it inserts is the session's again."""
         self._mailbox.put(partial(GenerationThread._end_session, end=end))
 
+    def prepare_next(self, turn: NextTurn) -> None:
+        """Compute what the next turn of a chat begins with, while there are no jobs."""
+        self.next_turns.add(turn)
+        self._mailbox.put(lambda _: None)  # wakes the thread
+
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""
         self._mailbox.put(partial(GenerationThread._refuse, error=error))
@@ -187,6 +195,7 @@ class GenerationThread:
             self._obey(self._next_commands())
             self._begin()
             self._step()
+            self._prepare_next()
             self._refuse_late()
             if self._has_left:
                 self.provider.release_unused(is_idle=not self.jobs)
@@ -204,7 +213,8 @@ class GenerationThread:
                 most.append(self._used + self._options.model_ttl - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
             is_idle = not self._queue and (self._rows is None or not len(self._rows))
-            commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
+            waits = is_idle and not self._can_prepare
+            commands = self._mailbox.take(wait=waits, seconds=max(0.0, min(most)))
         self._now, commands = self._ranks.broadcast("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
         return commands
@@ -222,6 +232,7 @@ class GenerationThread:
             self._used = self._now
         elif self._now - self._used >= ttl:
             log.info("%s is unloaded until a request comes", self._rows.loaded.key[0])
+            self.next_turns.clear()
             self._rows.close()
             self._rows = None
             self.provider.reset()
@@ -236,6 +247,8 @@ class GenerationThread:
         self._refusal = error
         for job in list(self.jobs.values()):
             self._fail(job, error)
+        if not died:
+            self.next_turns.clear()
         self._rows = None
         self._obey(self._mailbox.take(wait=False))
         self._outbox.flush()
@@ -259,6 +272,7 @@ class GenerationThread:
             self.provider.loaded.grammars.begin_compiling(constraint)
 
     def _end_session(self, end: SessionEnd) -> None:
+        self.next_turns.end_session(end)
         try:
             freed = self.provider.reuse.end_session(end.session, end.salt)
         except UnknownSession:
@@ -288,6 +302,7 @@ class GenerationThread:
             self._fail(job, error)
 
     def _arrive(self, job: Job) -> None:
+        self.next_turns.pause()
         self.jobs[job.number] = job
         if self._refusal is not None:
             self._fail(job, self._refusal)
@@ -386,6 +401,7 @@ class GenerationThread:
         tokens = 0 if job.prompt is None else len(job.prompt.tokens)
         self.metrics.prompt_tokens += tokens
         self.metrics.cached_tokens += job.cached_tokens
+        self.next_turns.record_begun(job)
         log.info(
             "%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, job.cached_tokens
         )
@@ -442,6 +458,17 @@ class GenerationThread:
         if self._steps % COMPARED_STEPS == 0:
             for factory in self.provider.factories:
                 require_same_prefixes(self._ranks, factory.pool)
+
+    @property
+    def _can_prepare(self) -> bool:
+        return self._rows is not None and not self.jobs and self.next_turns.has_work
+
+    def _prepare_next(self) -> None:
+        """Compute a piece of a next turn, if there is nothing else to do."""
+        if self._rows is not None and self._can_prepare:
+            with self.watch.step():
+                self.next_turns.step(self._rows.loaded, self._stream, self._now)
+            self._has_left |= not self.next_turns.has_work  # pools release what is spare
 
     def _note_failed_step(self, error: Exception) -> None:
         """Fail the running jobs, or the one that could not begin while none ran, and start an empty

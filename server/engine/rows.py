@@ -142,7 +142,7 @@ def _begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[Follo
     return [compiled.begin(**place) for _ in range(job.choices)]
 
 
-class _Start(NamedTuple):
+class PromptStart(NamedTuple):
     """Where the computation of a prompt begins.
 
     Attributes:
@@ -155,6 +155,39 @@ class _Start(NamedTuple):
     cache: list[Any]
     cached: int
     ends: list[int]
+
+    def steps(
+        self, tokens: list[int], most: int, stream: mx.Stream, *, can_repeat: bool
+    ) -> Iterator[int]:
+        """Compute a prompt up to the last of the ends; yields the end of each step.
+
+        Args:
+            tokens: of the prompt.
+            most: the most tokens of a step.
+            stream: of MLX.
+            can_repeat: whether a step that there was no memory for can be undone.
+        """
+        done, sizes = self.cached, FittingSteps(most)
+        for border in self.ends:
+            while done < border:
+                left = tokens[done : min(done + most, border)]
+                step = partial(self._step, stream, left)
+                if can_repeat:
+                    done += sizes.take(step, len(left))
+                else:
+                    step(len(left))
+                    done += len(left)
+                # What cannot be undone once a step is computed.
+                with mx.stream(stream):
+                    mx.eval([layer.state for layer in self.cache])
+                mx.clear_cache()
+                yield done
+
+    def _step(self, stream: mx.Stream, tokens: list[int], count: int) -> None:
+        """Compute the first `count` of these next tokens of a prompt."""
+        with mx.stream(stream):
+            self.model(mx.array([tokens[:count]]), cache=self.cache)
+            compute(self.cache)
 
 
 class _Sampled(NamedTuple):
@@ -224,7 +257,7 @@ class SingleRow:
         self._job, self._events = None, iter(())
 
     def _choices(
-        self, job: Job, prompt: Prompt, samplings: list[Sampling], started: list[_Start]
+        self, job: Job, prompt: Prompt, samplings: list[Sampling], started: list[PromptStart]
     ) -> Happened:
         for number, sampling in enumerate(samplings, job.first_choice):
             # Taken out, so that only the choice holds the pages that are inserted at its end.
@@ -236,7 +269,7 @@ class SingleRow:
                 if number in self._dropped:
                     break
 
-    def _start(self, job: Job, prompt: Prompt) -> _Start:
+    def _start(self, job: Job, prompt: Prompt) -> PromptStart:
         model: Any = self._provider.model
         lengths = accumulate(len(segment) for segment in prompt.segments)
         known = prompt.cache_key
@@ -245,7 +278,7 @@ class SingleRow:
         cache, cached = self._factory.fetch_cache(known, salt=job.salt)
         hold(self._provider.reuse, prompt, job.salt)
         if prompt.media is None:
-            return _Start(model, cache, cached, ends)
+            return PromptStart(model, cache, cached, ends)
         try:
             steps = prompt.media.begin(model, cached)
         except ValueError as error:
@@ -253,10 +286,10 @@ class SingleRow:
         if steps.start < cached:
             # Nothing is found of one token: this cache is empty.
             cache, _ = self._factory.fetch_cache(known[:1], salt=job.salt)
-        return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
+        return PromptStart(steps, cache, steps.start, ends if steps.in_parts else [])
 
     def _choice(
-        self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
+        self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: PromptStart
     ) -> Happened:
         computed, cache = list(prompt.cache_key), start.cache
         for done in self._read(start, prompt.tokens):
@@ -282,7 +315,7 @@ class SingleRow:
         hold(self._provider.reuse, prompt, job.salt)
 
     def _generate(
-        self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
+        self, job: Job, start: PromptStart, tokens: list[int], sampling: Sampling
     ) -> Iterator[_Sampled]:
         """The tokens that follow a prompt, of which the cache holds all but the last."""
         most, model = job.arguments.max_tokens, start.model
@@ -300,33 +333,13 @@ class SingleRow:
             for count, (token, logprobs) in enumerate(steps, 1):
                 yield _Sampled(token, logprobs, "length" if count == most else None)
 
-    def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
+    def _read(self, start: PromptStart, tokens: list[int]) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
-        done, step_size = start.cached, self._provider.prompt_step
-        steps = FittingSteps(step_size)
         # What begins with images counts its steps, and cannot repeat one.
-        repeats = start.model is self._provider.model and are_ours(start.cache)
-        for border in [*start.ends, len(tokens) - 1]:
-            while done < border:
-                left = tokens[done : min(done + step_size, border)]
-                step = partial(self._read_step, start, left)
-                if repeats:
-                    done += steps.take(step, len(left))
-                else:
-                    step(len(left))
-                    done += len(left)
-                # What cannot be undone once a step is computed.
-                with mx.stream(self._stream):
-                    mx.eval([layer.state for layer in start.cache])
-                mx.clear_cache()
-                yield done
-
-    def _read_step(self, start: _Start, tokens: list[int], count: int) -> None:
-        """Compute the first `count` of these next tokens of a prompt."""
-        with mx.stream(self._stream):
-            start.model(mx.array([tokens[:count]]), cache=start.cache)
-            compute(start.cache)
+        can_repeat = start.model is self._provider.model and are_ours(start.cache)
+        whole = start._replace(ends=[*start.ends, len(tokens) - 1])
+        return whole.steps(tokens, self._provider.prompt_step, self._stream, can_repeat=can_repeat)
 
 
 def _behind(tokens: list[int], processor: Any) -> Any:

@@ -49,6 +49,9 @@ class ServerMetrics:
         prompt_tokens: prompt tokens of jobs that began.
         cached_tokens: those of them that hit a cached prefix.
         generation_tokens: generated tokens.
+        prepared_tokens: tokens of next turns that were computed before they were asked for.
+        prepared_found: those of them that later prompts have found.
+        prepared_unused: those that were computed for nothing.
         answered: requests by the status of the answer.
         refused: requests answered with 503, or whose stream ended with such an error.
         finished: choices by finish reason; "abort" if the client left.
@@ -60,6 +63,9 @@ class ServerMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
+    prepared_tokens: int = 0
+    prepared_found: int = 0
+    prepared_unused: int = 0
     answered: Counter[int] = field(default_factory=Counter)
     refused: int = 0
     finished: Counter[str] = field(default_factory=Counter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paged_kv.server.completions.answer_items import (
@@ -13,6 +14,7 @@ from paged_kv.server.completions.answer_items import (
     Part,
     Reasoning,
     Text,
+    of_items,
 )
 from paged_kv.server.completions.interface import Answers, Call, Choice, Object, Usage
 from paged_kv.server.http.api_errors import APIError
@@ -95,6 +97,10 @@ class MessageAnswers(Answers):
 
     def on_error(self, error: APIError) -> list[Object]:
         return [error_body(error)]
+
+    def sent_back(self, answer: Choice) -> Choice:
+        items = of_items(answer)
+        return items if self._shows_thinking else replace(items, reasoning="")
 
     def heartbeat(self) -> list[Object]:
         return [{"type": "ping"}]

@@ -14,6 +14,7 @@ from paged_kv.server.completions.answer_items import (
     Part,
     Reasoning,
     Text,
+    of_items,
 )
 from paged_kv.server.completions.interface import Answers, Call, Choice, Object, Usage
 from paged_kv.server.completions.prompt_logprobs import Logprobs
@@ -112,6 +113,9 @@ class ResponseAnswers(Answers):
         begun = self.on_start(Usage()) if self._sequence < 0 else []
         response = self._response("failed") | {"error": described}
         return [*begun, self._event("response.failed", response=response)]
+
+    def sent_back(self, answer: Choice) -> Choice:
+        return of_items(answer)
 
     def _complete(self, usage: Usage) -> Object:
         """The response when nothing follows, which is kept."""

@@ -89,7 +89,7 @@ ROOMS = {
     "server.http": "",
     "server.options": "commands integrations pool server.http store",
     "server.engine": (
-        "admission allocator commands integrations integrations.batching "
+        "admission allocator allocator.prefixes commands integrations integrations.batching "
         "integrations.distributed integrations.grammar integrations.mlx_lm_internals "
         "integrations.speculation integrations.states kernels.pages prefix server.http "
         "server.options store"

@@ -102,8 +102,9 @@ class PagedRunningServer(RunningServer):
         return [factory.pool for factory in self.provider.factories]
 
     def wait_until_idle(self) -> None:
-        """Wait until no request runs or waits."""
-        wait_until(lambda: not (self.service.gate.inside or self.service.thread.jobs))
+        """Wait until no request runs or waits, and no next turn is prepared."""
+        gate, thread = self.service.gate, self.service.thread
+        wait_until(lambda: not (gate.inside or thread.jobs or thread.next_turns.has_work))
 
     def hold_until_submitted(self, jobs: int) -> None:
         """Let the generation thread begin nothing before so many jobs have come, so that it begins

@@ -21,6 +21,7 @@ from paged_kv.server.engine.jobs import Begun, Channel, Event, Failed, Job, Prog
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.api_errors import APIError, busy
 from paged_kv.server.http.schema import Body, ChatBody, TextBody
+from paged_kv.server.options import ServerOptions
 from tests.server.engine.test_choice_text import END, WORDS, loaded
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}
@@ -141,9 +142,11 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
             provider=SimpleNamespace(check=id),
             submit=lambda _: generating.append(asyncio.ensure_future(generate())),
             cancel=lambda _: None,
+            prepare_next=lambda _: None,
         )
         generating: list[Any] = []
         service: Any = SimpleNamespace(
+            options=ServerOptions(),
             metrics=ServerMetrics(),
             thread=thread,
             loaded=partial(later, 4),

@@ -1,0 +1,130 @@
+"""The next turn of a chat finds all that comes before its message, as the template writes it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.agent_model import TEMPLATE, Script, agent_folder
+from tests.support.running_server import PagedRunningServer, in_float32, paged_server
+from tests.support.tiny_model import asked, tiny_folder
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+# Drops thoughts, and writes calls in another form than the model.
+CHANGING = TEMPLATE.replace("message.reasoning_content %}", "false %}").replace(
+    '\\"name\\": ', '\\"call\\": '
+)
+NEW = "And now?"
+THOUGHTS = "<think>\nThis is what I think of it, at some length.\n</think>\n\n"
+CALLS = "".join(
+    f'\n<tool_call>\n{{"name": "read", "arguments": {{"path": "{path}"}}}}\n</tool_call>'
+    for path in ("a", "b")
+)
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+NAMED = {"name": "read", "description": "Reads."}
+TOOLS = {
+    CHAT: {"type": "function", "function": {**NAMED, "parameters": SCHEMA}},
+    MESSAGES: {**NAMED, "input_schema": SCHEMA},
+    RESPONSES: {"type": "function", **NAMED, "parameters": SCHEMA},
+}
+
+
+@pytest.fixture(scope="module")
+def running(script: Script, tmp_path_factory: Any) -> Iterator[PagedRunningServer]:
+    folder = agent_folder(tmp_path_factory.mktemp("models"), CHANGING)
+    with paged_server("--model", folder, "--max-kv-bytes", "64MB") as started:
+        yield started
+
+
+def turn(running: PagedRunningServer, path: str, items: list[Any]) -> tuple[list[Any], int]:
+    """What a client sends back of an answer, and how many tokens of its prompt were computed."""
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    name = "input" if path == RESPONSES else "messages"
+    body = {name: items, "tools": [TOOLS[path]], limit: 200, "model": "default_model"}
+    status, answer = asked(running, path, body)
+    assert status == 200, answer
+    running.wait_until_idle()
+    usage = answer["usage"]
+    if path == MESSAGES:
+        return [{"role": "assistant", "content": answer["content"]}], usage["input_tokens"]
+    if path == RESPONSES:
+        found = usage["input_tokens_details"]["cached_tokens"]
+        return answer["output"], usage["input_tokens"] - found
+    found = usage["prompt_tokens_details"]["cached_tokens"]
+    message = answer["choices"][0]["message"]
+    message.pop("reasoning", None)  # as most clients do
+    return [message], usage["prompt_tokens"] - found
+
+
+def results(path: str, answer: list[Any]) -> list[Any]:
+    """A result of each call."""
+    if path == MESSAGES:
+        blocks = [
+            {"type": "tool_result", "tool_use_id": each["id"], "content": NEW}
+            for each in answer[0]["content"]
+            if each["type"] == "tool_use"
+        ]
+        return [{"role": "user", "content": blocks}]
+    if path == RESPONSES:
+        return [
+            {"type": "function_call_output", "call_id": each["call_id"], "output": NEW}
+            for each in answer
+            if each["type"] == "function_call"
+        ]
+    calls = answer[0]["tool_calls"]
+    return [{"role": "tool", "tool_call_id": each["id"], "content": NEW} for each in calls]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_a_turn_computes_only_its_message(
+    path: str, running: PagedRunningServer, script: Script
+) -> None:
+    def length(text: str) -> int:
+        tokenizer: Any = running.provider.tokenizer
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    items: list[Any] = [{"role": "user", "content": f"A question at {path}."}]
+    script.says(f"{THOUGHTS}Here is the answer to it.", f"{THOUGHTS}I look.{CALLS}", "Seen.")
+    answer, _ = turn(running, path, items)
+    items += [*answer, {"role": "user", "content": NEW}]
+    answer, computed = turn(running, path, items)
+    assert computed == length(f"{NEW}<|im_end|>\n<|im_start|>assistant\n")
+    items += answer + results(path, answer)
+    _, computed = turn(running, path, items)
+    result = f"{NEW}\n</tool_response><|im_end|>\n<|im_start|>"
+    assert computed == length(f"{result}user\n<tool_response>\n{result}assistant\n")
+
+
+# Writes answers otherwise than the model.
+REWRITING = (
+    "{% for each in messages %}<{{ each.role }}>"
+    "{{ each.content | upper if each.role == 'assistant' else each.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_with_it_and_without(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", "qwen3_next")
+    told: dict[str, tuple[list[str], int]] = {}
+    for choice in ("on", "off"):
+        options = ["--model", folder, "--prepare-next", choice, "--chat-template", REWRITING]
+        with in_float32(), paged_server(*options) as running, running.client() as client:
+            messages: list[Any] = []
+            for question in ("Who are you?", "And who am I?", "Why?"):
+                messages.append({"role": "user", "content": question})
+                stream: Any = client.chat.completions.create(
+                    model="default_model",
+                    messages=messages,
+                    max_tokens=24,
+                    stream=True,
+                    logit_bias={"0": -1000},
+                )
+                text = "".join(each.choices[0].delta.content or "" for each in stream)
+                messages.append({"role": "assistant", "content": text})
+                running.wait_until_idle()
+            metrics = running.service.metrics
+            told[choice] = [each["content"] for each in messages], metrics.prepared_found
+    assert told["on"][0] == told["off"][0]
+    assert told["on"][1] > 24 > 0 == told["off"][1]
