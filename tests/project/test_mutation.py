@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.checkout import Checkout, Run
+from tests.mutation.checkout import Checkout
 from tests.mutation.generated import changes_of, draw
 from tests.mutation.mutants import QUICK, SLOW, Mutant, Round, equal_mutants, listed_mutants
-from tests.mutation.python_code import changed
-from tests.mutation.verdicts import Judge, Outcome, verdict_of
+from tests.mutation.verdicts import Judge, Outcome
 from tests.support.folders import ROOT
 
 LISTED = listed_mutants()
@@ -41,14 +40,6 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
     drawn = draw(7, 12, "allocator/")
     assert drawn == draw(7, 12, "allocator/") != draw(8, 12, "allocator/")
     assert len({*drawn}) == 12
-
-
-@pytest.mark.soak
-def test_every_generated_mutant_of_the_allocator_fits_the_code() -> None:
-    drawn = draw(7, 10_000, "allocator/")
-    assert len({*drawn}) == len(drawn) < 10_000
-    for mutant in drawn:
-        require_to_fit(mutant)
 
 
 def test_what_uses_a_module_tests_it_last() -> None:
@@ -97,58 +88,6 @@ def test_each_kind_of_change_is_generated() -> None:
     }
 
 
-CODE = '''
-class Tally:
-    """Counts."""
-
-    @property
-    @cached
-    def total(self):
-        # Of all.
-        if self.kept is not None:
-            return self.kept
-        self.kept = "∑", sum(
-            self.parts['a'],  # the first
-            self.parts['b'],
-        ) * 2; self.note()
-        return self.kept + 1 * 2
-'''
-
-
-@pytest.mark.parametrize(
-    ("within", "change", "to", "nth", "result"),
-    [
-        ("Tally.total", "self.kept + 1", "0", None, None),
-        ("Tally.total", "self.kept + 1 * 2", "1", None, "return (1)\n"),
-        ("Tally.total", 'sum(self.parts["a"], self.parts["b"])', "a", None, '"∑", (a) * 2; self'),
-        ("Tally.total", "self.note()", "", None, "* 2; pass\n"),
-        ("Tally.total", "return self.kept", "a\nb", None, "None:\n            a\n            b\n"),
-        ("Tally.total", "2", "3", None, None),
-        ("Tally.total", "2", "3", 1, "* (3)"),
-        ("Tally.total", "2", "3", 2, None),
-        ("Tally.sum", "self.note()", "0", None, None),
-        ("", "cached", "kept", None, "@(kept)\n"),
-    ],
-)
-def test_python_is_changed_by_its_syntax(
-    within: str, change: str, to: str, nth: int | None, result: str | None
-) -> None:
-    if result is None:
-        with pytest.raises(ValueError, match=f"occurs [02] times in {within}"):
-            changed(CODE, within, change, to, nth)
-    else:
-        text = changed(CODE, within, change, to, nth)
-        ast.parse(text)
-        assert result in text
-
-
-def test_code_of_other_languages_is_changed_by_its_text() -> None:
-    mutant = Mutant("a mutant", "sums.h", "a + b", "a - b")
-    assert mutant.applied("int c = a + b;") == "int c = a - b;"
-    with pytest.raises(ValueError, match="occurs 0 times"):
-        mutant.applied("int c = a  + b;")
-
-
 @pytest.mark.soak
 def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
@@ -173,21 +112,3 @@ def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(tmp_path: Pa
         assert verdict.outcome is outcome
         assert note in verdict.note
         assert (copy / "sums.py").read_text() == sound
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "outcome", "note"),
-    [
-        (0, "", Outcome.SURVIVED, ""),
-        (1, "FAILED test_a.py::test_b - no", Outcome.KILLED, "test_a.py::test_b"),
-        (2, "ERROR test_a.py - ImportError", Outcome.KILLED, "test_a.py"),
-        (4, "no such option", Outcome.BROKEN, "no such option"),
-        (-11, "", Outcome.KILLED, "signal 11"),
-        (None, "", Outcome.KILLED, "it hangs"),
-    ],
-)
-def test_what_a_run_says(status: int | None, output: str, outcome: Outcome, note: str) -> None:
-    verdict = verdict_of(Run(status, output, 1.0))
-    assert verdict.outcome is outcome
-    assert note in verdict.note
-    assert verdict.is_fault == (outcome in (Outcome.SURVIVED, Outcome.BROKEN))
