@@ -66,8 +66,11 @@ class _Rows(NamedTuple):
     used: int
 
 
-# The decode steps of a batch; with their batches, as these know the next step of the same rows.
-_known: weakref.WeakKeyDictionary[Batch, list[tuple[_Rows, Batch]]] = weakref.WeakKeyDictionary()
+# The decode steps of a batch, each with the batch of its rows, which knows their next step. That is
+# None if it is the same one: it would keep itself.
+_known: weakref.WeakKeyDictionary[Batch, list[tuple[_Rows, Batch | None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def fixed_steps(
@@ -118,7 +121,8 @@ def described_device(pool: PagePool) -> str:
 
 def _decode_steps(batch: Batch, rows: int) -> list[_Rows]:
     if batch not in _known:
-        _known[batch] = [(each, Batch.of(batch.pool, each.sequences)) for each in _cut(batch, rows)]
+        steps = [(each, Batch.of(batch.pool, each.sequences)) for each in _cut(batch, rows)]
+        _known[batch] = [(each, None if of is batch else of) for each, of in steps]
     return [each for each, _ in _known[batch]]
 
 

@@ -1,7 +1,5 @@
 """A reproducible factory gives the same request the same bits, whatever else is there."""
 
-import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,131 +10,23 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv import NGramDraft, NotReproducible, PagedCacheFactory
 from paged_kv.integrations import fixed_steps, fixed_steps_trial
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
-from paged_kv.server.engine.sampling import RandomSampler
 from paged_kv.steps.sequence import Sequence
-from tests.integrations.batching.test_preemption import factory_of_blocks
+from tests.support.generation import assert_written_and_free, runs_of
+from tests.support.schedules import CASES, Schedules, prompt
 from tests.support.zoo import small_model
 
 LARGE = 256 << 20
-NEW_TOKENS = 36
-# MLX computes experts on CPUs in float32 alone.
-CASES = [
-    *(
-        (kind, dtype)
-        for kind in ("qwen3", "gemma3_text", "plamo2")
-        for dtype in (mx.bfloat16, mx.float16)
-    ),
-    *((kind, mx.float32) for kind in ("gemma3_text", "qwen3_next", "deepseek_v3", "qwen3_moe")),
-]
-
-Bits = list[tuple[int, bytes]]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(7 * at * at + 3 * at + 1 + seed) % 97 for at in range(length)]
-
-
-# Some begin alike, some within a page; some end at a page's border, or a token behind it.
-PROMPTS = [
-    prompt(478),
-    prompt(473, 1),
-    prompt(700),
-    prompt(300) + prompt(300, 2),
-    prompt(257, 1),
-    prompt(258),
-    prompt(3, 4),
-]
-
-
-class Options:
-    temperature, top_p, top_k, min_p = 1.0, 0.9, 4, 0.0
-    xtc_probability, xtc_threshold = 0.0, 0.0
-
-
-def model_of(kind: str, dtype: mx.Dtype) -> Any:
-    model: Any = small_model(kind)
-    model.set_dtype(dtype)
-    return model
-
-
-class Requests:
-    """Asks a factory's model for the answers to some of PROMPTS, at once."""
-
-    def __init__(self, model: Any, asked: list[int], chance: random.Random) -> None:
-        sizes: Any = {"completion_batch_size": chance.choice([3, 8, 16]), "prefill_batch_size": 4}
-        step = chance.choice([100, 256, 2048])
-        self._generator: Any = BatchGenerator(model, **sizes, prefill_step_size=step)
-        options: Any = Options()
-        uids = self._generator.insert(
-            [PROMPTS[each] for each in asked],
-            max_tokens=[NEW_TOKENS] * len(asked),
-            samplers=[RandomSampler(options, [], seed=each) for each in asked],
-        )
-        self._asked = dict(zip(uids, asked, strict=True))
-
-    def answers(self, aborted: set[int] = frozenset()) -> dict[int, Bits]:  # type: ignore[assignment]
-        """The tokens and log-probabilities of all but some, which are aborted on the way."""
-        found: dict[int, Bits] = {each: [] for each in self._asked.values()}
-        steps = 0
-        while responses := self._generator.next_generated():
-            for each in responses:
-                each.prompt_cache = None
-                logprobs = each.logprobs.astype(mx.float32)
-                found[self._asked[each.uid]].append((each.token, bytes(memoryview(logprobs))))
-            steps += 1
-            if steps == 5:
-                self._generator.remove([uid for uid, at in self._asked.items() if at in aborted])
-        return {at: bits for at, bits in found.items() if at not in aborted}
-
-
-@cache
-def alone(kind: str, dtype: mx.Dtype, page_format: str, reproducible: bool) -> list[Bits]:
-    """What each of PROMPTS gives alone, with nothing cached."""
-    model, found = model_of(kind, dtype), []
-    for at in range(len(PROMPTS)):
-        options: Any = {"page_format": page_format, "reproducible": reproducible}
-        with PagedCacheFactory(model, max_bytes=LARGE, **options):
-            found.append(Requests(model, [at], random.Random(at)).answers()[at])
-    return found
-
-
-def differing(
-    folder: Path, kind: str, dtype: mx.Dtype, page_format: str, rounds: int, reproducible: bool
-) -> tuple[int, int, int]:
-    """In how many answers of random schedules any bit differs, how many tokens were found cached,
-    and how often a sequence was preempted: with any company, with what memory
-    and a store hold, after preemptions and restarts, and beside some that are aborted."""
-    expected = alone(kind, dtype, page_format, reproducible)
-    model, chance, wrong = model_of(kind, dtype), random.Random(1), 0
-    hits = preemptions = 0
-    for _ in range(rounds):
-        factory = factory_of_blocks(model, 8, page_format, store=folder, reproducible=reproducible)
-        factory.decode_share = chance.choice([None, 0.5])
-        factory.install(keep_prompts=True)
-        for _ in range(3):
-            asked = chance.sample(range(len(PROMPTS)), chance.randint(1, len(PROMPTS)))
-            aborted = {each for each in asked if chance.random() < 0.2}
-            answers = Requests(model, asked, chance).answers(aborted)
-            wrong += sum(bits != expected[at] for at, bits in answers.items())
-            if chance.random() < 0.3:
-                factory.clear()
-        stats = factory.stats()
-        hits += stats.prefix_hits
-        preemptions += stats.preemptions
-        factory.close()
-    return wrong, hits, preemptions
 
 
 def test_no_schedule_changes_a_bit(tmp_path: Path) -> None:
-    found = differing(tmp_path, "qwen3", mx.float32, "fp16", 1, reproducible=True)
-    wrong, hits, preemptions = found
-    assert wrong == 0 < min(hits, preemptions)
+    found = Schedules("qwen3", mx.float32, "fp16", tmp_path, reproducible=True).run(8)
+    assert found.differing == 0 < min(found.hits, found.preemptions)
 
 
 @pytest.mark.slow
 def test_without_it_schedules_change_bits(tmp_path: Path) -> None:
-    wrong, *_ = differing(tmp_path, "qwen3", mx.float32, "fp16", 2, reproducible=False)
-    assert wrong > 0
+    schedules = Schedules("qwen3", mx.float32, "fp16", tmp_path, reproducible=False)
+    assert schedules.run(8).differing > 0
 
 
 @pytest.mark.slow
@@ -145,12 +35,13 @@ def test_without_it_schedules_change_bits(tmp_path: Path) -> None:
 def test_no_kind_of_model_changes_a_bit(
     tmp_path: Path, kind: str, dtype: mx.Dtype, page_format: str
 ) -> None:
-    wrong, hits, _ = differing(tmp_path, kind, dtype, page_format, 1, reproducible=True)
-    assert wrong == 0 < hits
+    schedules = Schedules(kind, dtype, page_format, tmp_path, reproducible=True)
+    found = schedules.run(10)
+    assert found.differing == 0 < found.hits
 
 
 def test_only_what_was_computed_as_a_prompt_is_found() -> None:
-    model = model_of("qwen3", mx.float32)
+    model = small_model("qwen3")
     factory = PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
     tokens, prompt_cache = prompt(600), factory.make_cache()
     model(mx.array([tokens[:300]]), cache=prompt_cache)
@@ -162,7 +53,7 @@ def test_only_what_was_computed_as_a_prompt_is_found() -> None:
 
 
 def test_a_call_that_fails_within_a_prompt_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("qwen3", mx.float32)
+    model = small_model("qwen3")
     factory = PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
     prompt_cache = factory.make_cache()
     model(mx.array([prompt(256)]), cache=prompt_cache)
@@ -193,8 +84,18 @@ def test_what_depends_on_others_is_refused(kind: str, options: Any) -> None:
         PagedCacheFactory(small_model(kind), max_bytes=LARGE, reproducible=True, **options)
 
 
+def test_a_batch_of_full_steps_gives_its_pages_back() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
+    with factory:
+        generator = BatchGenerator(model, max_tokens=3)
+        runs_of(generator, generator.insert([prompt(9, seed) for seed in range(9)]))
+    del generator
+    assert_written_and_free(factory)
+
+
 def test_drafts_and_other_arguments_are_refused() -> None:
-    model: Any = model_of("qwen3", mx.float32)
+    model: Any = small_model("qwen3")
     with PagedCacheFactory(model, max_bytes=LARGE, reproducible=True) as factory:
         with pytest.raises(NotReproducible):
             SpeculativeBatchGenerator(model, NGramDraft()).insert([prompt(9)])
