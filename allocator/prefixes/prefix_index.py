@@ -383,9 +383,18 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
     return (None, 0) if best is None else (node.children[best], common_prefix(best, page))
 
 
+# Sequences of one type are compared so many tokens at a time, without Python.
+_COMPARED_TOKENS = 1024
+
+
 def common_prefix(tokens: Sequence[object], others: Sequence[object]) -> int:
     """How many first tokens, or characters, are the same."""
-    for at, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return at
+    for start in range(0, min(len(tokens), len(others)), _COMPARED_TOKENS):
+        part = tokens[start : start + _COMPARED_TOKENS]
+        other = others[start : start + _COMPARED_TOKENS]
+        if part == other:
+            continue
+        for at, (one, another) in enumerate(zip(part, other, strict=False), start):
+            if one != another:
+                return at
     return min(len(tokens), len(others))
