@@ -26,7 +26,7 @@ from paged_kv.server.engine.template_roles import template_text
 MOST_BYTES = 1 << 25
 # Of an entry, beside its text and its tokens.
 _ENTRY_BYTES = 400
-# Shorter parts go together: a call of a tokenizer costs as much as the tokens of 100 characters.
+# Shorter parts go together: a call of a tokenizer costs as much as the tokens of 50 characters.
 LEAST_CHARACTERS = 1000
 
 # Other arguments of a chat template's call change how its text becomes tokens.
