@@ -15,9 +15,6 @@ from paged_kv.allocator.writes import Write, blocks_needed
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 
-# The id of the first block of slab 1; those of slab 0 begin at 0.
-S1 = 65536
-
 
 def new_allocator(blocks: int = 1000, page_size: int = 256, **callbacks: Any) -> BlockAllocator:
     allocator = BlockAllocator(ByteBudget(blocks), 1, page_size, **callbacks)

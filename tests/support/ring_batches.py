@@ -76,13 +76,11 @@ def write(
     rows: list[list[int]],
     steps: list[list[int]],
     lengths: list[int] | None = None,
-    *,
-    window_size: int | None = None,
 ) -> None:
     """One layer's part of a step, checked against `rows`, the sequences as they were before it."""
     layer, window = cache.layer, cache.pool.windows.get(cache.layer)
     count = len(steps[0])
-    mask = cache.make_mask(count, window_size=window_size)
+    mask = cache.make_mask(count)
     keys = mx.array(np.stack([keys_of(step, layer) for step in steps])[:, None])
     values = mx.array(np.stack([values_of(step, layer) for step in steps])[:, None])
     queries = mx.array(np.stack([queries_of(step, layer) for step in steps]))
@@ -141,14 +139,14 @@ def fresh_tokens(count: int, rows: int) -> list[list[int]]:
     return [list(range(first, first + count)) for first in itertools.islice(COUNTER, rows)]
 
 
-def append(batch: Batch, count: int, lengths: list[int] | None = None, **options: Any) -> bool:
+def append(batch: Batch, count: int, lengths: list[int] | None = None) -> bool:
     """Take a step in every layer; returns False, with nothing changed, if the pool is exhausted."""
     steps = fresh_tokens(count, len(batch.rows))
     before = [row.tokens for row in batch.rows]
     try:
         with contextlib.nullcontext() if lengths is None else ragged_step(batch.layers, lengths):
             for cache in batch.layers:
-                write(cache, before, steps, lengths, **options)
+                write(cache, before, steps, lengths)
     except PoolExhausted:
         return False
     for row, step, own in zip(batch.rows, steps, lengths or [count] * len(steps), strict=True):
