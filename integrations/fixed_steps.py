@@ -4,12 +4,12 @@ A product of matrices rounds a row alike whatever is in the other rows, as long 
 of them. So every call of the model here has a shape that follows from the sequence alone:
 
     decode   a step of one token has `ROWS` rows. Empty rows fill it up, and more sequences take
-             several steps.
+             several steps. Where attention depends on the longest row, a step has one.
     prompt   a longer step is computed for one sequence after the other, in pieces that end where a
              page does, wherever the step begins.
 
-Attention sums each sequence's tokens in their own order. `fixed_steps_trial` tries all of this with
-the model on the device.
+Attention on CPUs sums each sequence's tokens in their own order. `fixed_steps_trial` tries all of
+this with the model on the device.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _known: weakref.WeakKeyDictionary[Batch, list[tuple[_Rows, Batch | None]]] = (
 
 
 def fixed_steps(
-    step: Step, tokens: mx.array, caches: list[Any], rows: int, changed: list[Any]
+    step: Step, tokens: mx.array, caches: list[Any], changed: list[Any], *, is_ragged: bool
 ) -> mx.array:
     """The logits of a call of a model, [sequences, tokens, vocabulary], in steps of fixed shapes.
 
@@ -82,8 +82,8 @@ def fixed_steps(
         step: the model's call, as `step(tokens, cache=)`.
         tokens: [sequences, tokens]. Padding is not computed; its logits are 0.
         caches: the prompt cache of all sequences.
-        rows: of a decode step: `ROWS`, or 1 for a model that takes no ragged batch.
         changed: gets the caches whose latest step is to be undone if the call fails.
+        is_ragged: whether the model takes batches of sequences that are not equally long.
 
     Raises:
         PoolExhausted: the budget does not hold the step's blocks; nothing was changed.
@@ -93,7 +93,7 @@ def fixed_steps(
     widen(paged_caches(caches), tokens.shape[0])
     first = paged_caches(caches)[0]
     is_decode = tokens.shape[1] == 1
-    steps = _decode_steps(first.batch, rows) if is_decode else _prompt_steps(first.batch)
+    steps = _decode_steps(first.batch, is_ragged) if is_decode else _prompt_steps(first.batch)
     found: list[mx.array | None] = []
     parts: list[list[Any]] = []
     for each in steps:
@@ -119,8 +119,17 @@ def described_device(pool: PagePool) -> str:
     return f"{backend} on {device_name()} ({platform.machine()}), {packages}"
 
 
-def _decode_steps(batch: Batch, rows: int) -> list[_Rows]:
+def rows_of_step(pool: PagePool) -> int:
+    """The rows of a decode step: `ROWS`, or 1 where attention to several depends on the longest."""
+    layers = [pages for group in pool.groups for pages in group.pages.values()]
+    # Keys and values that are gathered are padded to those of the longest row.
+    read = len(pool.attending_in_decode) == pool.num_layers
+    return ROWS if read and all(each.backend.sums_apart for each in layers) else 1
+
+
+def _decode_steps(batch: Batch, is_ragged: bool) -> list[_Rows]:
     if batch not in _known:
+        rows = rows_of_step(batch.pool) if is_ragged else 1
         steps = [(each, Batch.of(batch.pool, each.sequences)) for each in _cut(batch, rows)]
         _known[batch] = [(each, None if of is batch else of) for each, of in steps]
     return [each for each, _ in _known[batch]]

@@ -28,7 +28,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
-from paged_kv.integrations.fixed_steps import ROWS, fixed_steps
+from paged_kv.integrations.fixed_steps import fixed_steps
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.model_version import ModelVersion
@@ -162,12 +162,9 @@ def _call_of(kind: Any) -> Any:
         with caches:
             output, pool = None, caches.pool
             if pool is not None and pool.is_reproducible:
-                # Keys and values that are gathered are as long as those of the longest row.
-                reads_apart = len(pool.attending_in_decode) == pool.num_layers
-                rows = ROWS if reads_apart and not (is_separate or caches.are_separate) else 1
                 caches.known = changed = [*caches.known]
                 step = _of_tokens(stock, model, args[1:], options)
-                output = fixed_steps(step, tokens, given, rows, changed)
+                output = fixed_steps(step, tokens, given, changed, is_ragged=not is_separate)
             elif pool is not None and (is_separate or pool.rows or caches.are_separate):
                 output = _separately(partial(stock, model), args, options, tokens, caches)
             elif pool is not None and len(args) == 1 and options.keys() == {"cache"}:

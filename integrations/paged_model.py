@@ -124,6 +124,8 @@ class PagedModel:
 
     def new_cache(self, pool: PagePool, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""
+        if self._options.reproducible and not pool.is_open:
+            self.open_layers(pool)  # how steps are cut depends on them
         sequence, layers = Sequence(pool), count()
         sequence.model_version = self.version.number
 

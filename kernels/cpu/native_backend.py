@@ -44,6 +44,7 @@ class NativeBackend(Backend):
     """See `Backend` for the operations. Gathers are plain operations."""
 
     name = "native"
+    sums_apart = True
     writes_in_place = True
     slab_padding = ALIGNMENT
     recorder = None

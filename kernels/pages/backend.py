@@ -52,6 +52,8 @@ class Backend:
         name: that PAGED_KV_BACKEND chooses it by.
         fallbacks: how often plain operations stood in for a kernel.
         slab_padding: bytes that `new_slab` allocates beyond those of the pages.
+        sums_apart: whether attention sums the tokens of each row in the same order whatever other
+            rows there are; not where keys are padded, or cut into parts, by the longest row.
         writes_in_place: whether a lazy read that is computed after a write shows the written
             contents.
         verdicts: on the backend's kernels, which are checked before they are used; None if they are
@@ -61,6 +63,7 @@ class Backend:
     name = "plain"
     fallbacks = 0
     slab_padding = 0
+    sums_apart = False
     writes_in_place = False
     verdicts: Verdicts | None = None
 

@@ -10,6 +10,7 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv import NGramDraft, NotReproducible, PagedCacheFactory
 from paged_kv.integrations import fixed_steps, fixed_steps_trial
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.steps.sequence import Sequence
 from tests.support.generation import assert_written_and_free, runs_of
 from tests.support.schedules import CASES, Schedules, prompt
@@ -101,6 +102,17 @@ def test_drafts_and_other_arguments_are_refused() -> None:
             SpeculativeBatchGenerator(model, NGramDraft()).insert([prompt(9)])
         with pytest.raises(NotReproducible):
             model(mx.array([prompt(9)]), factory.make_cache(), mx.zeros((1, 9, 64)))
+
+
+def test_where_the_longest_row_cuts_attention_a_step_has_one_row() -> None:
+    model = small_model("qwen3")
+    found = []
+    kinds: list[Any] = [{"backend": Backend()}, {"always_gather": True}]
+    for options in kinds:
+        factory = PagedCacheFactory(model, max_bytes=LARGE, reproducible=True, **options)
+        factory.make_cache()
+        found.append(fixed_steps.rows_of_step(factory.pool))
+    assert found == [1, 1]
 
 
 @pytest.mark.slow
