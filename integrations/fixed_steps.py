@@ -35,6 +35,7 @@ from paged_kv.steps.batch import Batch
 from paged_kv.steps.blocks import reserve
 from paged_kv.steps.progress import LayerProgress, Padding, Progress
 from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step import step_numbers
 
 ROWS = 8
 """Rows of a decode step."""
@@ -82,30 +83,38 @@ def fixed_steps(
         step: the model's call, as `step(tokens, cache=)`.
         tokens: [sequences, tokens]. Padding is not computed; its logits are 0.
         caches: the prompt cache of all sequences.
-        changed: gets the caches whose latest step is to be undone if the call fails.
+        changed: gets the caches whose latest step is to be undone if what is computed of it fails.
         is_ragged: whether the model takes batches of sequences that are not equally long.
 
     Raises:
         PoolExhausted: the budget does not hold the step's blocks; nothing was changed.
-        RollbackError: a piece of a prompt failed, and a ring has overwritten what the earlier
-            pieces of the call would have to leave.
+        RollbackError: a piece of a prompt failed, and a ring has overwritten what it would need to
+            forget the earlier pieces of the call.
     """
     widen(paged_caches(caches), tokens.shape[0])
     first = paged_caches(caches)[0]
-    is_decode = tokens.shape[1] == 1
+    lengths = [each.progress(first.layer).tokens for each in first.sequences]
+    is_decode, began = tokens.shape[1] == 1, next(step_numbers)
     steps = _decode_steps(first.batch, is_ragged) if is_decode else _prompt_steps(first.batch)
     found: list[mx.array | None] = []
     parts: list[list[Any]] = []
-    for each in steps:
-        part = [_part_of(cache, each) for cache in caches]
+    try:
+        for each in steps:
+            part = [_part_of(cache, each) for cache in caches]
+            parts.append(part)
+            own = tokens[mx.array(each.numbers)]
+            logits = step(own, cache=part) if is_decode else _in_pages(step, own, part)
+            found.append(None if logits is None else logits[: each.used])
+            _remove_empty_rows(part, each)
+    except BaseException:
+        for part in parts:
+            _undo_since(began, part)
+        for cache in paged_caches(caches):
+            now = [each.progress(cache.layer).tokens for each in cache.sequences]
+            cache.trim_per_sequence([a - b for a, b in zip(now, lengths, strict=True)])
+        raise
+    for part in parts:
         changed += leaves(part)
-        own = tokens[mx.array(each.numbers)]
-        logits = step(own, cache=part) if is_decode else _in_pages(step, own, part)
-        found.append(None if logits is None else logits[: each.used])
-        for cache in leaves(part):
-            if not isinstance(cache, PagedKVCache) and each.used < len(each.numbers):
-                cache.filter(list(range(each.used)))
-        parts.append(part)
     _put_back(caches, parts)
     like = next(each for each in found if each is not None)
     return mx.concatenate([padded(each, tokens.shape[1], like) for each in found])
@@ -194,24 +203,24 @@ def _in_pages(step: Step, tokens: mx.array, caches: list[Any]) -> mx.array | Non
     reserve(sequence.pool, [sequence.next_step(layer, end - begin)])
     found: list[mx.array] = []
     at = begin
-    try:
-        while at < end:
-            border = min(at // PAGE_SIZE * PAGE_SIZE + PAGE_SIZE, end)
-            found.append(step(tokens[:, at - begin : border - begin], cache=caches))
-            sequence.record_piece(at, border)
-            at = border
-    except BaseException:
-        _undo_pieces(paged, at - begin)
-        raise
+    while at < end:
+        border = min(at // PAGE_SIZE * PAGE_SIZE + PAGE_SIZE, end)
+        found.append(step(tokens[:, at - begin : border - begin], cache=caches))
+        sequence.record_piece(at, border)
+        at = border
     return mx.concatenate(found, axis=1) if found else None
 
 
-def _undo_pieces(paged: list[PagedKVCache], count: int) -> None:
-    """Remove the pieces of a call in which a later piece failed, so many tokens."""
-    if not count:
-        return
-    for cache in paged:
-        if cache.batch.step is not None:
-            cache.batch.step.undo()
-    for cache in paged:
-        cache.trim(count)
+def _remove_empty_rows(part: list[Any], rows: _Rows) -> None:
+    """Let the caches without pages hold no more rows than are used."""
+    for cache in leaves(part):
+        if not isinstance(cache, PagedKVCache) and rows.used < len(rows.numbers):
+            cache.filter(list(range(rows.used)))
+
+
+def _undo_since(began: int, part: list[Any]) -> None:
+    """Undo the step of some rows if it has begun since another one had that number."""
+    for cache in paged_caches(part):
+        step = cache.batch.step
+        if step is not None and step.number > began:
+            step.undo()

@@ -11,7 +11,6 @@ from paged_kv import NGramDraft, NotReproducible, PagedCacheFactory
 from paged_kv.integrations import fixed_steps, fixed_steps_trial
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 from paged_kv.kernels.pages.backend import Backend
-from paged_kv.steps.sequence import Sequence
 from tests.support.generation import assert_written_and_free, runs_of
 from tests.support.schedules import CASES, Schedules, prompt
 from tests.support.zoo import small_model
@@ -53,19 +52,27 @@ def test_only_what_was_computed_as_a_prompt_is_found() -> None:
     assert cached == 256
 
 
-def test_a_call_that_fails_within_a_prompt_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("qwen3")
+@pytest.mark.parametrize("place", ["before the step", "after it"])
+def test_a_call_that_fails_within_a_prompt_changes_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = small_model("qwen3")
     factory = PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
     prompt_cache = factory.make_cache()
     model(mx.array([prompt(256)]), cache=prompt_cache)
-    calls = []
+    body = type(model.model)
+    stock, calls = body.__call__, []
 
-    def fails(*_: Any) -> None:
+    def fails_later(*arguments: Any) -> Any:
         calls.append(1)
+        if len(calls) == 2 and place == "before the step":
+            raise KeyboardInterrupt
+        found = stock(*arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
+        return found
 
-    monkeypatch.setattr(Sequence, "record_piece", fails)
+    monkeypatch.setattr(body, "__call__", fails_later)
     with pytest.raises(KeyboardInterrupt):
         model(mx.array([prompt(700)]), cache=prompt_cache)
     assert {each.offset for each in prompt_cache} == {256}

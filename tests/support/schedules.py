@@ -85,7 +85,9 @@ class Schedules:
         self._model.set_dtype(dtype)
         self._options: Any = {"page_format": page_format, "reproducible": reproducible}
         self._folder = folder
-        self._alone = [self._answered_alone(at) for at in range(len(PROMPTS))]
+        # Nothing is kept without `keep_prompts`.
+        with PagedCacheFactory(self._model, max_bytes=256 << 20, **self._options):
+            self._alone = [self._answers([at], random.Random(at))[at] for at in range(len(PROMPTS))]
 
     def run(self, seed: int) -> Outcome:
         """Run one schedule."""
@@ -104,10 +106,6 @@ class Schedules:
         stats = factory.stats()
         factory.close()
         return found + Outcome(hits=stats.prefix_hits, preemptions=stats.preemptions)
-
-    def _answered_alone(self, at: int) -> Bits:
-        with PagedCacheFactory(self._model, max_bytes=256 << 20, **self._options):
-            return self._answers([at], random.Random(at))[at]
 
     def _answers(
         self, asked: list[int], chance: random.Random, aborted: float = 0.0
