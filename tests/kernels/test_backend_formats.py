@@ -2,7 +2,7 @@
 float64 over the numbers that the pages hold."""
 
 from collections.abc import Sequence
-from itertools import cycle, islice, permutations
+from itertools import cycle, islice
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from paged_kv.kernels.pages.page_format import (
     LayerGeometry,
     page_format_named,
 )
+from paged_kv.kernels.pages.self_test import checks
 from tests.support.arrays import normal, numbers
 from tests.support.attention_metadata import unpadded
 from tests.support.backends import BACKENDS, backend_named
@@ -116,19 +117,6 @@ def assert_attends(
         if any(slab.layout.begins.key_centres for slab in pages.slabs.values()):
             tolerance = max(tolerance, ROUNDED_QUERIES * (geometry.k_dtype != mx.float32))
         assert np.abs(numbers(found[row]) - expected).max() <= tolerance
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
-@pytest.mark.slow
-def test_decode_and_prefill_at_the_edges_of_pages(
-    backend: str, name: FormatName, length: int
-) -> None:
-    pages = new_pages(backend, same(64, 64), [name])
-    metadata = unpadded((table_of(pages, length),), (length,))
-    fill(pages, metadata, seed=5)
-    for queries in {1, min(7, length), min(90, length)}:
-        assert_attends(pages, metadata, queries)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -328,34 +316,11 @@ def test_gather_gives_the_numbers_that_pages_hold(
                 assert np.allclose(numbers(found[row, :, before:]), held, rtol=1e-5, atol=1e-6)
 
 
-# How far encoding may move a number, as a part of the largest.
-FORMAT_STEPS = {"fp16": 1e-3, "q8": 0.02, "q4": 0.3}
-
-
-@pytest.mark.parametrize(("source", "target"), [*permutations(FORMATS[:3], 2), FORMATS[-1:-3:-1]])
-def test_conversion(backend: str, source: FormatName, target: FormatName) -> None:
-    """A copy holds the page's numbers again, to within the codes of its new format."""
-    pages = new_pages(backend, same(64, 96, mx.float16), [source, target])
-    keys, values = fill(pages, unpadded(((1, 2),), (512,)), seed=5)
-    untouched = np.array(pages.page(STRIDE + 1))
-    pages.copy({1: STRIDE + 3, 2: STRIDE})
-    assert (np.asarray(pages.page(STRIDE + 1)) == untouched).all()
-    held = numbers_in(pages, (1, 2), 512)
-    found = numbers_in(pages, (STRIDE + 3, STRIDE), 512)
-    parts = (target, target) if isinstance(target, str) else target
-    for one, other, part in zip(held, found, parts, strict=True):
-        for page, converted in zip(one, other, strict=True):
-            assert np.abs(page - converted).max() <= FORMAT_STEPS[part] * np.abs(page).max()
-    assert np.abs(found[0][0] - numbers(keys[0, :, :PAGE_SIZE])).max() < 1
-    assert np.abs(found[1][1] - numbers(values[0, :, PAGE_SIZE:])).max() < 1
-
-
-def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
-    pages = new_pages(backend, same(64, 32), ["q4", ("fp16", "q8")])
-    fill(pages, unpadded(((0, STRIDE + 1),), (400,)), seed=5)
-    pages.copy({0: 3, STRIDE + 1: STRIDE})
-    for source, target in ((0, 3), (STRIDE + 1, STRIDE)):
-        assert (np.asarray(pages.page(source)) == np.asarray(pages.page(target))).all()
+@pytest.mark.slow
+def test_every_check_of_a_device_passes(backend: str) -> None:
+    geometry = same(128, 128, mx.float16)
+    wrong = {check.name: check.failure() for check in checks(backend_named(backend, geometry))}
+    assert not [name for name, failure in wrong.items() if failure]
 
 
 def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:

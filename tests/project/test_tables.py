@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benches import results_file
 from benches.results_file import RESULTS
 from benches.tables import NUMBERS, STATISTICS, TABLES, documents, main, newest, rewritten
 
@@ -60,27 +59,3 @@ def test_wrong_markers_and_missing_results_are_refused(
 ) -> None:
     with pytest.raises(error):
         rewritten(text, results)
-
-
-def test_an_outdated_document_is_found_and_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(MARKED.format("outdated\n"))
-    monkeypatch.setattr("benches.tables.documents", lambda: [readme])
-    assert main(["--check"]) == 1
-    assert "README.md is not up to date" in capsys.readouterr().err
-    assert "outdated" in readme.read_text()
-    assert main([]) == 0
-    assert "16,384 tokens" in readme.read_text()
-    assert main(["--check"]) == 0
-
-
-def test_results_files_hold_each_list_on_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    figures = {"curve": [1, 2.5, 3], "names": ["a, b", "c"], "rows": [{"a": 1}, {"a": []}]}
-    text = results_file.write_result("growth", figures).read_text()
-    assert json.loads(text)["figures"] == figures
-    assert '"curve": [1, 2.5, 3],\n' in text

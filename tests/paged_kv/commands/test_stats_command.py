@@ -17,7 +17,7 @@ from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor import publisher as publishing
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
-from paged_kv.monitor.publisher import Publisher, is_wanted, publisher, view_process
+from paged_kv.monitor.publisher import Publisher, publisher, view_process
 from tests.support.layer_caches import caches_of
 from tests.support.patience import wait_until
 from tests.support.shown_process import SCRIPT, shown_process
@@ -117,30 +117,6 @@ def test_json_is_a_snapshot_that_can_be_shown_later(
     live = capsys.readouterr().out
     assert stats(str(saved)) == 0
     assert capsys.readouterr().out == live
-
-
-def test_making_a_pool_starts_the_thread_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Publisher] = []
-    monkeypatch.setattr(publisher, "start", lambda: started.append(publisher))
-    PagePool(1, max_bytes=1 << 20)
-    assert started == [publisher]
-
-
-def test_a_view_is_made_for_a_question_only() -> None:
-    made: list[int] = []
-
-    def view() -> ProcessView:
-        made.append(1)
-        return ProcessView(SELF, "", 1.0, ())
-
-    lazy = Publisher(view)
-    lazy.start()
-    wait_until(file_of(SELF).exists)
-    assert not made
-    assert not file_of(SELF).stat().st_size
-    assert [processes.running_process(SELF).time for _ in range(3)] == [1.0] * 3
-    lazy.stop()
-    assert 1 <= len(made) <= 3
 
 
 def test_watch_draws_a_map_until_the_process_ends(
@@ -261,20 +237,6 @@ def test_a_process_that_hangs_is_named_and_the_others_are_shown(
     assert file_of(OTHER).exists()
 
 
-def test_a_process_that_cannot_be_looked_at(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert stats("--pid", "99999999") == 1
-    assert "there is no process 99999999" in capsys.readouterr().err
-
-    def refuse(pid: int, number: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", refuse)
-    assert stats("--pid", "1") == 1
-    assert "process 1 is another user's" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_folder_that_others_can_enter_is_refused(
     runtime: Path, capsys: pytest.CaptureFixture[str], is_linked: bool
@@ -296,16 +258,6 @@ def test_a_folder_that_others_can_enter_is_refused(
     assert hidden._thread is not None
     hidden._thread.join()
     assert not list(folder.iterdir())
-
-
-def test_a_wish_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, expected in (("0", False), ("0.0", False), ("1", True), ("0.5", True)):
-        monkeypatch.setenv("PAGED_KV_PUBLISH", text)
-        assert is_wanted() is expected
-    for text in ("-1", "inf", "nan", "soon"):
-        monkeypatch.setenv("PAGED_KV_PUBLISH", text)
-        with pytest.raises(ValueError, match=f"got '{text}'"):
-            Publisher(lambda: ProcessView(1, "", 1.0, ())).start()
 
 
 @pytest.mark.slow
@@ -334,17 +286,6 @@ print("ready", flush=True)""",
             assert not file_of(number).exists()
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert runtime_folder() == tmp_path / "paged-kv" / "run"
-    make_runtime_folder(runtime_folder())
-    assert runtime_folder().stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "paged-kv" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
 
 
 def test_a_file_that_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
