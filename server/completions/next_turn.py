@@ -8,10 +8,12 @@ follow calls, and otherwise the user speaks.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.completions.chat_messages import thoughts, tool_call, tool_result
 from paged_kv.server.completions.interface import APIRequest, Choice, Object
 from paged_kv.server.completions.prompt_reader import read_chat
@@ -42,7 +44,13 @@ def next_turn(
         return None
     if body.messages[-1]["role"] == "assistant" or body.add_generation_prompt is False:
         return None
-    read = partial(_tokens, body=body, answer=_message(answer), options=options)
+    read = partial(
+        _tokens,
+        body=body,
+        answer=_message(answer),
+        options=options,
+        salt=inner_salt(job.salt),
+    )
     return NextTurn(job.request_id, job.model, job.salt, job.session, read)
 
 
@@ -62,15 +70,16 @@ def _message(answer: Choice) -> Object:
 
 
 def _tokens(
-    loaded: LoadedModel, *, body: ChatBody, answer: Object, options: ServerOptions
+    loaded: LoadedModel, *, body: ChatBody, answer: Object, options: ServerOptions, salt: Hashable
 ) -> list[int]:
-    """The tokens before the content of any next message.
+    """The tokens before the content of any next message. The `salt` is the one of `KeptTokens`.
 
     Raises:
         APIError: 400, the model's chat template refuses the chat, or it is too long.
     """
     first, second = (
-        read_chat(loaded, _followed(body, answer, content), options) for content in _CONTENTS
+        read_chat(loaded, _followed(body, answer, content), options, salt=salt)
+        for content in _CONTENTS
     )
     if first.media is not None:
         return []
