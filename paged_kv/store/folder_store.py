@@ -258,7 +258,7 @@ class FolderStore(BlobStore):
         """The times of the next `count` uses, in nanoseconds since 1970, the latest first."""
         first = max(time.time_ns(), self._latest_ns + _STEP_NS)
         self._latest_ns = first + max(0, count - 1) * _STEP_NS
-        return range(self._latest_ns, first - 1, -_STEP_NS)
+        return range(first + (count - 1) * _STEP_NS, first - _STEP_NS, -_STEP_NS)
 
     def _lack(self, used: int, free: int, more: int) -> str:
         """Which limit `more` bytes exceed, and what to change, for people to read."""

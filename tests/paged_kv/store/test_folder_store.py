@@ -123,6 +123,11 @@ def test_what_was_used_last_stays_though_the_clock_jumps(
     assert kept == {keys[0], *keys[-len(kept) + 1 :]}
 
 
+def test_a_prompt_that_used_no_entry_is_no_error(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        store.touch([])
+
+
 def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         put_links(store, [links(prompt(seed))[0] for seed in range(8)], LARGE)
