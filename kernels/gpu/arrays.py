@@ -162,13 +162,14 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
     """Bind slabs as inputs of a kernel, in the given order."""
     assert 0 < len(slabs) <= MAX_SLABS
     handles = [handle(memory) for memory, _ in slabs]
-    mx.eval(handles)
+    # Without waiting for the device: a prompt step maps and binds slabs in each layer.
+    mx.async_eval(handles)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
     layouts = [layout for _, layout in slabs]
     spare = MAX_SLABS - len(slabs)
-    fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
+    fields = [*map(_fields, layouts)]
     formats = sorted({layout.page_format.name for layout in layouts})
     kind = page_kind(layouts[0].geometry, slab_stride, tuple(formats))
-    array = mx.array(np.array(fields, np.int32))
+    array = mx.array(np.array([*fields, *fields[:1] * spare], np.int32))
     count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
     return BoundSlabs((*handles, *handles[:1] * spare, array), kind, count)
 

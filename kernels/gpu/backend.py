@@ -5,6 +5,7 @@ Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and wr
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
+from operator import eq
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -205,10 +206,10 @@ class GpuBackend(Backend):
     ) -> mx.array:
         """See `Backend.attend`. A step of one token per sequence that is written takes no more
         launches than without it. For latent steps of several tokens, MLX attends to what a kernel
-        gathers: one head."""
+        gathers: one head. A step that is all that its sequences have is not gathered."""
         tables, slabs = self._bound(pages, metadata)
         geometry, dtype, own = pages.geometry, queries.dtype, pages.geometry.k_dtype
-        is_decode = queries.shape[2] == 1 and unwritten is None
+        is_decode, at_hand = queries.shape[2] == 1 and unwritten is None, step or unwritten
         if step is not None:
             is_for_latents = (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
             if not is_decode or is_for_latents or slabs is None or not tables.slabs:
@@ -227,8 +228,14 @@ class GpuBackend(Backend):
         if position_queries is None and step is None:
             is_gathered = self._is_gathered(geometry, tables, queries.shape[2], attention)
         if is_gathered:
-            read, v_dim = self._gathered_sequences(pages, metadata, unwritten), geometry.v_dim
-            return attend_by_sequence(read, queries, metadata, v_dim, attention, position_queries)
+            is_all = at_hand is not None and _is_all(metadata, queries.shape[2])
+            gathered = self._in_dtype(pages, at_hand) if is_all else None
+            read = _sequences(gathered or self.gather(pages, metadata, unwritten), metadata)
+            output = attend_by_sequence(
+                read, queries, metadata, geometry.v_dim, attention, position_queries
+            )
+            # The step is also written when its output is computed.
+            return mx.depends(output, self.order.latest(pages)) if is_all else output
         asked = [queries if dtype == own else queries.astype(own)]
         if position_queries is not None:
             asked.append(position_queries.astype(own))
@@ -401,19 +408,6 @@ class GpuBackend(Backend):
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
-    def _gathered_sequences(
-        self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
-    ) -> Read:
-        """Reads sequences from keys and values that a kernel gathers for all of them."""
-        keys, values = self.gather(pages, metadata, unwritten)
-
-        def read(row: int) -> tuple[mx.array, mx.array]:
-            length = keys.shape[2]
-            own = slice(length - metadata.ends[row], length - metadata.right_padding[row])
-            return keys[row : row + 1, :, own], values[row : row + 1, :, own]
-
-        return read
-
     def _in_dtype(self, pages: LayerMemory, unwritten: Unwritten | None) -> Unwritten | None:
         if unwritten is None:
             return None
@@ -479,6 +473,23 @@ class GpuRecorder(StepRecorder):
         self.backend.order.follow(pages, token)
         if pages.geometry.has_summaries:
             self.backend.summarise(pages, filled)
+
+
+def _is_all(metadata: AttentionMetadata, count: int) -> bool:
+    """Whether sequences have no tokens but those of a step of `count`."""
+    tokens = metadata.valid_tokens(count)
+    return all(map(eq, map(len, tokens), metadata.context_lens))
+
+
+def _sequences(gathered: Unwritten, metadata: AttentionMetadata) -> Read:
+    """Reads sequences from keys and values of all of them, which end together but for padding."""
+    (keys, values), length = gathered, gathered[0].shape[2]
+
+    def read(row: int) -> tuple[mx.array, mx.array]:
+        own = slice(length - metadata.ends[row], length - metadata.right_padding[row])
+        return keys[row : row + 1, :, own], values[row : row + 1, :, own]
+
+    return read
 
 
 def _numbered(entries: Sequence[int], stride: int) -> tuple[tuple[int, ...], list[int]]:

@@ -101,11 +101,12 @@ def untouched(shape: tuple[int, int]) -> mx.array:
     """A uint16 array of zeros of that shape.
 
     On a CPU Linux commits the memory page by page as it is written: 1 GiB takes 9 ms, against
-    730 ms when MLX fills it. Elsewhere, and on a GPU, the whole memory is committed.
+    730 ms when MLX fills it. Elsewhere, and on a GPU, the whole memory is committed; a GPU fills it
+    while Python goes on, and MLX raises where it has none.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         memory = mx.zeros(shape, dtype=WORD)
-        mx.eval(memory)
+        mx.async_eval(memory)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         return memory
     with _reading:
         # Every other MLX function that makes an array fills it.

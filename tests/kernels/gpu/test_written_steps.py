@@ -92,6 +92,25 @@ def test_layers_that_differ_share_the_metadata_of_a_step(dialect: str) -> None:
     assert len(set(found)) == len(layers)
 
 
+def test_what_a_prompt_begins_with_is_not_gathered(dialect: str) -> None:
+    """Of two rows; the second one is padded on both sides."""
+    device = device_of(dialect)
+    backend, outputs = backend_on(device, dialect), []
+    step = normal((2, 2, 80, 64), mx.float16, 1), normal((2, 2, 80, 64), mx.float16, 2)
+    queries, attention = normal((2, 4, 80, 64), mx.float16, 3), Attention(0.125)
+    metadata = AttentionMetadata(((0,), (1,)), (80, 40), (0, 5))
+    for asked in (backend, Separately(backend)):
+        pages, before = new_pages(backend, same(64), ["fp16"]), len(device.launches)
+        outputs.append(numbers(asked.attend(pages, queries, metadata, attention, step=step)))
+        if asked is backend:
+            names = [launch.name.split("_")[2] for launch in device.launches[before:]]
+            assert names == (["write", "prefill"] if dialect == "metal" else ["write"])
+    assert abs(outputs[0] - outputs[1]).max() <= 1e-3
+    with_more = AttentionMetadata(((0,), (1,)), (80, 90), (0, 0))
+    backend.attend(pages, queries, with_more, attention, step=step)
+    assert device.launches[-1].name.split("_")[2] == ("prefill" if dialect == "metal" else "gather")
+
+
 def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_of(dialect)
     backend = backend_on(device, dialect)
