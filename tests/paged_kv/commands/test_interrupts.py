@@ -156,13 +156,6 @@ with raised():
         print("cleaned up", flush=True)
         {then}
 """
-MADE_AN_ERROR = """
-with raised():
-    try:
-        interrupt()
-    except KeyboardInterrupt:
-        raise RuntimeError from None
-"""
 
 
 def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
@@ -172,26 +165,7 @@ def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
     assert run_python(CLEAN_UP.format(then="interrupt()")) == (130, "cleaned up\n", "")
 
 
-def test_what_c_makes_of_an_interrupt_is_one_again() -> None:
-    assert run_python(MADE_AN_ERROR)[2].endswith("\nKeyboardInterrupt\n")
-
-
 def test_a_command_in_the_background_goes_on() -> None:
     """Shells start it with SIGINT ignored."""
     ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
     assert run_python("interrupt()\nprint('goes on')", *ignoring) == (0, "goes on\n", "")
-
-
-@pytest.mark.slow
-def test_an_interrupt_after_the_work_leaves_the_status() -> None:
-    # Exit handlers run in reverse order: this one after all of the command.
-    script = (
-        "import atexit, os, signal, sys\n"
-        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
-        "from paged_kv.__main__ import run\n"
-        "sys.argv[1:] = ['store', 'ls', '--store', 'none']\n"
-        "sys.exit(run())\n"
-    )
-    status, _, errors = ended(started([sys.executable, "-c", script], Path.cwd()))
-    assert status == 1
-    assert len(errors.splitlines()) == 1
