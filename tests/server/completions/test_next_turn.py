@@ -1,13 +1,23 @@
 """The next turn of a chat finds all that comes before its message, as the template writes it."""
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from paged_kv.server.engine import next_turns
 from tests.support.agent_model import TEMPLATE, Script, agent_folder
-from tests.support.running_server import PagedRunningServer, in_float32, paged_server
+from tests.support.running_server import (
+    PATIENCE_S,
+    PagedRunningServer,
+    in_float32,
+    paged_server,
+    wait_until,
+)
+from tests.support.server_process import metrics
 from tests.support.tiny_model import asked, tiny_folder
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -128,3 +138,32 @@ def test_answers_are_the_same_with_it_and_without(tmp_path: Path) -> None:
             told[choice] = [each["content"] for each in messages], metrics.prepared_found
     assert told["on"][0] == told["off"][0]
     assert told["on"][1] > 24 > 0 == told["off"][1]
+
+
+def test_a_request_that_comes_meanwhile_finds_what_is_computed(
+    running: PagedRunningServer, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, before = running.service.thread, metrics(running.port)
+    step, calls, is_amid = thread.next_turns.step, count(), Event()
+
+    def waiting(*arguments: Any) -> None:
+        if next(calls) == 3:  # it has read the turn, and computed two pieces
+            is_amid.set()
+            wait_until(lambda: thread._mailbox._commands)
+        step(*arguments)
+
+    monkeypatch.setattr(next_turns, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(thread.next_turns, "step", waiting)
+    script.says(f"{THOUGHTS}{'One more word. ' * 15}", "Well.")
+    messages: list[Any] = [{"role": "user", "content": "Tell me all."}]
+    for _ in range(2):
+        body = {"messages": messages, "max_tokens": 200, "model": "default_model"}
+        status, answer = asked(running, CHAT, body)
+        assert status == 200, answer
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": NEW}]
+        messages[-2].pop("reasoning", None)
+        assert is_amid.wait(PATIENCE_S)
+    running.wait_until_idle()
+    after = metrics(running.port)
+    found = "prepared_tokens_found_total"
+    assert after[found] - before[found] == 3 * 16  # that of the piece that it waits for too
