@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import PromptProcessingBatch
 
 from paged_kv.allocator.errors import NotReproducible
+from paged_kv.integrations.batching.unpaged_caches import unpaged_caches
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.fixed_steps import ROWS, described_device
 from paged_kv.integrations.heads.model_head import head_of
@@ -31,17 +32,27 @@ from paged_kv.pool.page_pool import PagePool
 # Sequences that share so many pages are read together on GPUs: see `kernels.gpu.tuning`.
 _LONG, _SHORT, _LEAST = 3 * PAGE_SIZE + 32, PAGE_SIZE + 44, 5
 _STEPS = 2
+_STATES = {"ArraysCache", "CountedArraysCache"}
 _passed = PassedTrials("fixed-steps.json")
 
 Bits = tuple[bytes, ...]
 
 
-def require_possible(model: PagedModel, options: CacheOptions, pool: PagePool, ranks: int) -> None:
+def require_possible(
+    options: CacheOptions, pool: PagePool, prompt_cache: list[Any], ranks: int
+) -> None:
     """Check what a reproducible factory is asked for beside that.
+
+    Args:
+        options: of the factory.
+        pool: its pool.
+        prompt_cache: one of its prompt caches.
+        ranks: how many processes share the model.
 
     Raises:
         NotReproducible: results would depend on other requests; the message says why.
     """
+    padded = {type(each).__name__ for each in unpaged_caches(prompt_cache)} - _STATES
     reasons = {
         "page_format auto requantises pages when other sequences need memory: name one format": (
             pool.requantisation_policy is not None
@@ -55,8 +66,8 @@ def require_possible(model: PagedModel, options: CacheOptions, pool: PagePool, r
         f"{ranks} processes share the model, and how they add up was not tried: use one": ranks > 1,
         f"layers of {pool.name} append rows beside keys and values, which are computed in groups "
         "of their own: leave reproducible out": bool(pool.rows),
-        f"layers of {pool.name} have indexers, whose caches take one sequence at a time: leave "
-        "reproducible out": model.has_indexer,
+        f"layers of {pool.name} keep caches that batches pad ({', '.join(sorted(padded))}): leave "
+        "reproducible out": bool(padded),
         f"no layer of {pool.name} keeps keys and values, and states alone are not cut at pages: "
         "leave reproducible out": not pool.num_layers,
     }

@@ -126,9 +126,6 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self.pool = self._model.new_pool(None)
         self.pool.ranks = self.ranks = self._model.ranks
-        if options.reproducible:
-            require_possible(self._model, options, self.pool, self.ranks.size)
-            require_fixed_steps(model, options)
         # All ranks serve the same requests.
         self.recorder = request_recorder() if self.ranks.rank == 0 else None
         if options.read_tokens is not None and not self.pool.chooses:
@@ -145,6 +142,9 @@ class PagedCacheFactory:
         self._pools: WeakValueDictionary[int | None, PagePool] = WeakValueDictionary()
         self._pools[None] = self._latest_pool = self.pool
         layers = self._model.new_cache(self.pool)
+        if options.reproducible:
+            require_possible(options, self.pool, layers, self.ranks.size)
+            require_fixed_steps(model, options)
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
         self._model.replace_calls()
@@ -174,7 +174,10 @@ class PagedCacheFactory:
         if self.pool.windows and not self.pool.is_open:
             # The pool caches out-of-window blocks only once it knows the sizes of all groups.
             self._model.open_layers(self.pool)
-        return self._model.new_cache(self._pool_for(bound), bound)
+        pool = self._pool_for(bound)
+        if pool.is_reproducible and not pool.is_open:
+            self._model.open_layers(pool)  # how steps are cut depends on them
+        return self._model.new_cache(pool, bound)
 
     def fetch_cache(
         self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]

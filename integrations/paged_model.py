@@ -81,11 +81,6 @@ class PagedModel:
         self._trial: Trial | None = None
 
     @property
-    def has_indexer(self) -> bool:
-        """Whether layers keep what an indexer chooses tokens by, beside keys and values."""
-        return self.file in self._library.indexed
-
-    @property
     def hooks(self) -> Hooks:
         """What an installed factory replaces in the model's library."""
         return self._library.hooks
@@ -124,8 +119,6 @@ class PagedModel:
 
     def new_cache(self, pool: PagePool, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""
-        if self._options.reproducible and not pool.is_open:
-            self.open_layers(pool)  # how steps are cut depends on them
         sequence, layers = Sequence(pool), count()
         sequence.model_version = self.version.number
 
