@@ -3,9 +3,7 @@
 import re
 import runpy
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,9 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = Path(__file__).read_text("utf-8")
-    assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
+    shared = "example_model"
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {shared}
+    assert all(f'"{name}"' in tested for name in names)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
@@ -32,37 +32,6 @@ def test_paged_kv_is_imported_before_mlx(path: Path) -> None:
     """It loads OpenBLAS, which MLX takes only if it is there first."""
     imported = re.findall(r"^(?:from|import) (paged_kv|example_model|mlx)", path.read_text(), re.M)
     assert imported[:1] != ["mlx"]
-
-
-@pytest.fixture
-def example_model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that the examples share."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("example_model")
-
-
-@pytest.mark.parametrize(
-    ("name", "usage", "arguments"),
-    [
-        ("chat", "[MODEL]", ("a", "b")),
-        ("page_store", "FOLDER [MODEL]", ()),
-        ("page_store", "FOLDER [MODEL]", ("a", "b", "c")),
-        ("shared_system_prompt", "[MODEL]", ("a", "b")),
-        ("small_budget", "[MODEL]", ("a", "b")),
-    ],
-)
-def test_with_wrong_arguments_it_says_how_it_is_used(
-    name: str, usage: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(name, monkeypatch, *arguments)
-    assert f"\npython examples/{name}.py {usage}\n" in str(ended.value)
-
-
-def test_without_a_template_a_question_is_text(example_model: Any, trained: Any) -> None:
-    tokenizer = trained("stdlib-llama")[1]
-    tokens = example_model.question_tokens(tokenizer, " is it?", "What")
-    assert tokens == tokenizer.encode("What is it?")
 
 
 def test_without_a_server_the_client_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

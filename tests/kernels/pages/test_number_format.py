@@ -1,6 +1,5 @@
 """Quantised numbers against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
 
-import re
 from itertools import product
 from typing import Any
 
@@ -10,10 +9,6 @@ import numpy.typing as npt
 import pytest
 
 from paged_kv.kernels.pages.number_format import (
-    CENTRE_PARTS,
-    CODES,
-    FLOATS,
-    GROUP,
     KEY_FORMATS,
     VALUE_FORMATS,
     NumberFormat,
@@ -21,7 +16,6 @@ from paged_kv.kernels.pages.number_format import (
     rotate,
 )
 from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout, page_format_named
-from tests.support.folders import ROOT
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -182,13 +176,6 @@ def test_codes_are_those_of_the_differences_from_the_mean() -> None:
     assert_codes_are("q4", *by_group(codes, scales), of=basis - mean)
 
 
-def test_the_centre_is_the_mean_of_any_number_of_tokens() -> None:
-    for tokens in (1, 3, 4, 7, 256):
-        keys = with_offset(tokens)
-        expected = keys.astype(np.float64).mean(1, keepdims=True)
-        np.testing.assert_allclose(np.asarray(centre(mx.array(keys))), expected, atol=1e-5)
-
-
 def test_the_centre_is_a_sum_of_four_parts_in_order() -> None:
     """Other backends add in this order, and codes turn on the last bits."""
     keys = with_offset()
@@ -245,19 +232,3 @@ def test_any_whole_number_of_groups_is_held(name: str) -> None:
     for dim in (16, 48, 80):
         with pytest.raises(ValueError, match=f"got {dim}: use 'fp16'"):
             number_format.slot_words(dim, mx.float16)
-
-
-def test_kernels_call_encodings_what_the_table_says() -> None:
-    table = [*FLOATS.values(), *CODES.values()]
-    kernels = ROOT / "kernels"
-    c = (kernels / "cpu/paged_kv_cpu.h").read_text()
-    (numbers,) = re.findall(r"enum \{ (PAGED_KV_F32 = .*) \};", c)
-    assert numbers == ", ".join(f"PAGED_KV_{each.name} = {each.cpu}" for each in table)
-    assert f"int FORMATS = {len(table)};" in (kernels / "cpu/row_coding.h").read_text()
-    assert f"int GROUP = {GROUP};" in (kernels / "cpu/attention.h").read_text()
-    assert f"int CENTRE_PARTS = {CENTRE_PARTS};" in (kernels / "cpu/attention.h").read_text()
-    gpu = (kernels / "gpu/pages.h").read_text()
-    (numbers,) = re.findall(r"CONSTANT uint (FLOATS = .*);", gpu)
-    assert numbers == ", ".join({f"{each.gpu_name} = {each.gpu}": None for each in table})
-    assert f"CONSTANT uint GROUP = {GROUP};" in gpu
-    assert {each.group for each in CODES.values()} == {GROUP}
