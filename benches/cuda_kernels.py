@@ -176,6 +176,7 @@ class Bench:
         flags = [*FLAGS[pages.page_format], "WHOLE" if is_whole else "PARTIAL"]
         flags += ["STEP"] if writes else []
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
+        sizes["AHEAD"] = self.tuning.values_ahead("cuda", DIM)
         read = self.kernel("decode", flags, K_DIM=DIM, V_DIM=DIM, **sizes)
         merge = self.kernel("merge", [], V_DIM=DIM)
         queries, keys, values = (

@@ -134,6 +134,7 @@ def decode() -> Iterator[Row]:
                 "cuda", 1, heads, 1, (DIM, DIM), 1 << 15, bases=1 + (bits < 16)
             )
             sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
+            sizes["AHEAD"] = module("tuning").values_ahead("cuda", DIM)
             text = kernel_text("decode", [*flags, "PARTIAL", "STEP"], K_DIM=DIM, V_DIM=DIM, **sizes)
             code, log = compiled(text, "sm_90")
             assert code, log

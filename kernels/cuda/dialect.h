@@ -15,10 +15,6 @@ typedef unsigned long long ulong;
 
 CONSTANT uint ALL_LANES = 0xffffffffu;
 
-// Tokens of which decode asks for values at once, and waits for memory once. More, or more of a key than one or two
-// times 16 bytes, takes so many registers that a multiprocessor runs 8 warps instead of 16.
-CONSTANT uint AHEAD = 16;
-
 float float_of_bits(uint bits) { return __uint_as_float(bits); }
 float float_of_half(ushort bits) { return __half2float(__ushort_as_half(bits)); }
 ushort half_of_float(float number) {

@@ -293,11 +293,12 @@ class PagedAttention:
             call.longest(reach, tuning.TILE),
             bases=1 + ("HAS_CODES" in kind.flags),
         )
+        ahead = tuning.values_ahead(self._kernels.dialect, geometry.v_dim)
         flags = [*kind.flags, *call.scores.softcap_flag]
         flags += ["STEP"] * call.writes + ["CHOSEN"] * bool(call.read_tokens)
         return Reader(
             "decode",
-            {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts},
+            {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts, "AHEAD": ahead},
             flags,
             tuning.LANES * shape.parts * shape.blocks,
             groups=(geometry.k_heads * shape.groups, shape.splits, batch),

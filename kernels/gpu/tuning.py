@@ -51,6 +51,19 @@ LEAST_TOKENS = {"metal": 128, "cuda": 32}
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
 
+# Reads of values that a lane of decode asks for at once, before it waits for memory. On CUDA more,
+# or more of a key than one or two times 16 bytes, takes so many registers that a multiprocessor
+# runs 8 warps instead of 16. On Metal 8 reads of 4 numbers of 16 bits take 16 registers.
+READS_AT_ONCE = {"metal": 8, "cuda": 16}
+
+
+def values_ahead(dialect: str, v_dim: int) -> int:
+    """Tokens of which a simdgroup asks for values at once; divides a tile. Of one token a lane
+    makes a read for each 64 or 128 numbers: see kernels/gpu/decode.h."""
+    reads = ceil(v_dim / (LANES * (2 if v_dim % 128 else 4)))
+    return 1 << (READS_AT_ONCE[dialect] // reads).bit_length() - 1
+
+
 def query_rows(gqa_group_size: int, v_dim: int) -> int:
     """Query heads of one KV head per simdgroup."""
     most = min(MOST_ROWS, MOST_SUMS * LANES // v_dim)

@@ -7,9 +7,6 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define UNROLL_2 _Pragma("clang loop unroll_count(2)")
 
-// Tokens of which decode asks for values at once, and waits for memory once. 8 of 16 bits take 16 registers.
-CONSTANT uint AHEAD = 8;
-
 float float_of_bits(uint bits) { return as_type<float>(bits); }
 float float_of_half(ushort bits) { return float(as_type<half>(bits)); }
 ushort half_of_float(float number) { return as_type<ushort>(half(number)); }

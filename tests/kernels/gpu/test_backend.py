@@ -254,6 +254,7 @@ def test_a_threadgroup_of_decode_has_the_memory_that_it_may(dialect: str) -> Non
         queries = shape.blocks * shape.rows * k_dim * bases
         assert 4 * (shape.blocks * shape.parts * own + queries) <= SHARED["metal"]
         assert shape.rows * -(-v_dim // gpu_tuning.LANES) <= gpu_tuning.MOST_SUMS
+        assert gpu_tuning.TILE % gpu_tuning.values_ahead(dialect, v_dim) == 0
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

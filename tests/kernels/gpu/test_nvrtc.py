@@ -114,6 +114,6 @@ def test_kernels_of_latents_compile(
 )
 def test_the_text_of_the_bench_compiles(operation: str, flags: list[str]) -> None:
     constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8}
-    constants |= {"THREADS": 128, "SHARERS": 1}
+    constants |= {"THREADS": 128, "SHARERS": 1, "AHEAD": 16}
     code, log = compiled(kernel_text(operation, flags, **constants), "sm_90")
     assert code, log

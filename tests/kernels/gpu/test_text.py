@@ -18,6 +18,7 @@ ALL_FORMATS = ["HAS_FLOATS", "HAS_Q8", "HAS_Q4", "HAS_CODES"]
 
 def _text(dialect: str, operation: str, flags: list[str], dim: int = 128) -> str:
     constants = {"K_DIM": dim, "V_DIM": dim, "ROWS": 8, "BLOCKS": 1, "PARTS": 8, "SIMDGROUPS": 8}
+    constants["AHEAD"] = 8
     kernels = GpuKernels(dialect, lambda **given: given)
     given: dict[str, Any] = kernels.kernel(operation, mx.bfloat16, constants, flags)
     return str(given["header"]) + str(given["source"])
