@@ -9,7 +9,7 @@ from typing import Any
 
 from paged_kv.admission.prompt_turns import Prompt, PromptTurns
 from paged_kv.admission.scheduler import HEAD
-from paged_kv.integrations.batching.prompt_segments import whole_pages
+from paged_kv.integrations.batching.prompt_segments import Tokens, whole_pages
 from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (
     Requests,
@@ -135,21 +135,28 @@ class PromptChoice:
     def _prompt_of(self, waiting: Waiting) -> Prompt:
         total = len(waiting.tokens) + sum(map(len, waiting.segments))
         computed = max(len(waiting.tokens), self._sharing.cached(waiting.uid)[0])
-        return self._prompt(waiting.uid, min(computed, total - 1), total)
+        computed = min(computed, total - 1)
+        return self._prompt(waiting.uid, computed, total - computed)
 
     def _reading(self) -> list[Prompt]:
         """The prompts that are being computed."""
         batch = self._parts.reading
         rows = zip(batch.uids, batch.tokens, self._parts.processing, strict=True)
         return [
-            self._prompt(uid, len(tokens), len(tokens) + sum(map(len, segments)))
+            self._prompt(uid, len(tokens), self._left(segments))
             for uid, tokens, (segments, *_) in rows
         ]
 
-    def _prompt(self, uid: int, computed: int, total: int) -> Prompt:
+    def _left(self, segments: list[Tokens]) -> int:
+        """The tokens that are left of a prompt. A reproducible answer that is computed again takes
+        one in each step, so it costs no more than an answer that goes on, and holds up nobody."""
+        is_answer = self._in_pages and len(segments[0]) == 1
+        return 1 if is_answer else sum(map(len, segments))
+
+    def _prompt(self, uid: int, computed: int, left: int) -> Prompt:
         priority, arrival = self._requests.order(uid)
         rank = priority, uid not in self._answering
-        return Prompt(uid, rank, arrival, computed, total - computed)
+        return Prompt(uid, rank, arrival, computed, left)
 
     def _within_memory(self, tokens: int) -> int:
         """So many tokens of a step, or those that there was memory for. Steps of reproducible
