@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from paged_kv.server.completions.answer_bodies import ChatAnswers
+from paged_kv.server.completions.interface import Choice
 from paged_kv.server.engine import next_turns
+from paged_kv.server.http.schema import ChatBody
 from tests.support.agent_model import TEMPLATE, Script, agent_folder
 from tests.support.running_server import (
     PATIENCE_S,
@@ -167,3 +170,11 @@ def test_a_request_that_comes_meanwhile_finds_what_is_computed(
     after = metrics(running.port)
     found = "prepared_tokens_found_total"
     assert after[found] - before[found] == 3 * 16  # that of the piece that it waits for too
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", ""])
+def test_thoughts_come_back_from_clients_that_have_sent_some(field: str) -> None:
+    messages: list[Any] = [{"role": "assistant", "content": "Yes.", field: "So."}]
+    answers = ChatAnswers(ChatBody.model_construct(messages=messages), "a", None)
+    answer = answers.sent_back(Choice(0, "No.", "Or so?"))
+    assert (answer.text, bool(answer.reasoning)) == ("No.", bool(field))

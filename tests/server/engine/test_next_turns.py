@@ -112,6 +112,7 @@ def test_it_evicts_only_what_is_worth_less(idle: Idle) -> None:
         small.run()
     kept = [tokens for tokens in others if small.known(tokens)]
     assert 1 < len(kept) < len(others)
+    assert kept[-1] == others[-1]
     for tokens in kept:
         for _ in range(3):
             small.factory.fetch_cache([*tokens, 1])
@@ -152,6 +153,7 @@ def test_what_later_prompts_find_is_counted(idle: Idle) -> None:
     idle.run()
     idle.add()
     idle.run()
+    idle.begin([9, *TOKENS[1:]], cached=len(TOKENS))  # another beginning
     idle.begin([*TOKENS[:half], 9, 9], cached=half)  # of both
     idle.begin([*TOKENS, 9], cached=len(TOKENS))  # they count once
     counted = idle.metrics
