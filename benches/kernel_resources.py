@@ -15,8 +15,7 @@ row of "decode" is one variant, for heads of 128:
     key_bytes, value_bytes      of pages that a warp asks for at once in each loop
 
 A row of "devices" is arithmetic on published figures: the bytes that must be on their way for each
-multiprocessor or core. Latency is that of an H200, which was measured with NVIDIA's tools by others
-at about 600 ns under load; nobody publishes it for Apple's GPUs, which are given the same.
+multiprocessor or core. Their latency under load is assumed: 600 ns for all.
 """
 
 import re
