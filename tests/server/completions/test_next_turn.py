@@ -72,21 +72,15 @@ def turn(running: PagedRunningServer, path: str, items: list[Any]) -> tuple[list
 
 def results(path: str, answer: list[Any]) -> list[Any]:
     """A result of each call."""
-    if path == MESSAGES:
-        blocks = [
-            {"type": "tool_result", "tool_use_id": each["id"], "content": NEW}
-            for each in answer[0]["content"]
-            if each["type"] == "tool_use"
-        ]
-        return [{"role": "user", "content": blocks}]
     if path == RESPONSES:
-        return [
-            {"type": "function_call_output", "call_id": each["call_id"], "output": NEW}
-            for each in answer
-            if each["type"] == "function_call"
-        ]
-    calls = answer[0]["tool_calls"]
-    return [{"role": "tool", "tool_call_id": each["id"], "content": NEW} for each in calls]
+        ids = [each["call_id"] for each in answer if "call_id" in each]
+        return [{"type": "function_call_output", "call_id": each, "output": NEW} for each in ids]
+    if path == CHAT:
+        ids = [each["id"] for each in answer[0]["tool_calls"]]
+        return [{"role": "tool", "tool_call_id": each, "content": NEW} for each in ids]
+    ids = [each["id"] for each in answer[0]["content"] if "input" in each]
+    blocks = [{"type": "tool_result", "tool_use_id": each, "content": NEW} for each in ids]
+    return [{"role": "user", "content": blocks}]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
@@ -169,7 +163,7 @@ def test_a_request_that_comes_meanwhile_finds_what_is_computed(
     running.wait_until_idle()
     after = metrics(running.port)
     found = "prepared_tokens_found_total"
-    assert after[found] - before[found] == 3 * 16  # that of the piece that it waits for too
+    assert after[found] - before[found] == 3 * 16  # it waits for the third piece
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", ""])

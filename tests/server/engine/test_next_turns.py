@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +69,7 @@ class Idle:
         self.turns.record_begun(job)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> Idle:
     monkeypatch.setattr(next_turns, "is_on_battery", lambda: False)
     return Idle()
@@ -87,10 +86,7 @@ def test_a_request_waits_for_one_piece_whose_tokens_are_kept(idle: Idle) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
-def test_states_and_windows_resume_behind_all_of_it(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(next_turns, "is_on_battery", lambda: False)
+def test_states_and_windows_resume_behind_all_of_it(family: str) -> None:
     idle = Idle(family)
     idle.add()
     idle.step(2)
@@ -104,7 +100,7 @@ def test_states_and_windows_resume_behind_all_of_it(
     assert mx.allclose(found, fresh, atol=1e-4)
 
 
-def test_it_evicts_only_what_is_worth_less(idle: Idle) -> None:
+def test_it_evicts_only_what_is_worth_less() -> None:
     small = Idle(max_bytes=1 << 21)
     others = [tokens_of(number, PIECE_TOKENS) for number in range(2, 40)]
     for tokens in others:
@@ -178,30 +174,19 @@ def test_it_stops_when_nothing_is_found(
     assert idle.turns.has_work == finds
 
 
-@pytest.mark.parametrize(
-    ("supply", "is_on"),
-    [
-        ({"type": "Battery", "status": "Discharging"}, True),
-        ({"type": "Battery", "status": "Charging"}, False),
-        ({"type": "Battery", "status": "Discharging", "scope": "Device"}, False),
-        ({"type": "Mains"}, False),
-    ],
-)
-def test_linux_says_when_the_battery_gives_power(
-    supply: dict[str, str], is_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_system_says_when_the_battery_gives_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    (tmp_path / "BAT0").mkdir()
-    for name, text in supply.items():
-        (tmp_path / "BAT0" / name).write_text(f"{text}\n")
-    assert is_on_battery(tmp_path) == is_on
-
-
-@pytest.mark.parametrize(("told", "is_on"), [("Battery Power", True), ("AC Power", False)])
-def test_macos_says_when_the_battery_gives_power(
-    told: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer: Callable[..., Any] = lambda *_, **__: SimpleNamespace(stdout=f"from '{told}'")  # noqa: E731
+    for name, texts in {"AC": ("Mains", "", ""), "mouse": ("Battery", "Device", "")}.items():
+        (tmp_path / name).mkdir()
+        for field, text in zip(("type", "scope", "status"), texts, strict=True):
+            (tmp_path / name / field).write_text(text or "Discharging\n")
+    assert not is_on_battery(tmp_path)
+    (tmp_path / "mouse" / "scope").unlink()
+    assert is_on_battery(tmp_path)
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(subprocess, "run", answer)
-    assert is_on_battery() == is_on
+    for told in ("Battery Power", "AC Power"):
+        answer = SimpleNamespace(stdout=f"Now drawing from '{told}'")
+        monkeypatch.setattr(subprocess, "run", lambda *_, answer=answer, **__: answer)
+        assert is_on_battery() == (told == "Battery Power")
