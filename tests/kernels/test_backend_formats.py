@@ -318,6 +318,8 @@ def test_gather_gives_the_numbers_that_pages_hold(
 
 @pytest.mark.slow
 def test_every_check_of_a_device_passes(backend: str) -> None:
+    if backend == "plain":
+        pytest.skip("the checks compare with plain operations")
     geometry = same(128, 128, mx.float16)
     wrong = {check.name: check.failure() for check in checks(backend_named(backend, geometry))}
     assert not [name for name, failure in wrong.items() if failure]
