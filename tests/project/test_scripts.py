@@ -18,9 +18,6 @@ case "$*" in
 esac
 """
 COMMAND = """#!/bin/sh
-case "$*" in
-*--bogus*) echo "unrecognized arguments: --bogus" >&2; exit 2 ;;
-esac
 printf ' \\n\\303\\251 %s' "$*"
 """
 
@@ -74,8 +71,3 @@ def test_the_demo_prints_its_prompt_before_the_text(checkout: Path) -> None:
     assert out.startswith("def read_file(path): \né generate ")
     assert "--prompt def read_file(path): --max-tokens 5" in out
     assert run(checkout, "./demo", "--prompt", "import")[1].startswith(" \né generate ")
-
-
-def test_the_demo_prints_no_prompt_before_an_error(checkout: Path) -> None:
-    run(checkout, "./demo")
-    assert run(checkout, "./demo", "--bogus") == (2, "", "unrecognized arguments: --bogus\n")

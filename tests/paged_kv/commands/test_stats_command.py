@@ -119,6 +119,23 @@ def test_json_is_a_snapshot_that_can_be_shown_later(
     assert capsys.readouterr().out == live
 
 
+def test_a_view_is_made_for_a_question_only() -> None:
+    made: list[int] = []
+
+    def view() -> ProcessView:
+        made.append(1)
+        return ProcessView(SELF, "", 1.0, ())
+
+    lazy = Publisher(view)
+    lazy.start()
+    wait_until(file_of(SELF).exists)
+    assert not made
+    assert not file_of(SELF).stat().st_size
+    assert [processes.running_process(SELF).time for _ in range(3)] == [1.0] * 3
+    lazy.stop()
+    assert 1 <= len(made) <= 3
+
+
 def test_watch_draws_a_map_until_the_process_ends(
     shown: Publisher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +252,20 @@ def test_a_process_that_hangs_is_named_and_the_others_are_shown(
     assert stats() == 1
     assert f"process {OTHER} has not answered" in capsys.readouterr().err
     assert file_of(OTHER).exists()
+
+
+def test_a_process_that_cannot_be_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stats("--pid", "99999999") == 1
+    assert "there is no process 99999999" in capsys.readouterr().err
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert stats("--pid", "1") == 1
+    assert "process 1 is another user's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
