@@ -32,7 +32,6 @@ from paged_kv import PagedCacheFactory
 from tests.support.schedules import CASES, Outcome, Schedules
 
 MODEL = "stdlib-llama"
-FORMATS = ("fp16", "q4")
 CLIENTS = (1, 4, 8, 16)
 PROMPT_TOKENS = 400
 ANSWER_TOKENS = 64
@@ -45,9 +44,8 @@ Speeds = dict[str, float]
 
 def count_bits(schedules: int) -> Iterator[dict[str, Any]]:
     """What the schedules of each case come to on both sides."""
-    cases = [(kind, dtype, page_format) for kind, dtype in CASES for page_format in FORMATS]
-    for at, (kind, dtype, page_format) in enumerate(cases[:schedules]):
-        seeds = range(at, schedules, len(cases))
+    for at, (kind, dtype, page_format) in enumerate(CASES[:schedules]):
+        seeds = range(at, schedules, len(CASES))
         row: dict[str, Any] = {
             "model": kind,
             "dtype": str(dtype).removeprefix("mlx.core."),
