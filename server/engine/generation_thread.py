@@ -39,7 +39,7 @@ from paged_kv.server.engine.jobs import (
     Stage,
     Token,
 )
-from paged_kv.server.engine.next_turns import NextTurn, NextTurns
+from paged_kv.server.engine.next_turns import QUIET_S, NextTurn, NextTurns
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics
@@ -211,10 +211,11 @@ class GenerationThread:
             most.append(self.provider.reuse.next_end - self._now)
             if self._rows is not None and self._options.model_ttl is not None:
                 most.append(self._used + self._options.model_ttl - self._now)
+            if self._can_prepare:
+                most.append(self._used + QUIET_S - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
             is_idle = not self._queue and (self._rows is None or not len(self._rows))
-            waits = is_idle and not self._can_prepare
-            commands = self._mailbox.take(wait=waits, seconds=max(0.0, min(most)))
+            commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
         self._now, commands = self._ranks.broadcast("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
         return commands
@@ -228,9 +229,9 @@ class GenerationThread:
     def _unload_unused(self) -> None:
         """Unload the model once no request was there for `--model-ttl`. The next one loads it."""
         ttl = self._options.model_ttl
-        if self.jobs or self._rows is None or ttl is None:
+        if self.jobs or self._rows is None:
             self._used = self._now
-        elif self._now - self._used >= ttl:
+        elif ttl is not None and self._now - self._used >= ttl:
             log.info("%s is unloaded until a request comes", self._rows.loaded.key[0])
             self.next_turns.clear()
             self._rows.close()
@@ -464,8 +465,9 @@ class GenerationThread:
         return self._rows is not None and not self.jobs and self.next_turns.has_work
 
     def _prepare_next(self) -> None:
-        """Compute a piece of a next turn, if there is nothing else to do."""
-        if self._rows is not None and self._can_prepare:
+        """Compute a piece of a next turn, if there has been nothing else to do for a while."""
+        is_quiet = self._now - self._used >= QUIET_S
+        if self._rows is not None and self._can_prepare and is_quiet:
             with self.watch.step():
                 self.next_turns.step(self._rows.loaded, self._stream, self._now)
             self._has_left |= not self.next_turns.has_work  # pools release what is spare

@@ -39,6 +39,9 @@ from paged_kv.server.engine.server_metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
 
+# Seconds without a request before a turn is prepared: a client that asks again at once would wait
+# for a piece.
+QUIET_S = 0.25
 # Tokens that are computed before the next look for requests.
 PIECE_TOKENS = PAGE_SIZE
 # Each holds the body of a request.
