@@ -35,13 +35,6 @@ def test_all_tests_that_are_named_exist() -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.slow
-def test_a_seed_draws_the_same_mutants_again() -> None:
-    drawn = draw(7, 12, "allocator/")
-    assert drawn == draw(7, 12, "allocator/") != draw(8, 12, "allocator/")
-    assert len({*drawn}) == 12
-
-
 def test_what_uses_a_module_tests_it_last() -> None:
     [mutant] = draw(1, 1, "allocator/ring.py")
     places = ("tests/allocator/test_ring.py", "tests/allocator", "tests/paged_kv")

@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-import paged_kv
 from tests.support.folders import ROOT
 
 # The folders that install as sub-packages of paged_kv.
@@ -183,8 +182,3 @@ def run_python(code: str, cwd: Path, environment: dict[str, str] | None = None) 
         command, cwd=cwd, capture_output=True, text=True, check=True, env=environment
     )
     return done.stdout.strip()
-
-
-def test_the_package_shows_its_public_names() -> None:
-    assert dir(paged_kv) == sorted(paged_kv.__all__)
-    assert all(getattr(paged_kv, name) is not None for name in dir(paged_kv))
