@@ -187,6 +187,9 @@ class NextTurns:
             turn.tokens = turn.read(loaded)
             yield
         tokens, (factory, *_) = turn.tokens, self._provider.factories
+        if factory.pool.is_reproducible:
+            # Prompts find whole pages only.
+            tokens = tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE]
         known = factory.peek(tokens, salt=turn.salt).num_tokens
         if known >= len(tokens) - 1 or not factory.has_room(tokens, salt=turn.salt):
             return

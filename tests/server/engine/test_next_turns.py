@@ -85,6 +85,13 @@ def test_a_request_waits_for_one_piece_whose_tokens_are_kept(idle: Idle) -> None
     assert idle.known(salt="a") == len(TOKENS) == idle.metrics.prepared_tokens
 
 
+def test_no_part_of_a_page_is_prepared_for_reproducible_prompts(idle: Idle) -> None:
+    idle.factory.pool.is_reproducible = True
+    idle.add()
+    idle.run()
+    assert idle.metrics.prepared_tokens == 3 * PIECE_TOKENS == idle.known()
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
 def test_states_and_windows_resume_behind_all_of_it(family: str) -> None:
     idle = Idle(family)
