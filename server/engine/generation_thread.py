@@ -146,7 +146,8 @@ class GenerationThread:
     def prepare_next(self, turn: NextTurn) -> None:
         """Compute what the next turn of a chat begins with, while there are no jobs."""
         self.next_turns.add(turn)
-        self._mailbox.put(lambda _: None)  # wakes the thread
+        if self.next_turns.has_work:  # of one rank alone, so no other one gets this command
+            self._mailbox.put(lambda _: None)  # wakes the thread
 
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""

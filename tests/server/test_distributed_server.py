@@ -134,7 +134,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_with_its_name(tmp_path: Path, 
 
 def test_every_rank_follows_the_grammar_of_an_answer(tmp_path: Path) -> None:
     outputs = {"structured_outputs": {"regex": "(yes|no), [0-9]{3}!"}}
-    with served(tmp_path) as (port, _):
+    with served(tmp_path, "--chat-template", "{{ messages[0].content }}") as (port, _):
         kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 2, "n": 3}]
         for options in kinds:
             texts, _ = asked(port, "import os\n", max_tokens=40, **outputs, **options)
@@ -144,3 +144,6 @@ def test_every_rank_follows_the_grammar_of_an_answer(tmp_path: Path) -> None:
         assert status == 400
         assert "structured_outputs" in message
         assert asked(port, "import os\n")[0]
+        for _ in range(2):  # no rank prepares the next turn of the first chat
+            messages = [{"role": "user", "content": "import os"}]
+            assert post(port, messages=messages, max_tokens=2).status == 200

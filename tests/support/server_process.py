@@ -59,9 +59,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def post(port: int, **body: Any) -> http.client.HTTPResponse:
-    """The answer to a request for a completion."""
+    """The answer to a request for a completion, or for that of a chat if there are messages."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    client.request("POST", "/v1/completions", json.dumps({"prompt": "import os\n", **body}))
+    chats = "chat/" if "messages" in body else ""
+    prompt = {} if chats else {"prompt": "import os\n"}
+    client.request("POST", f"/v1/{chats}completions", json.dumps({**prompt, **body}))
     return client.getresponse()
 
 
