@@ -35,7 +35,7 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from benches.results_file import write_result
-from benches.serving_http import MODEL, server, write_float32
+from benches.serving_http import MODEL, events, server, write_float32
 
 # isort: split
 from mlx_lm.utils import load_tokenizer
@@ -79,24 +79,13 @@ def ask(port: int, messages: list[Any], most: int) -> Turn:
     body = {"messages": messages, "max_tokens": most, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, first, computed, began = "", 0.0, 0, perf_counter()
-    for event in events(port, body):
+    for event in events(port, body, "/v1/chat/completions"):
         if event["choices"] and (new := event["choices"][0]["delta"].get("content")):
             text, first = text + new, first or perf_counter() - began
         if usage := event.get("usage"):
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             computed = usage["prompt_tokens"] - cached
     return Turn(text, computed, first)
-
-
-def events(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body))
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    for line in response:
-        if line.startswith(b"data: {"):
-            yield json.loads(line.removeprefix(b"data: "))
-    connection.close()
 
 
 def prepared_tokens(port: int) -> int:

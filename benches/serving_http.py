@@ -142,7 +142,7 @@ def ask(port: int, request: Request, path: str = "") -> Answer:
         "stream_options": {"include_usage": True},
     }
     answer, began = Answer(), perf_counter()
-    for event in events(port, body, path):
+    for event in events(port, body, f"{path}/v1/completions"):
         now = perf_counter() - began
         if event.get("usage"):
             answer.tokens = event["usage"]["completion_tokens"]
@@ -154,11 +154,13 @@ def ask(port: int, request: Request, path: str = "") -> Answer:
     return answer
 
 
-def events(port: int, body: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:
+def events(
+    port: int, body: dict[str, Any], path: str = "/v1/completions"
+) -> Iterator[dict[str, Any]]:
     """The events of an answer as they come."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", f"{path}/v1/completions", json.dumps(body), headers)
+    connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
     assert response.status == 200, response.read()
     for line in response:

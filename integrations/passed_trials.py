@@ -7,12 +7,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from paged_kv.kernels.pages.verdicts import verdict_file
+
 
 class PassedTrials:
     """What has passed the trials of one kind.
 
     Args:
-        name: of the file in the folder paged-kv of $XDG_CACHE_HOME, or of ~/.cache.
+        name: of the file, beside that of the kernels' verdicts.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,5 +40,4 @@ class PassedTrials:
             return []
 
     def _file(self) -> Path:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(caches) / "paged-kv" / self._name
+        return verdict_file().with_name(self._name)

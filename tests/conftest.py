@@ -91,6 +91,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
+@pytest.fixture
+def checks_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lets kernels be checked, and their verdicts be kept for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable in ("PAGED_KV_BACKEND", "PAGED_KV_CERTIFY"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.fixture(scope="session")
 def trained() -> Any:
     """A function (name, dtype) -> (model, tokenizer); each is loaded once."""

@@ -14,12 +14,7 @@ from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.self_test import Check
 
-
-@pytest.fixture(autouse=True)
-def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for variable in ("PAGED_KV_BACKEND", "PAGED_KV_CERTIFY"):
-        monkeypatch.delenv(variable, raising=False)
+pytestmark = pytest.mark.usefixtures("checks_kernels")
 
 
 @pytest.fixture

@@ -154,14 +154,7 @@ def test_verdicts_are_of_a_device_and_of_versions(monkeypatch: pytest.MonkeyPatc
             assert "another" in verdicts_on("metal").backend
 
 
-@pytest.fixture
-def _checking_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for variable in ("PAGED_KV_BACKEND", "PAGED_KV_CERTIFY"):
-        monkeypatch.delenv(variable, raising=False)
-
-
-@pytest.mark.usefixtures("_checking_here")
+@pytest.mark.usefixtures("checks_kernels")
 def test_a_cpu_kernel_that_is_wrong_serves_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = LayerGeometry(2, 64, mx.float16, 2, 64, mx.float16)
     assert backend_for(choose_backend(), geometry).name == "native"
@@ -171,7 +164,7 @@ def test_a_cpu_kernel_that_is_wrong_serves_no_layer(monkeypatch: pytest.MonkeyPa
     assert choose_backend().name == "plain"
 
 
-@pytest.mark.usefixtures("_checking_here")
+@pytest.mark.usefixtures("checks_kernels")
 def test_who_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert choose_backend().verdicts is not None
     assert verdict_file() == tmp_path / "paged-kv" / "kernels.json"
