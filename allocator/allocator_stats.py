@@ -20,7 +20,6 @@ Every byte of a slab is in exactly one of these, for each page format:
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -261,13 +260,6 @@ class AllocatorStats:
         for column in columns_of(kind):
             if column.of is not None:
                 object.__setattr__(self, column.name, column.of(self))
-
-
-def metadata_bytes(ref_counts: dict[int, int], free: int, tables: int, entries: int) -> int:
-    """Estimated bytes of the bookkeeping: the dictionary of counts with its ids, the list of free
-    ids, and the block tables. The constants were measured with tracemalloc."""
-    ids = len(ref_counts) * 32 + free * 40
-    return sys.getsizeof(ref_counts) + ids + tables * 1000 + entries * 8
 
 
 def _ratio(part: int, whole: int) -> float:

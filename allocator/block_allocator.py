@@ -1,41 +1,222 @@
-"""Allocates the blocks of sequences, which hold them through block tables."""
+"""Block tables, which map the tokens of a sequence to blocks of one group, and the allocator that
+makes them.
+
+The token at position p lives in the entry of page b = p // page_size, slot p % page_size. That
+entry is b, or `Ring.entry(b)`.
+"""
+
+from __future__ import annotations
 
 import re
-from collections import Counter
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
 from operator import or_
 
-from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
-from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.rewriting import compacting
-from paged_kv.allocator.ring import Ring, UsedSlots
+from paged_kv.allocator.allocator_stats import AllocatorStats, FormatStats
+from paged_kv.allocator.ring import Ring, UsedSlots, bits
 from paged_kv.allocator.slab_allocator import SlabAllocator
-from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, slab_of
-
-# The states of a block in a `SlabMap`: free, held by one table, shared by several, and cached.
-FREE, USED, SHARED, CACHED = ".usc"
+from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, compacting, slab_of
 
 
-@dataclass(frozen=True)
-class SlabMap:
-    """The blocks of a slab.
+class BlockTable:
+    """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
+
+    Copy on write: a block is written only if it has one reference and the right format, see
+    `Write.format_of`. Before its first write to any other block, a table replaces it by a copy:
+    see `reserve_all`.
 
     Attributes:
-        slab: its number in its group.
-        page_format: the format of all its pages.
-        states: a letter for each block.
+        blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
+            identities to see that nothing has changed.
+        page_format: the format of full blocks. A block that is written has the allocator's own.
+        first_format: the format of the first block once it is full. It differs from `page_format`
+            only if that is not the allocator's own.
+        ring: how a sliding window reuses entries; None if entries are not reused.
+        last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
+        tokens: number of tokens, including those reserved but not yet written.
+        owner: the sequence's name, the same in all groups.
+        is_scratch: whether no sequence has it: see `BlockAllocator.new_scratch`.
     """
 
-    slab: int
-    page_format: str
-    states: str
+    def __init__(
+        self, allocator: BlockAllocator, page_format: str, first_format: str, ring: Ring | None
+    ) -> None:
+        self.allocator = allocator
+        self.blocks: tuple[int, ...] = ()
+        self.page_format = page_format
+        self.first_format = first_format
+        self.ring = ring
+        self.last_reserved = allocator.tokens_reserved
+        self.tokens = 0
+        self.owner = ""
+        self.is_scratch = False
+        self._reserved_end = 0
+        self._recoded_pages = -1
+
+    def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """Replace the blocks and the number of tokens. The caller has added a reference to each new
+        block, and releases the references of the returned, former blocks."""
+        before = self.blocks
+        self.blocks, self.tokens = blocks, tokens
+        return before
+
+    def partly_used(self) -> dict[int, UsedSlots]:
+        """The used slots of each partly used block. O(1), or O(entries) with a ring."""
+        size = self.allocator.page_size
+        if self.ring is None:
+            unwritten = len(self.blocks) * size - self.tokens
+            used = bits(0, size - unwritten)
+            return {self.blocks[-1]: UsedSlots(used, used)} if unwritten else {}
+        full = bits(0, size)
+        slots = [self.ring.slots(at, self.tokens, size) for at in range(len(self.blocks))]
+        return {b: each for b, each in zip(self.blocks, slots, strict=True) if each.live != full}
+
+    def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
+        """The blocks that hold the tokens at [start, end), in order. In a ring the last block may
+        be the first one again."""
+        first, last = start // self.allocator.page_size, self.pages_of(end)
+        if self.ring is None:
+            return self.blocks[first:last]
+        return tuple([self.blocks[self.ring.entry(block)] for block in range(first, last)])
+
+    def is_reserved(self, end: int) -> bool:
+        """Whether a reservation covered `end`, with no fork or truncation since."""
+        return end <= self._reserved_end
+
+    def forget_reserved(self) -> None:
+        """Let the next write check for shared blocks, and for full ones, again."""
+        self._reserved_end, self._recoded_pages = 0, -1
+
+    def is_recoded(self, tokens: int) -> bool:
+        """Whether `unrecoded` is known to find nothing among the first `tokens` tokens. O(1)."""
+        return not self.recodes or tokens // self.allocator.page_size == self._recoded_pages
+
+    @property
+    def recodes(self) -> bool:
+        """Whether full blocks get another format than those that are written."""
+        return self.page_format != self.allocator.page_format
+
+    @property
+    def full_formats(self) -> tuple[str, ...]:
+        """The formats of full blocks."""
+        return tuple(dict.fromkeys((self.first_format, self.page_format)))
+
+    def full_format(self, page: int) -> str:
+        """The format of a page's block once it is full."""
+        return self.page_format if page else self.first_format
+
+    def unrecoded(self, tokens: int) -> dict[str, list[int]]:
+        """The full blocks of the first `tokens` tokens that still have the allocator's format, by
+        the format that they are to get. O(entries)."""
+        found: dict[str, list[int]] = {}
+        if self.is_recoded(tokens):
+            return found
+        for page, block in enumerate(self.full_blocks(tokens)):
+            if self.allocator.is_writable(block):
+                found.setdefault(self.full_format(page), []).append(block)
+        if not found:
+            self._recoded_pages = tokens // self.allocator.page_size
+        return found
+
+    def full_blocks(self, tokens: int) -> tuple[int, ...]:
+        """The blocks whose pages the first `tokens` tokens fill; not for rings."""
+        return self.blocks[: tokens // self.allocator.page_size]
+
+    def owns(self, start: int, end: int) -> bool:
+        """Whether the tokens at [start, end) all go to a last block that can be written as it is:
+        the usual decode step."""
+        size, blocks = self.allocator.page_size, self.blocks
+        return (
+            self.ring is None
+            and len(blocks) * size - size <= start < end <= len(blocks) * size
+            and self.allocator.refs.counts.get(blocks[-1]) == 1
+            and self.allocator.is_writable(blocks[-1])
+        )
+
+    def commit(
+        self, start: int, end: int, blocks: tuple[int, ...], copies: Mapping[int, int]
+    ) -> None:
+        """Reserve the tokens at [start, end) in `blocks`, which the caller has allocated, and
+        release the blocks that were copied (from, to) for that. Cannot fail."""
+        allocator = self.allocator
+        if blocks is not self.blocks:
+            if copies:
+                self.forget_reserved()
+            self.change(blocks, max(self.tokens, end))
+            allocator.cow_copies += len(copies)
+            allocator.release(copies)
+        elif end <= self._reserved_end:
+            return
+        elif end > self.tokens:
+            self.tokens = end
+        allocator.tokens_reserved += end - start
+        self.last_reserved = allocator.tokens_reserved
+        self._reserved_end = end
+
+    def append(self, formats: list[str]) -> None:
+        """Append new blocks of these formats, counted as full of tokens; all or none.
+
+        Raises:
+            PoolExhausted: too few blocks are available; nothing was changed.
+        """
+        self.allocator.drain()
+        taken = self.allocator.take_free(Counter(formats))
+        blocks = (*self.blocks, *[taken[name].pop(0) for name in formats])
+        self.change(blocks, len(blocks) * self.allocator.page_size)
+
+    def exchange(self, others: Mapping[int, int]) -> None:
+        """Replace blocks (old -> new, which is in use) and release the old ones."""
+        self.forget_reserved()
+        mine = [block for block in self.blocks if block in others]
+        self.allocator.retain([others[block] for block in mine])
+        self.change(tuple([others.get(block, block) for block in self.blocks]), self.tokens)
+        self.allocator.release(mine)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Release the blocks after the first `num_tokens` tokens.
+
+        Do not call this after a ring has wrapped: its blocks hold earlier tokens too.
+        """
+        assert num_tokens >= 0, num_tokens
+        self.forget_reserved()
+        keep = self.entries_for(num_tokens)
+        dropped = self.change(self.blocks[:keep], num_tokens)[keep:]
+        if dropped:
+            self.allocator.release(dropped)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Set the number of tokens and keep the blocks: for a ring that has wrapped, and for
+        blocks that were filled."""
+        self.forget_reserved()
+        self.change(self.blocks, num_tokens)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """The number of pages that so many tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.allocator.page_size)
+
+    def entries_for(self, num_tokens: int) -> int:
+        """The number of entries that these take."""
+        pages = self.pages_of(num_tokens)
+        return pages if self.ring is None else min(pages, self.ring.size)
 
 
-class BlockAllocator(SlabAllocator[BlockTable]):
-    """The blocks of one group of layers, and the tables that hold them."""
+@dataclass(eq=False, repr=False)
+class BlockAllocator(SlabAllocator):
+    """The blocks of one group of layers, and the tables that hold them.
+
+    Attributes:
+        tables: the tables that were made and not dropped.
+        tokens_reserved: tokens that all tables ever reserved blocks for.
+    """
+
+    tables: set[BlockTable] = field(default_factory=set, init=False)
+    tokens_reserved: int = field(default=0, init=False)
+    cow_copies: int = field(default=0, init=False)
+    _dropped: deque[BlockTable] = field(default_factory=deque, init=False)
 
     def new_table(
         self,
@@ -47,7 +228,7 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         get `page_format`, and the first of them `first_format`, if that is another."""
         self.drain()
         name = page_format or self.page_format
-        table = BlockTable(self, (), name, first_format or name, ring)
+        table = BlockTable(self, name, first_format or name, ring)
         self.tables.add(table)
         return table
 
@@ -57,12 +238,10 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         Raises:
             PoolExhausted: no block is available.
         """
-        self.drain()
-        blocks = tuple(self.take_free({page_format: 1})[page_format])
-        table = BlockTable(self, (), page_format, page_format, None)
+        blocks = self.allocate(1, page_format)
+        table = self.new_table(page_format=page_format)
         table.is_scratch = True
-        self.tables.add(table)
-        table.change(blocks, self.page_size)
+        table.change(tuple(blocks), self.page_size)
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -70,10 +249,24 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        fork = BlockTable(self, (), table.page_format, table.first_format, table.ring)
-        self.tables.add(fork)
+        fork = self.new_table(table.ring, table.page_format, table.first_format)
         fork.change(table.blocks, table.tokens)
         return fork
+
+    def drop(self, table: BlockTable) -> None:
+        """Release a table's blocks and forget it."""
+        self.drain()
+        self._forget(table)
+
+    def drop_later(self, table: BlockTable) -> None:
+        """Drop a table at the next call. For finalisers, which may interrupt a call."""
+        self._dropped.append(table)
+
+    def drain(self) -> None:
+        """Drop the tables of collected sequences, so that the reference counts are current."""
+        # A finaliser may append at any moment; append and popleft are atomic.
+        while self._dropped:
+            self._forget(self._dropped.popleft())
 
     def stats(self) -> AllocatorStats:
         """A snapshot. O(slabs + tables), and O(entries) for rings."""
@@ -89,10 +282,27 @@ class BlockAllocator(SlabAllocator[BlockTable]):
             rewrite = compacting(each, left)
             compactable = rewrite.freed if rewrite else 0
             left += compactable * each.block_bytes
-            idle = last_block[each.name], out_of_window[each.name]
-            formats.append(each.stats(self.page_size, *idle, compactable))
+            formats.append(
+                FormatStats(
+                    page_format=each.name,
+                    block_bytes=each.block_bytes,
+                    page_size=self.page_size,
+                    slabs=len(each.slabs),
+                    used=each.num_used - each.num_cached,
+                    cached=each.num_cached,
+                    spare=each.spare,
+                    fragmented=len(each.free) - each.spare,
+                    last_block_slots=last_block[each.name],
+                    out_of_window_slots=out_of_window[each.name],
+                    compactable=compactable,
+                )
+            )
         free = sum(len(each.free) for each in self.formats)
         entries = refs.total - len(refs.kept)
+        # An estimate: the dictionary of counts with its ids, the list of free ids, and the block
+        # tables. The constants were measured with tracemalloc.
+        ids = len(refs.counts) * 32 + free * 40
+        metadata = sys.getsizeof(refs.counts) + ids + len(self.tables) * 1000 + entries * 8
         return AllocatorStats(
             formats=tuple(formats),
             blocks_shared=refs.shared,
@@ -101,7 +311,7 @@ class BlockAllocator(SlabAllocator[BlockTable]):
             tables_dropped=len(self._dropped),
             cow_copies=self.cow_copies,
             allocation_failures=self.allocation_failures,
-            bytes_metadata=metadata_bytes(refs.counts, free, len(self.tables), entries),
+            bytes_metadata=metadata,
         )
 
     def block_map(self) -> Callable[[], list[SlabMap]]:
@@ -176,10 +386,30 @@ class BlockAllocator(SlabAllocator[BlockTable]):
         self.release(blocks)
         self.tables.discard(table)
 
-    def _move_in_tables(self, moves: Mapping[int, int]) -> None:
+    def _move(self, moves: Mapping[int, int]) -> None:
+        super()._move(moves)
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+
+
+# The states of a block in a `SlabMap`: free, held by one table, shared by several, and cached.
+FREE, USED, SHARED, CACHED = ".usc"
+
+
+@dataclass(frozen=True)
+class SlabMap:
+    """The blocks of a slab.
+
+    Attributes:
+        slab: its number in its group.
+        page_format: the format of all its pages.
+        states: a letter for each block.
+    """
+
+    slab: int
+    page_format: str
+    states: str
 
 
 def packed(states: str) -> str:

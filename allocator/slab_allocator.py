@@ -11,22 +11,28 @@ The states of a block and the calls that change them:
 `BlockAllocator.check()` verifies this, and every reference count against the block tables.
 """
 
+from __future__ import annotations
+
 import sys
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
-from paged_kv.allocator.rewriting import Rewrite, compacting, growing, joining, tidying
 from paged_kv.allocator.slabs import (
     IDLE_STEPS,
     PAGE_BITS,
     FormatSlabs,
+    Rewrite,
     block_range,
+    bounded,
     by_format,
+    compacting,
+    giving_back,
+    joining,
+    merged,
     slab_of,
 )
 
@@ -36,16 +42,14 @@ one, copies the pages, and unmaps the slabs that are emptied. False if pages can
 and if it raises, nothing is changed."""
 
 
-Table = TypeVar("Table", bound=Hashable)
-
-
-class SlabAllocator(Generic[Table]):
+@dataclass(eq=False, repr=False)
+class SlabAllocator:
     """The blocks of one group of layers; `BlockAllocator` adds the tables that hold them.
 
     A block keeps the page format of its slab. To the allocator a format is a name and a number of
     bytes per block.
 
-    Args:
+    Attributes:
         budget: the bytes that this and other groups may map together.
         block_bytes: bytes of one block: the pages of all layers of the group together.
         page_size: tokens a block holds.
@@ -55,41 +59,27 @@ class SlabAllocator(Generic[Table]):
         rewrite_slabs: see `RewriteSlabs`.
         max_slabs: slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
         page_format: the format of blocks that are written, and of others unless a call names one.
-
-    Attributes:
         refs: the reference counts.
-        tables: the tables that were made and not dropped.
-        tokens_reserved: tokens that all tables ever reserved blocks for.
     """
 
-    def __init__(
-        self,
-        budget: ByteBudget,
-        block_bytes: int,
-        page_size: int = 256,
-        map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
-        unmap_slab: Callable[[int], None] = lambda slab: None,
-        rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True,
-        max_slabs: int = sys.maxsize,
-        page_format: str = "fp16",
-    ) -> None:
-        require_positive("page_size", page_size)
-        self.page_size = page_size
-        self.budget = budget
-        self.page_format = page_format
-        self.tables: set[Table] = set()
-        self.tokens_reserved = 0
-        self.cow_copies = 0
-        self.allocation_failures = 0
-        self._map_slab = map_slab
-        self._unmap_slab = unmap_slab
-        self._rewrite_slabs = rewrite_slabs
-        self.max_slabs = max_slabs
-        self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
-        self._slab_format: dict[int, FormatSlabs] = {}
+    budget: ByteBudget
+    block_bytes: InitVar[int]
+    page_size: int = 256
+    map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None
+    unmap_slab: Callable[[int], None] = lambda slab: None
+    rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True
+    max_slabs: int = sys.maxsize
+    page_format: str = "fp16"
+    refs: RefCounts = field(init=False)
+    allocation_failures: int = field(default=0, init=False)
+    _formats: dict[str, FormatSlabs] = field(default_factory=dict, init=False)
+    _slab_format: dict[int, FormatSlabs] = field(default_factory=dict, init=False)
+    _may_be_untidy: bool = field(default=False, init=False)
+
+    def __post_init__(self, block_bytes: int) -> None:
+        require_positive("page_size", self.page_size)
+        self.add_format(self.page_format, block_bytes)
         self.refs = RefCounts(self._count_cached, self._not_used)
-        self._dropped: deque[Table] = deque()
-        self._may_be_untidy = False
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
         """Add a page format; a known one is returned unchanged."""
@@ -139,20 +129,9 @@ class SlabAllocator(Generic[Table]):
         slabs = self._formats[page_format or self.page_format]
         return len(slabs.free) + self.budget.left // slabs.block_bytes
 
-    def drop(self, table: Table) -> None:
-        """Release a table's blocks and forget it."""
-        self.drain()
-        self._forget(table)
-
-    def drop_later(self, table: Table) -> None:
-        """Drop a table at the next call. For finalisers, which may interrupt a call."""
-        self._dropped.append(table)
-
     def drain(self) -> None:
-        """Drop the tables of collected sequences, so that the reference counts are current."""
-        # A finaliser may append at any moment; append and popleft are atomic.
-        while self._dropped:
-            self._forget(self._dropped.popleft())
+        """Release what collected sequences hold, so that the reference counts are current."""
+        raise NotImplementedError
 
     def ensure_free(self, needs: Mapping[str, int], ahead_bytes: int | None = None) -> None:
         """Map slabs until `needs` blocks of each format are free; all or nothing.
@@ -234,7 +213,7 @@ class SlabAllocator(Generic[Table]):
 
     def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:
         """Map a slab of one of the formats."""
-        self._map_slab(slab, pages, slabs.name)
+        self.map_slab(slab, pages, slabs.name)
         self.budget.take(pages * slabs.block_bytes)
         slabs.add_slab(slab, pages)
         self._slab_format[slab] = slabs
@@ -247,9 +226,9 @@ class SlabAllocator(Generic[Table]):
 
         It copies few pages, so that it can be called between steps. O(formats) if none is due.
         """
-        if not (self._may_be_untidy or self._dropped):
-            return False
         self.drain()
+        if not self._may_be_untidy:
+            return False
         self._may_be_untidy = False
         for slabs in self.formats:
             if slabs.spare:
@@ -260,7 +239,8 @@ class SlabAllocator(Generic[Table]):
             if len(slabs.free) > slabs.reserve:
                 # Also if the budget has no room for the rewrite now.
                 self._may_be_untidy = True
-                rewrite = tidying(slabs, self.budget.left)
+                most = bounded(slabs.num_used)
+                rewrite = giving_back(slabs, slabs.reserve, most, self.budget.left)
                 if rewrite is not None:
                     return self._rewrite(rewrite)
         if len(self._slab_format) <= self.max_slabs:
@@ -360,7 +340,7 @@ class SlabAllocator(Generic[Table]):
         many slabs as a kernel takes. Returns whether it did; it may have joined slabs instead."""
         if len(self._slab_format) < self.max_slabs:
             return False
-        grown = growing(slabs, pages, self.budget)
+        grown = merged(slabs, 1, pages, self.budget)
         joined = joining(self.formats, self.budget)
         if joined and (grown is None or joined.cost < grown.cost):
             self._rewrite(joined)
@@ -376,7 +356,7 @@ class SlabAllocator(Generic[Table]):
         moves = self._moves_of(rewrite, slab)
         self.budget.take(peak)
         try:
-            if not self._rewrite_slabs(rewrite, slab, moves):
+            if not self.rewrite_slabs(rewrite, slab, moves):
                 return False
         finally:
             self.budget.take(-peak)
@@ -411,20 +391,11 @@ class SlabAllocator(Generic[Table]):
             on_move = self.refs.move(source, target)
             if on_move is not None:
                 on_move(source, target)
-        self._move_in_tables(moves)
-
-    def _forget(self, table: Table) -> None:
-        """Release a table's blocks, and forget it."""
-        raise NotImplementedError
-
-    def _move_in_tables(self, moves: Mapping[int, int]) -> None:
-        """Let all tables hold other blocks."""
-        raise NotImplementedError
 
     def _unmap(self, slab: int) -> None:
         slabs = self._slab_format.pop(slab)
         self.budget.take(-slabs.remove_slab(slab) * slabs.block_bytes)
-        self._unmap_slab(slab)
+        self.unmap_slab(slab)
 
     def _free(self, blocks: list[int]) -> None:
         """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""

@@ -2,18 +2,26 @@
 
 A block's id is its location, so a kernel needs nothing but the table entry:
 
-    block = slab * 65536 + page        (slab_of, page_of)
+    block = slab * 65536 + page        (slab_of)
 
 A slab is as large as the step that needs it, and at least a 64th of what its format holds. The
 number of an unmapped slab is reused before a new number is taken.
+
+A rewrite moves the used pages of some slabs and unmaps these slabs. The pages move into free pages
+of the slabs that stay, and where those do not suffice into a new slab. A rewrite gives back free
+pages, or joins small slabs when there are as many as a kernel takes. Pages move layer by layer, so
+that one layer's pages exist twice at a time.
 """
 
+from __future__ import annotations
+
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from sortedcontainers import SortedList
 
-from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 
 PAGE_BITS = 16
@@ -33,6 +41,10 @@ IDLE_STEPS = 64
 # can be emptied at little cost; up to SMALL_SLAB_PAGES it may.
 LARGEST_SLAB_SHARE = 8
 SMALL_SLAB_PAGES = 8
+# The share of the used pages that a step may copy to give back others, and the number of pages that
+# it may copy in any case.
+COPIED_SHARE = 16
+COPIED_PAGES = SMALL_SLAB_PAGES
 
 
 class FormatSlabs:
@@ -153,24 +165,6 @@ class FormatSlabs:
         """Used and cached blocks of some slabs."""
         return sum(self.used[slab] for slab in slabs)
 
-    def stats(
-        self, page_size: int, last_block_slots: int, out_of_window_slots: int, compactable: int
-    ) -> FormatStats:
-        """A snapshot. O(1)."""
-        return FormatStats(
-            page_format=self.name,
-            block_bytes=self.block_bytes,
-            page_size=page_size,
-            slabs=len(self.slabs),
-            used=self.num_used - self.num_cached,
-            cached=self.num_cached,
-            spare=self.spare,
-            fragmented=len(self.free) - self.spare,
-            last_block_slots=last_block_slots,
-            out_of_window_slots=out_of_window_slots,
-            compactable=compactable,
-        )
-
     def check(self) -> None:
         """Verify the counts against each other."""
         assert self.num_used == sum(self.used.values()), "used blocks are miscounted"
@@ -203,11 +197,6 @@ def slab_of(block: int) -> int:
     return block >> PAGE_BITS
 
 
-def page_of(block: int) -> int:
-    """The index of a block's page within its slab."""
-    return block & (MAX_SLAB_PAGES - 1)
-
-
 def block_range(slab: int, pages: int) -> range:
     """The ids of the blocks of a slab of `pages` pages."""
     return range(slab << PAGE_BITS, (slab << PAGE_BITS) + pages)
@@ -226,3 +215,107 @@ def count_by_slab(blocks: list[int]) -> list[tuple[int, int]]:
         counts.append((slab, end - start))
         start = end
     return counts
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rewrite of slabs of one format.
+
+    Attributes:
+        slabs: the format.
+        emptied: the slabs whose pages move, and which are then unmapped.
+        new_pages: pages of the new slab; 0 if there is none.
+    """
+
+    slabs: FormatSlabs
+    emptied: tuple[int, ...]
+    new_pages: int
+
+    @property
+    def freed(self) -> int:
+        """Pages that fewer are mapped afterwards; negative if more are."""
+        return self.slabs.pages_of(self.emptied) - self.new_pages
+
+    @property
+    def copied(self) -> int:
+        """Pages that move."""
+        return self.slabs.used_of(self.emptied)
+
+    @property
+    def cost(self) -> float:
+        """Bytes that are copied for each slab that a kernel takes less. A slab that grows takes the
+        place of another one."""
+        kept = 1 if self.freed >= 0 else 0
+        return self.copied * self.slabs.block_bytes / (len(self.emptied) - kept)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are mapped at a time, beyond those mapped before."""
+        grown = max(0, -self.freed)
+        return grown * self.slabs.block_bytes + (self.new_pages - grown) * self.slabs.page_bytes
+
+
+def giving_back(slabs: FormatSlabs, keep: int, most: float, left: int) -> Rewrite | None:
+    """A rewrite of the emptiest slabs that leaves no fewer than `keep` blocks free, or None.
+
+    It copies at most `most` pages, unless the emptiest slab has more, and maps at most `left` bytes
+    at a time beyond those that are mapped. O(slabs log slabs).
+    """
+    excess = len(slabs.free) - keep
+    if excess <= 0:
+        return None
+    emptiest_first = sorted(
+        slabs.slabs, key=lambda slab: (slabs.used[slab] / slabs.slabs[slab], slabs.slabs[slab])
+    )
+    emptied: list[int] = []
+    for slab in emptiest_first:
+        if slabs.pages_of(emptied) >= excess:
+            break
+        if emptied and slabs.used_of([*emptied, slab]) > most:
+            break
+        emptied.append(slab)
+    rewrite = _emptying(slabs, emptied, excess)
+    if rewrite.new_pages <= slabs.max_slab_pages and rewrite.peak_bytes <= left:
+        return rewrite
+    # Without a new slab, whose pages would exist twice.
+    fitting: list[int] = []
+    for slab in emptiest_first:
+        if slabs.pages_of([*fitting, slab]) <= excess:
+            fitting.append(slab)
+    return _emptying(slabs, fitting, excess) if fitting else None
+
+
+def bounded(used: int) -> int:
+    """The number of pages that a step may copy to give back others, if so many are used."""
+    return max(COPIED_PAGES, used // COPIED_SHARE)
+
+
+def compacting(slabs: FormatSlabs, left: int) -> Rewrite | None:
+    """A rewrite that gives back all free pages, or as many as `left` bytes allow."""
+    return giving_back(slabs, 0, math.inf, left)
+
+
+def joining(formats: Iterable[FormatSlabs], budget: ByteBudget) -> Rewrite | None:
+    """Of the rewrites of a format's smallest slabs into one, the cheapest; None if all would be too
+    large."""
+    rewrites = [merged(slabs, 2, 0, budget) for slabs in formats]
+    return min(filter(None, rewrites), key=lambda each: each.cost, default=None)
+
+
+def merged(slabs: FormatSlabs, fewest: int, more: int, budget: ByteBudget) -> Rewrite | None:
+    """A rewrite of the `fewest` smallest slabs into one with `more` free pages, and of further ones
+    as long as it copies no more pages than a step may; None if it would be too large."""
+    smallest_first = sorted(slabs.slabs, key=lambda slab: (slabs.slabs[slab], slabs.used[slab]))
+    best = None
+    for count in range(fewest, len(smallest_first) + 1):
+        emptied = tuple(smallest_first[:count])
+        rewrite = Rewrite(slabs, emptied, slabs.pages_of(emptied) + more)
+        fits = rewrite.new_pages <= slabs.largest_slab(budget) and rewrite.peak_bytes <= budget.left
+        if not fits or (best and rewrite.copied > bounded(slabs.num_used)):
+            break
+        best = rewrite
+    return best
+
+
+def _emptying(slabs: FormatSlabs, emptied: list[int], excess: int) -> Rewrite:
+    return Rewrite(slabs, tuple(emptied), max(0, slabs.pages_of(emptied) - excess))

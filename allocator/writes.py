@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 
 CopyPages = Callable[[Mapping[int, int]], None]
 """Called with page copies (from block, to block), to make them."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
 from paged_kv.allocator.slabs import FormatSlabs
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat

@@ -12,12 +12,10 @@ from itertools import chain, takewhile
 
 from paged_kv.admission.pool_size import GroupSize
 from paged_kv.allocator.allocator_stats import counted
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
-from paged_kv.allocator.rewriting import Rewrite
-from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
+from paged_kv.allocator.slabs import MAX_SLAB_PAGES, Rewrite, slab_of
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention_metadata import BlockTables
 from paged_kv.kernels.pages.backend import Backend

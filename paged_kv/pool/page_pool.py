@@ -17,7 +17,7 @@ from weakref import WeakSet
 import mlx.core as mx
 
 from paged_kv.admission.pool_size import PoolSize
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, locked
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex

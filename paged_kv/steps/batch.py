@@ -12,7 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.writes import Write

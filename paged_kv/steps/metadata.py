@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.writes import Write
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.byte_budget import locked
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.checks import described

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.choice import tokens_read
 from paged_kv.kernels.pages.errors import PagesNotRead

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_pages import LayerPages

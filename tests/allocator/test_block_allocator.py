@@ -8,8 +8,7 @@ import pytest
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
-from paged_kv.allocator.rewriting import Rewrite
-from paged_kv.allocator.slabs import slab_of
+from paged_kv.allocator.slabs import Rewrite, slab_of
 from tests.support.reserving import reserve
 
 # The id of the first block of slab 1; those of slab 0 begin at 0.

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.writes import Write, blocks_needed
 from tests.support.examples import examples

@@ -2,8 +2,7 @@
 
 import random
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.requantisation import full_blocks
 from tests.support.reserving import reserve

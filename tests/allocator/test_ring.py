@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv import PagePool
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.allocator.ring import Ring

@@ -13,12 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
-from paged_kv.allocator.rewriting import Rewrite, joining
-from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.slabs import Rewrite, block_range, joining, slab_of
 from paged_kv.allocator.writes import Write, blocks_needed
 from tests.support.examples import examples
 from tests.support.invariants import assert_invariants, live_rows, used_rows

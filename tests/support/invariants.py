@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from paged_kv.allocator.allocator_stats import AllocatorStats
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 
 
 def assert_invariants(stats: AllocatorStats, mapped: int) -> None:

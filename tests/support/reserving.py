@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.writes import CopyPages, Write, reserve_all
 
 

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import LeastRecentlyUsed
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks

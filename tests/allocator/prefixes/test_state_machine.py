@@ -12,13 +12,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.rewriting import Rewrite
-from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.slabs import Rewrite, block_range, slab_of
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 

@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted
 from paged_kv import Sequence as PagedSequence
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.requantisation import FullBlock
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata

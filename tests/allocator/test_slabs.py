@@ -6,8 +6,7 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.rewriting import Rewrite
-from paged_kv.allocator.slabs import IDLE_STEPS, FormatSlabs, block_range
+from paged_kv.allocator.slabs import IDLE_STEPS, FormatSlabs, Rewrite, block_range
 from tests.support.reserving import reserve
 
 BLOCK_BYTES, LAYERS = 12, 4
@@ -159,7 +158,7 @@ def test_a_rewrite_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> bool:
         raise MemoryError("planted")
 
-    monkeypatch.setattr(rewrites.allocator, "_rewrite_slabs", fail)
+    monkeypatch.setattr(rewrites.allocator, "rewrite_slabs", fail)
     with pytest.raises(MemoryError):
         rewrites.allocator.compact()
     assert (rewrites.allocator.slabs, rewrites.budget.mapped) == ({0: 2, 1: 4}, 6 * BLOCK_BYTES)
