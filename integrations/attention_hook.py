@@ -14,9 +14,8 @@ from mlx_lm.models import base
 
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.operation_hooks import OPERATIONS, prepared
-from paged_kv.recognition.latent_arrays import PositionScores
-from paged_kv.steps.arrays import PagedKeys, PagedValues
-from paged_kv.steps.read import PagedRead
+from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.recognised_arrays import PositionScores
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 _stock_fast_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention

@@ -9,8 +9,7 @@ from typing import Any
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
-from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.model_hooks import Replacements

@@ -23,7 +23,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.allocator.errors import NotReproducible
-from paged_kv.cache import dependencies
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves
@@ -41,6 +40,7 @@ from paged_kv.integrations.states.one_by_one import (
     widen,
 )
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps import read
 from paged_kv.steps.sequence import BatchStates, PromptStates
 from paged_kv.steps.step import step_numbers
 
@@ -111,11 +111,11 @@ class _Caches:
 
     def __enter__(self) -> None:
         self._began = next(step_numbers)
-        self._was_in_model = dependencies.this_thread.in_model
-        dependencies.this_thread.in_model = True
+        self._was_in_model = read.this_thread.in_model
+        read.this_thread.in_model = True
 
     def __exit__(self, kind: object, *_: object) -> None:
-        dependencies.this_thread.in_model = self._was_in_model
+        read.this_thread.in_model = self._was_in_model
         if kind is not None:
             self.undo()
 

@@ -26,9 +26,9 @@ from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.operation_hooks import prepared
 from paged_kv.integrations.states.one_by_one import row_of
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.pages.placeholder import new_placeholder
 from paged_kv.pool.appended_rows import AppendedRows
-from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.read import PagedKeys, PagedValues
+from paged_kv.steps.recognised_arrays import new_placeholder
 
 logger = logging.getLogger("paged_kv")
 

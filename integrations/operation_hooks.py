@@ -10,11 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.cache.dependencies import DependentArray, depending
 from paged_kv.integrations.states.layer_rows import GrowingArray
-from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
-from paged_kv.recognition.softcapped_arrays import AttentionScores
-from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.read import DependentArray, PagedKeys, PagedValues, depending
+from paged_kv.steps.recognised_arrays import AttentionScores, PositionScores, TokenIndices
 
 _stock_depends: Callable[..., Any] = mx.depends
 _stock_concatenate: Callable[..., mx.array] = mx.concatenate

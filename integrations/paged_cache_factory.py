@@ -13,8 +13,7 @@ from weakref import WeakValueDictionary
 from mlx.nn.layers.base import Module
 
 from paged_kv.allocator.prefixes.prefix_node import Owner
-from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
-from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.automatic_budget import automatic_budget
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged

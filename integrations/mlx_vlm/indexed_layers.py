@@ -27,7 +27,7 @@ from paged_kv.integrations.cache_library import LayerCache, Paged
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.states.one_by_one import SeparateCaches
-from paged_kv.steps.arrays import PagedKeys
+from paged_kv.steps.read import PagedKeys
 
 
 class IndexedLayer(CacheList):

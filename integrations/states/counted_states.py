@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from paged_kv.cache.other_caches import integers
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.batch import integers
 from paged_kv.steps.sequence import PromptStates
 
 

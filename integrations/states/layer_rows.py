@@ -32,9 +32,9 @@ from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
-from paged_kv.recognition.latent_arrays import FollowedArray
 from paged_kv.steps.progress import GroupInputs
 from paged_kv.steps.read import GatheredRead
+from paged_kv.steps.recognised_arrays import FollowedArray
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
 

@@ -8,23 +8,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.cache.dependencies import (
-    dependency_on,
-    depending,
-    joined_of,
-    require_dependency,
-    this_thread,
-)
-from paged_kv.cache.other_caches import integers, taken_in, trim_counts
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.page_pool import PagePool, require_pool
-from paged_kv.steps.arrays import PagedKeys, PagedValues
-from paged_kv.steps.batch import Batch, write
-from paged_kv.steps.masks import step_mask
+from paged_kv.steps.batch import Batch, integers, write
+from paged_kv.steps.metadata import step_mask
+from paged_kv.steps.read import (
+    PagedKeys,
+    PagedValues,
+    dependencies_of,
+    depending,
+    joined,
+    this_thread,
+)
 from paged_kv.steps.sequence import Sequence, offset_of
 
 
@@ -150,8 +149,7 @@ class PagedKVCache:
 
     def depend_on(self, caches: Iterable[PagedKVCache]) -> None:
         """Let the next write depend on whatever those of other caches depend on."""
-        others = [each._dependency for each in caches]
-        self._dependency = joined_of([self._dependency, *others])
+        self._dependency = joined([self._dependency, *[each._dependency for each in caches]])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -203,7 +201,14 @@ class PagedKVCache:
             ValueError: there are not B counts, or one is negative; nothing was changed.
             RollbackError: a ring has overwritten tokens that would be needed; nothing was changed.
         """
-        pairs = list(zip(self.sequences, trim_counts(n, len(self.sequences)), strict=True))
+        counts, batch = integers(n), len(self.sequences)
+        if len(counts) != batch:
+            raise ValueError(f"trim needs one count per sequence ({batch}), got {len(counts)}")
+        if min(counts, default=0) < 0:
+            raise ValueError(
+                f"trim needs counts of tokens that are not negative, got {min(counts)}"
+            )
+        pairs = list(zip(self.sequences, counts, strict=True))
         for sequence, count in pairs:
             sequence.require_rollback(self.layer, count)
         return [sequence.trim(self.layer, count) for sequence, count in pairs]
@@ -276,7 +281,7 @@ class PagedKVCache:
             self.depend_on([other])
             others = list(other.sequences)
         else:
-            others = taken_in(other, self.batch, self.layer)
+            others = self.batch.take_in(self.layer, other)
         self.batch = Batch.of(self.pool, self._distinct([*self.sequences, *others]))
 
     def extract(self, idx: int) -> PagedKVCache:
@@ -303,7 +308,7 @@ class PagedKVCache:
             if isinstance(cache, PagedKVCache):
                 sequences += [sequence.fork(first.layer) for sequence in cache.sequences]
             else:
-                sequences += taken_in(cache, first.batch, first.layer)
+                sequences += first.batch.take_in(first.layer, cache)
         return first._with(sequences, paged)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
@@ -402,9 +407,8 @@ class PagedKVCache:
 
     def _depend_on_assigned(self, array: mx.array) -> None:
         # Without a factory nobody knows when a model runs.
-        if self.pool.versions is not None:
-            require_dependency(array)
-        self._dependency = joined_of([self._dependency, dependency_on(array)])
+        found = dependencies_of(array, is_checked=self.pool.versions is not None)
+        self._dependency = joined([self._dependency, *found])
 
     def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:
         return array if self._dependency is None else depending(array, [self._dependency])
@@ -434,3 +438,30 @@ class PagedKVCache:
                 f"caches can be batched within one layer of one pool, got layer {self.layer} of "
                 f"{self.pool} and layer {other.layer} of {other.pool}: make them with one factory"
             )
+
+
+class PagedChunkedKVCache(PagedKVCache):
+    """One layer of some sequences, with the members of mlx-lm's `ChunkedKVCache`.
+
+    The pages are a ring that holds a chunk's length of tokens. The model makes the mask from
+    `start_position` and `offset`, two numbers, so it takes one sequence of a batch at a time.
+    """
+
+    @property
+    def start_position(self) -> int:
+        """The position of the first token that `update_and_fetch` will return.
+
+        Raises:
+            ValueError: the cache holds several sequences, each with a position of its own.
+        """
+        if len(self.sequences) != 1:
+            raise ValueError(
+                f"a layer that attends by chunks takes one sequence, this cache has "
+                f"{len(self.sequences)}: give each sequence a cache of its own"
+            )
+        window = self.pool.group_of(self.layer).window
+        before = self.sequences[0].progress(self.layer).offset
+        return 0 if window is None else window.first_visible(before)
+
+    def maybe_trim_front(self) -> None:
+        """Does nothing: the ring overwrites the tokens that its window has passed."""

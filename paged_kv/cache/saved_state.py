@@ -35,7 +35,6 @@ from paged_kv.kernels.pages.page_format import (
 from paged_kv.pool.page_pool import PagePool, open_pools
 from paged_kv.pool.window import Window
 from paged_kv.sizes import counted
-from paged_kv.steps.batch import commit
 from paged_kv.steps.sequence import Sequence
 
 
@@ -149,7 +148,8 @@ _layers: weakref.WeakKeyDictionary[Sequence, set[int]] = weakref.WeakKeyDictiona
 
 def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
     """One layer of the sequences as a tree. Its arrays are views of pages."""
-    commit(sequences)
+    for sequence in sequences:
+        sequence.commit()
     rows = [
         {
             "uid": sequence.uid,

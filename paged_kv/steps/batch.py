@@ -7,8 +7,9 @@ and the others find it here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,9 +19,8 @@ from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
-from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.blocks import full_blocks, make_room
-from paged_kv.steps.read import PagedRead
+from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow
 from paged_kv.steps.step import Step
 
@@ -64,10 +64,26 @@ class Batch:
             self._wider = weakref.ref(wider)
         return wider
 
-    def newcomers(self, layer: int, count: int) -> list[Sequence]:
-        """New sequences for tokens that are to come beside these; see `LayerwiseSequences`."""
+    def take_in(self, layer: int, cache: Any) -> list[Sequence]:
+        """New sequences, which hold in a layer what a cache without pages holds, such as mlx-lm's
+        `KVCache`: all layers get the same ones.
+
+        The cache has keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], or None before
+        the first token, an `offset` for each sequence, and the `left_padding` of a batch.
+
+        Raises:
+            ValueError: it has no such arrays, its arrays do not fit the layer, or its first tokens
+                are not in them any more.
+            PoolExhausted: the pool's budget does not hold the tokens.
+        """
+        contents = list(_contents_by_sequence(cache))
         with self.pool.lock:
-            return self._newcomers.get(layer, count, partial(Sequence, self.pool))
+            sequences = self._newcomers.get(layer, len(contents), partial(Sequence, self.pool))
+        for sequence, (keys, values) in zip(sequences, contents, strict=True):
+            if keys.shape[2]:
+                written, _ = Batch.of(self.pool, [sequence]).append(layer, keys, values)
+                written.read.leave_unread()
+        return sequences
 
     def begin(self, layer: int, count: int) -> Step:
         """The step of each sequence's next `count` tokens, padding included, in one layer: the one
@@ -126,7 +142,8 @@ class Batch:
             unwritten = _unwritten_step(layer, self.sequences)
             if step is None or not step.is_open or layer not in step.layers - step.waiting:
                 if unwritten is None:
-                    commit(self.sequences, {layer})
+                    for sequence in self.sequences:
+                        sequence.commit({layer})
                 rows = [sequence.latest_step(layer) for sequence in self.sequences]
                 step = self.step = Step(pool, rows, 0, {layer}).begin()
             group_step = step.group_step(layer, read_first=unwritten is not None)
@@ -158,8 +175,8 @@ class Batch:
             open_groups = [group for group in pool.groups if group.is_open and group.window is None]
             for group in open_groups:
                 group.add_formats(page_format, page_format.first)
-            commit(others)
             for sequence in others:
+                sequence.commit()
                 sequence.begin_conversion(page_format)
             for group in open_groups:
                 for each in dict.fromkeys((page_format, page_format.first)):
@@ -205,11 +222,36 @@ def write(
     return paged_keys, paged_values
 
 
-def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> None:
-    """Write the unwritten steps of all layers, or of `layers`. No query can attend to the latest
-    step of these afterwards."""
-    for sequence in sequences:
-        sequence.commit(layers)
+def _contents_by_sequence(cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
+    """The keys and values [1, heads, tokens, dim] of each sequence of a cache without pages."""
+    kind = type(cache).__name__
+    keys, values = getattr(cache, "keys", ()), getattr(cache, "values", ())
+    rows = 1 if keys is None else len(keys)
+    begins = integers(getattr(cache, "left_padding", [0] * rows))
+    if keys is None and not any(begins):
+        keys = values = mx.zeros((len(begins), 1, 0, 1))
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
+        raise ValueError(
+            f"a PagedKVCache can be batched with caches that have arrays of keys and values, as a "
+            f"KVCache has, got a {kind}: make its cache with the factory's make_cache()"
+        )
+    offset = cache.offset
+    counts = integers(offset) if isinstance(offset, mx.array) else [offset] * len(begins)
+    for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+        end = begin + count
+        if begin < 0 or end > keys.shape[2]:
+            raise ValueError(
+                f"a PagedKVCache needs all tokens of a cache that it is batched with, got a {kind} "
+                f"with the latest {keys.shape[2]} of {count}: compute its prompt with the "
+                "factory's make_cache()"
+            )
+        yield keys[row : row + 1, :, begin:end], values[row : row + 1, :, begin:end]
+
+
+def integers(numbers: Iterable[int] | mx.array) -> list[int]:
+    """The numbers as a list, of a list or of an array, as mlx-lm gives them."""
+    listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
+    return list(listed)
 
 
 def _full_blocks(

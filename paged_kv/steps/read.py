@@ -1,8 +1,21 @@
-"""Reads the pages of a step, as attention asks for them."""
+"""Reads the pages of a step, as attention asks for them, and defines arrays that stand for a read.
+
+mlx-lm's models pass the arrays that a cache returns to attention. Those of this file name their
+pages, so that attention can read the pages instead. In layers where only attention uses keys and
+values, they have just a shape and a dtype, and computing one raises an error. In other layers, MLX
+gathers the keys and values when it computes the arrays.
+
+Models also assign `cache.keys = mx.depends(cache.keys, x)`, so that whoever computes the cache also
+computes x: a message to another rank, or keys that no output of this step needs. Pages are no part
+of the graph. So the cache keeps a number that depends on x, and nobody gathers the keys for it.
+Some models assign other arrays, only to bound the graph. What other code assigns would be new
+contents, which pages do not get so: it is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from threading import current_thread
 from typing import Any
 
@@ -12,7 +25,14 @@ from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetada
 from paged_kv.kernels.pages.choice import chooses
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.steps.masks import visible
+from paged_kv.steps.metadata import visible
+from paged_kv.steps.recognised_arrays import (
+    GroupedArray,
+    PositionKeys,
+    ReadArray,
+    TokenIndices,
+    TransposedKeys,
+)
 from paged_kv.steps.step import GroupStep, Seen, Step
 
 
@@ -209,3 +229,169 @@ class GatheredRead(PagedRead):
 
     def leave_unread(self) -> None:
         self._is_attended = True
+
+
+class _PagedArray(ReadArray):
+    """Numbers of a read, which attention can read from its pages.
+
+    Attributes:
+        read: the read.
+        tiles: how often the heads of the pages follow each other in this array.
+    """
+
+    read: PagedRead
+    tiles = 1
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(self.read, GatheredRead) and not self.read.counted:
+            raise _contents_refused()
+        super().__setitem__(index, value)
+
+    def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
+        """Of a dtype that holds the same numbers, an array that still stands for its read."""
+        cast = super().astype(dtype, stream)
+        return self._followed_by(cast, 1) if dtype in (self.dtype, mx.float32) else cast
+
+    def tiled(self, result: mx.array, repetitions: Any) -> mx.array:
+        """`result`, which is mx.tile(self, repetitions), as an array that still stands for its read
+        if only heads were repeated."""
+        if not isinstance(repetitions, list | tuple) or len(repetitions) != 4:
+            return result
+        tokens_stay = (repetitions[0], *repetitions[2:]) == (1, 1, 1)
+        return self._followed_by(result, repetitions[1]) if tokens_stay else result
+
+    def grouped(self, result: mx.array, axis: Any) -> mx.array:
+        """`result`, which is mx.expand_dims(self, axis), as an array that still stands for its read
+        if the axis is that of grouped queries."""
+        if self.is_changed or not self.is_as_held or axis != 2:
+            return result
+        return GroupedArray.of(result, self.read, holds_values=self.holds_values)
+
+    def like_this(self, gathered: mx.array) -> mx.array:
+        """Numbers gathered for this array's read, with its dtype and tiles."""
+        cast = gathered.astype(self.dtype)
+        return cast if self.tiles == 1 else mx.tile(cast, [1, self.tiles, 1, 1])
+
+    def taken_along(self, indices: mx.array, axis: int | None) -> mx.array:
+        """`mx.take_along_axis` of this array, which reads no other pages if tokens are taken."""
+        chosen = self._tokens_at(indices, axis)
+        if chosen is not None:
+            tokens = self.read.gather_tokens(chosen, of_values=self.holds_values)
+            if tokens is not None:
+                return tokens
+        keys, values = self.read.gather()
+        gathered = self.like_this(values if self.holds_values else keys)
+        return mx.take_along_axis(gathered, indices, axis)
+
+    def _tokens_at(self, indices: mx.array, axis: int | None) -> mx.array | None:
+        """The tokens [B, K] of the pages that these are indices of; None if they are not."""
+        batch, _, length, dim = self.shape
+        is_whole = indices.ndim == 4 and indices.shape[:2] == (batch, 1)
+        if not is_whole or axis not in (2, -2) or not self.is_as_held:
+            return None
+        if isinstance(indices, TokenIndices) and not indices.is_changed:
+            return indices.tokens if indices.shape[3] == dim else None
+        if indices.shape[3] != 1 or dim == 1:
+            return None
+        tokens = indices[:, 0, :, 0]
+        return mx.where(tokens < 0, tokens + length, tokens).astype(mx.uint32)
+
+    def _followed_by(self, result: mx.array, tiles: int) -> mx.array:
+        if self.is_changed:
+            return result
+        array = type(self)(result)
+        array.read, array.tiles = self.read, self.tiles * tiles
+        array.is_as_held = self.is_as_held and tiles == 1 and result.dtype == self.dtype
+        return array
+
+
+class PagedKeys(_PagedArray):
+    """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
+
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
+        if self.is_changed or not self.is_as_held or {axis1 % 4, axis2 % 4} != {2, 3}:
+            return swapped
+        return TransposedKeys.of(swapped, self.read)
+
+
+class PagedValues(_PagedArray):
+    """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
+    latent."""
+
+    holds_values = True
+
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
+        if self.is_changed or self.tiles > 1 or {axis1 % 4, axis2 % 4} != {2, 3}:
+            return swapped
+        return PositionKeys.of(swapped, self.read)
+
+
+def gathered_arrays(read: PagedRead, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
+    """Keys and values that stand for the pages of a read, and are gathered when computed; see
+    `GatheredRead`."""
+    gathered = GatheredRead(read, counted=counted)
+    keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
+    keys.read = values.read = gathered
+    # These live as long as the read, and so as any array that was made of the keys or values.
+    read.pages.lazy_reads.watch(gathered.gathered, read.group_step.metadata)
+    return keys, values
+
+
+class _Thread(threading.local):
+    """`in_model`: whether this thread is within a call of a model."""
+
+    in_model = False
+
+
+this_thread = _Thread()
+
+
+class DependentArray(ReadArray):
+    """Keys or values of a cache, made to depend on other arrays. Gathered when computed."""
+
+    read: PagedRead
+    dependencies: tuple[mx.array, ...]
+
+
+def depending(
+    array: PagedKeys | PagedValues | DependentArray, dependencies: Iterable[mx.array]
+) -> DependentArray:
+    """Keys or values that depend on these arrays too."""
+    added = tuple(dependencies)
+    result = DependentArray(mx.depends(mx.array(array), list(added)))
+    earlier = array.dependencies if isinstance(array, DependentArray) else ()
+    result.read, result.dependencies = array.read, (*earlier, *added)
+    return result
+
+
+def dependencies_of(assigned: mx.array, *, is_checked: bool) -> tuple[mx.array, ...]:
+    """What an assigned array depends on, except its pages.
+
+    Raises:
+        ValueError: it is checked, and would be new contents.
+    """
+    if isinstance(assigned, DependentArray) and not assigned.is_changed:
+        assigned.read.leave_unread()
+        return assigned.dependencies
+    if is_checked and not this_thread.in_model:
+        raise _contents_refused()
+    return (assigned,)
+
+
+def joined(dependencies: Iterable[mx.array | None]) -> mx.array | None:
+    """A number that depends on all these arrays; None if there is none. Once computed it holds none
+    of them, so that MLX can write to their memory."""
+    found = [each for each in dependencies if each is not None]
+    number: mx.array | None = mx.depends(mx.array(0), found) if found else None
+    return number
+
+
+def _contents_refused() -> ValueError:
+    """The error of new contents for a cache that are assigned, and not written."""
+    return ValueError(
+        "keys and values of a paged cache are in its pages, and assigned numbers do not go there: "
+        "write them with update_and_fetch(keys, values), to a cache of make_cache() if they "
+        "replace others, and remove tokens with trim(n)"
+    )

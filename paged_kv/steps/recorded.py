@@ -19,15 +19,14 @@ from paged_kv.kernels.pages.choice import exceeds, exceeds_key
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
-from paged_kv.steps.arrays import PagedKeys, PagedValues
-from paged_kv.steps.masks import PagedMask, step_mask
+from paged_kv.steps.metadata import PagedMask, step_mask
 from paged_kv.steps.progress import Progress
-from paged_kv.steps.read import PagedRead
+from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.recognised_arrays import placeholder
 from paged_kv.steps.sequence import StepRow
 from paged_kv.steps.step import GroupStep, Step
 

@@ -26,8 +26,9 @@ from paged_kv.steps.progress import (
     Progress,
     RollbackBounds,
     StepProgress,
+    UnwrittenStep,
+    write_to_ring,
 )
-from paged_kv.steps.unwritten import UnwrittenStep, write_to_ring
 
 
 class OpenStep(Protocol):

@@ -21,14 +21,13 @@ from paged_kv.kernels.pages.choice import tokens_read
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.kernels.pages.placeholder import placeholder
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.blocks import Scratch, is_read_first, reserve, reserve_skipped
-from paged_kv.steps.masks import Visibility
-from paged_kv.steps.metadata import StepPart, attention_metadata, step_parts
+from paged_kv.steps.metadata import StepPart, Visibility, attention_metadata, step_parts
+from paged_kv.steps.progress import UnwrittenStep
+from paged_kv.steps.recognised_arrays import placeholder
 from paged_kv.steps.sequence import StepRow, offset_of
-from paged_kv.steps.unwritten import UnwrittenStep
 
 step_numbers = numbers()
 """The numbers of steps, in the order in which they begin."""

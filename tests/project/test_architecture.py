@@ -26,9 +26,8 @@ ROOMS = {
     "offload": "allocator kernels.pages",
     "admission": "",
     "pool": "admission allocator allocator.prefixes kernels kernels.pages offload",
-    "recognition": "",
-    "steps": ("allocator allocator.prefixes kernels kernels.pages offload pool recognition"),
-    "cache": "kernels.pages pool recognition steps",
+    "steps": ("allocator allocator.prefixes kernels kernels.pages offload pool"),
+    "cache": "kernels.pages pool steps",
     "prefix": "allocator allocator.prefixes kernels.pages pool steps store",
     "monitor": "allocator pool",
     "trace": "kernels.pages pool prefix",
@@ -47,13 +46,13 @@ ROOMS = {
     ),
     "integrations.states": (
         "cache integrations.batching integrations.mlx_lm_internals integrations.model_hooks "
-        "kernels.pages pool recognition steps"
+        "kernels.pages pool steps"
     ),
     "integrations": (
         "allocator allocator.prefixes cache commands integrations.batching integrations.compiled "
         "integrations.distributed integrations.heads integrations.mlx_lm_internals "
         "integrations.model_hooks integrations.rebinding integrations.states kernels.pages pool "
-        "prefix recognition steps store trace"
+        "prefix steps store trace"
     ),
     "integrations.mlx_vlm": (
         "cache integrations integrations.batching integrations.generation "

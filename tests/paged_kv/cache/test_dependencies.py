@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.kernels.pages.placeholder import placeholder
+from paged_kv.steps.recognised_arrays import placeholder
 
 HEADS, DIM = 2, 32
 

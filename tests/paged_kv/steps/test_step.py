@@ -17,7 +17,7 @@ from paged_kv import (
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
-from paged_kv.steps.batch import Batch, commit
+from paged_kv.steps.batch import Batch
 from paged_kv.steps.progress import LayerProgress, Progress
 from tests.support.arrays import normal
 from tests.support.generation import assert_same_run, greedy
@@ -135,7 +135,7 @@ def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
     for _ in range(2):
         for layer in layers:
             assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
-        commit(layers[0].sequences)
+        layers[0].sequences[0].commit()
 
 
 @pytest.mark.usefixtures("backend")

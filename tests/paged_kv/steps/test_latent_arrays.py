@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.recognition.latent_arrays import PositionScores
+from paged_kv.steps.recognised_arrays import PositionScores
 
 HEADS, DIM, POSITIONS, SCALE = 4, 32, 16, 0.2
 LOWEST = mx.array(mx.finfo(mx.float32).min)
