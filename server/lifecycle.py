@@ -26,22 +26,10 @@ from paged_kv.commands.model_names import not_loaded
 from paged_kv.openblas import blas_name
 from paged_kv.server import status_page
 from paged_kv.server.app import make_app
-from paged_kv.server.completions.model_names import ModelNames
-from paged_kv.server.completions.output_constraint import GrammarCompiler
 from paged_kv.server.completions.service import Service
-from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.access import (
-    Clients,
-    Gate,
-    KnownHosts,
-    Limits,
-    read_api_keys,
-    read_limits,
-)
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.http.connection import limited
 from paged_kv.server.options import ServerOptions
@@ -92,37 +80,6 @@ LOOKED_S = 5.0
 LAST_S = 5.0
 
 
-def make_service(options: ServerOptions, provider: PagedModelProvider, place: str = "") -> Service:
-    """The parts of a server, whose generation thread is not started yet.
-
-    Args:
-        options: of `paged-kv server`.
-        provider: loads models.
-        place: see `Service`.
-
-    Raises:
-        ValueError: an option is wrong.
-        OSError: a file of keys cannot be read.
-    """
-    default = Limits(options.priorities, options.max_requests_per_key)
-    limits = read_limits(read_api_keys(options.api_key), default)
-    metrics, workers = ServerMetrics(), WorkerThreads()
-    thread = GenerationThread(provider, metrics)
-    return Service(
-        options=options,
-        thread=thread,
-        metrics=metrics,
-        names=ModelNames(options),
-        clients=Clients(limits, default),
-        hosts=KnownHosts(options.host, options.allowed_hosts),
-        workers=workers,
-        call_parser=CallParser(workers),
-        grammars=GrammarCompiler(workers, thread.announce),
-        gate=Gate(),
-        place=place,
-    )
-
-
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,7 +100,7 @@ class PagedServer:
     """
 
     def __init__(self, options: ServerOptions, provider: PagedModelProvider) -> None:
-        self.service = make_service(options, provider)
+        self.service = Service(options, provider)
         self._socket = _listening(options.host, options.port)
         self._uvicorn = _Uvicorn(self._config())
         self._ending = asyncio.Event()

@@ -6,10 +6,9 @@ stopped in a thread. What compiles there is compiled again for the model's token
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ from paged_kv.integrations.grammar import grammar_check, grammars
 from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
-from paged_kv.lru import LRU
-from paged_kv.server.completions.workers import WorkerThreads, run_python
+from paged_kv.server.completions.service import Service, run_python
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.engine.rows import model_constraint
@@ -131,63 +129,58 @@ log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5
 MOST_BYTES = 1 << 30
-MOST_PROCESSES = 2
-_MOST_KNOWN = 512
 
 
-class GrammarCompiler:
-    """Compiles the grammars of all requests of a server.
+async def prepare_grammars(
+    service: Service, jobs: Sequence[Job], loaded: LoadedModel | None
+) -> None:
+    """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
 
-    Args:
-        workers: their threads.
-        announce: tells other ranks of a grammar that compiles within the limits.
+    Raises:
+        APIError: 400, a grammar does not compile, or not within the limits; or the extra
+            `structured` is not installed.
     """
+    requested, workers = jobs[0].constraint, service.workers  # all jobs of a request have the same
+    work = partial(model_constraint, requested, loaded)
+    # The grammar of many tools takes long to write.
+    has_tools = isinstance(requested, CallConstraint)
+    constraint = await workers.compile(work) if has_tools else work()
+    compiled = None
+    try:
+        if constraint is not None:
+            await _require_valid(service, constraint)
+        if constraint is not None and loaded is not None:
+            service.thread.announce(constraint)
+            compiled = await workers.compile(partial(_compiled, loaded, constraint))
+    except APIError as error:
+        if constraint is None or not constraint.is_optional:
+            raise
+        log.warning("calls of tools may not fit their schemas: %s", error)
+        constraint = None
+    for job in jobs:
+        job.constraint = requested if loaded is None else constraint
+        job.compiled = compiled
 
-    def __init__(self, workers: WorkerThreads, announce: Callable[[Constraint], None]) -> None:
-        self._workers = workers
-        self._announce = announce
-        self._processes = asyncio.Semaphore(MOST_PROCESSES)
-        self._known: LRU[Grammar, bool] = LRU(_MOST_KNOWN)  # grammars that compile
 
-    async def prepare(self, jobs: Sequence[Job], loaded: LoadedModel | None) -> None:
-        """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
-
-        Raises:
-            APIError: 400, a grammar does not compile, or not within the limits; or the extra
-                `structured` is not installed.
-        """
-        requested = jobs[0].constraint  # all jobs of a request have the same
-        work = partial(model_constraint, requested, loaded)
-        # The grammar of many tools takes long to write.
-        has_tools = isinstance(requested, CallConstraint)
-        constraint = await self._workers.compile(work) if has_tools else work()
-        compiled = None
-        try:
-            if constraint is not None:
-                await self._require_valid(constraint)
-            if constraint is not None and loaded is not None:
-                self._announce(constraint)
-                compiled = await self._workers.compile(partial(_compiled, loaded, constraint))
-        except APIError as error:
-            if constraint is None or not constraint.is_optional:
-                raise
-            log.warning("calls of tools may not fit their schemas: %s", error)
-            constraint = None
-        for job in jobs:
-            job.constraint = requested if loaded is None else constraint
-            job.compiled = compiled
-
-    async def _require_valid(self, constraint: Constraint) -> None:
-        grammar = constraint.grammar
-        if self._known.use(grammar):
-            return
-        try:
-            extra_module("llguidance", "structured")
-            async with self._processes:
-                await _check(grammar)
-        except ValueError as error:
-            raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
-        self._known[grammar] = True
+async def _require_valid(service: Service, constraint: Constraint) -> None:
+    """Raise APIError unless a grammar compiles in a process with limits."""
+    grammar = constraint.grammar
+    if service.valid_grammars.use(grammar):
+        return
+    try:
+        extra_module("llguidance", "structured")
+        async with service.workers.grammar_processes:
+            limits, question = (str(TIME_LIMIT_S), str(MOST_BYTES)), json.dumps([*grammar]).encode()
+            ended = await run_python(grammar_check.__file__, *limits, question=question)
+        if ended.is_too_slow:
+            raise ValueError(f"compiling it takes longer than {TIME_LIMIT_S} s: make it smaller")
+        if ended.status < 0:
+            raise ValueError(f"compiling it takes more than {MOST_BYTES:,} bytes: make it smaller")
+        if ended.status:
+            raise ValueError(one_line(ended.reason))
+    except ValueError as error:
+        raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+    service.valid_grammars[grammar] = True
 
 
 def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
@@ -197,16 +190,3 @@ def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
     except GrammarError as error:
         raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
     return compiled
-
-
-async def _check(grammar: Grammar) -> None:
-    """Raise ValueError unless a grammar compiles in a process with limits."""
-    question: Any = json.dumps([*grammar])
-    limits = str(TIME_LIMIT_S), str(MOST_BYTES)
-    ended = await run_python(grammar_check.__file__, *limits, question=question.encode())
-    if ended.is_too_slow:
-        raise ValueError(f"compiling it takes longer than {TIME_LIMIT_S} s: make it smaller")
-    if ended.status < 0:
-        raise ValueError(f"compiling it takes more than {MOST_BYTES:,} bytes: make it smaller")
-    if ended.status:
-        raise ValueError(one_line(ended.reason))

@@ -151,7 +151,6 @@ class RequestState:
         # Those that the answer may call.
         tools: list[dict[str, Any]] = []
         if isinstance(self._body, ChatBody):
-            self._service.system_texts.record(self._body.messages, job)
             self._service.short_hits.record(self._body, job, loaded.tokenizer)
             if self._body.tool_choice != "none":
                 tools = self._body.tools or []
@@ -164,9 +163,8 @@ class RequestState:
                 has_tools=bool(tools),
                 lists_end=lists_end,
             )
-            calls = ChoiceCalls(
-                self._service.call_parser, loaded.tokenizer, tools, bool(self._body.stream)
-            )
+            is_streamed = bool(self._body.stream)
+            calls = ChoiceCalls(self._service.workers, loaded.tokenizer, tools, is_streamed)
             self._begun[number] = _BegunChoice(job, text, calls)
 
     def _record_token(self, token: Token) -> Delta:

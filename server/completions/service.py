@@ -1,48 +1,165 @@
-"""The parts of a server that its routes share."""
+"""The parts of a server that its routes share: among them threads for work whose cost a client
+chooses, beside the event loop, which answers all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+import signal
+import sys
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
+from typing import NamedTuple, TypeVar
 
+from paged_kv.integrations.grammar.grammars import Grammar
+from paged_kv.lru import LRU
 from paged_kv.server.completions.model_names import ModelNames
-from paged_kv.server.completions.output_constraint import GrammarCompiler
-from paged_kv.server.completions.short_hits import ShortHits, SystemTexts
-from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.workers import WorkerThreads
+from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.jobs import SessionEnd
-from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.http.access import Clients, Gate, KnownHosts
+from paged_kv.server.http.access import (
+    Clients,
+    Gate,
+    KnownHosts,
+    Limits,
+    read_api_keys,
+    read_limits,
+)
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 
 SESSIONS = "/v1/sessions"
 
+Made = TypeVar("Made")
 
-@dataclass(frozen=True)
-class Service:
-    """One server.
+# stdlib-llama's tokenizer takes a fifth of a second for so many; most bodies are shorter.
+LONG_BODY_BYTES = 200_000
+
+# Log probabilities of so many tokens take a tenth of a second to write with 20 alternatives each.
+LONG_ANSWER_TOKENS = 1000
+
+# Of each kind.
+MOST_PROCESSES = 2
+_MOST_GRAMMARS = 512
+
+_THREADS = ("read-short", "read-long", "read-images", "compile", "write-short", "write-long")
+
+
+class WorkerThreads:
+    """Two threads read requests and two write answers: one of each for short work, which does not
+    wait for the long work of others. Images, which are decoded and maybe fetched, have a thread of
+    their own, and so have grammars, which are compiled. Each runs its work in the order of its
+    arrival. What must end in time, whatever it does, has a process.
 
     Attributes:
-        place: names the server among several that share an address; empty for one alone.
+        call_processes, grammar_processes: are held while a process runs of `run_python`.
     """
 
-    options: ServerOptions
-    thread: GenerationThread
-    metrics: ServerMetrics
-    names: ModelNames
-    clients: Clients
-    hosts: KnownHosts
-    workers: WorkerThreads
-    call_parser: CallParser
-    grammars: GrammarCompiler
-    gate: Gate
-    place: str = ""
-    system_texts: SystemTexts = field(default_factory=SystemTexts)
-    short_hits: ShortHits = field(default_factory=ShortHits)
+    def __init__(self) -> None:
+        self.call_processes = asyncio.Semaphore(MOST_PROCESSES)
+        self.grammar_processes = asyncio.Semaphore(MOST_PROCESSES)
+        self._threads = {
+            name: ThreadPoolExecutor(1, thread_name_prefix=f"paged-kv-{name}") for name in _THREADS
+        }
+
+    async def read(self, work: Callable[[], Made], body_bytes: int) -> Made:
+        """The result of work for a request whose body has so many bytes."""
+        return await self._run("read-long" if body_bytes > LONG_BODY_BYTES else "read-short", work)
+
+    async def read_images(self, work: Callable[[], Made]) -> Made:
+        """The result of work for a request with images."""
+        return await self._run("read-images", work)
+
+    async def compile(self, work: Callable[[], Made]) -> Made:
+        """The result of compiling a grammar."""
+        return await self._run("compile", work)
+
+    async def write(self, work: Callable[[], Made], tokens: int) -> Made:
+        """The result of work for an answer with log probabilities of so many tokens."""
+        return await self._run("write-long" if tokens > LONG_ANSWER_TOKENS else "write-short", work)
+
+    async def _run(self, name: str, work: Callable[[], Made]) -> Made:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[name], work)
+
+    def close(self) -> None:
+        """Cancel work that has not begun."""
+        for each in self._threads.values():
+            each.shutdown(wait=False, cancel_futures=True)
+
+
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        status: its exit status, negative for the signal that ended it.
+        output: what it wrote to stdout.
+        reason: the last line that it wrote to stderr.
+    """
+
+    status: int
+    output: bytes
+    reason: str
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it reached its limit of time."""
+        return self.status == -signal.SIGALRM
+
+
+async def run_python(file: str, *arguments: str, question: bytes) -> Ended:
+    """Run a file, which reads `question` from stdin. The process ends with this call, however the
+    call ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", file, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        # Signals of a terminal are for the server, which finishes its requests.
+        start_new_session=True,
+    )
+    try:
+        output, errors = await process.communicate(question)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return Ended(process.returncode, output, reason)
+
+
+class Service:
+    """One server, whose generation thread is not started yet.
+
+    Args:
+        options: of `paged-kv server`.
+        provider: loads models.
+        place: names the server among several that share an address; empty for one alone.
+
+    Attributes:
+        valid_grammars: those that compile within the limits of `output_constraint`.
+
+    Raises:
+        ValueError: an option is wrong.
+        OSError: a file of keys cannot be read.
+    """
+
+    def __init__(
+        self, options: ServerOptions, provider: PagedModelProvider, place: str = ""
+    ) -> None:
+        default = Limits(options.priorities, options.max_requests_per_key)
+        limits = read_limits(read_api_keys(options.api_key), default)
+        self.options, self.place = options, place
+        self.metrics = ServerMetrics()
+        self.thread = GenerationThread(provider, self.metrics)
+        self.names = ModelNames(options)
+        self.clients = Clients(limits, default)
+        self.hosts = KnownHosts(options.host, options.allowed_hosts)
+        self.gate, self.workers = Gate(), WorkerThreads()
+        self.short_hits = ShortHits()
+        self.valid_grammars: LRU[Grammar, bool] = LRU(_MOST_GRAMMARS)
 
     @property
     def is_healthy(self) -> bool:

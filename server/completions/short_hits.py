@@ -66,7 +66,7 @@ class _Turn(NamedTuple):
 
 
 class ShortHits:
-    """The latest conversations of a server.
+    """The latest conversations and system texts of a server.
 
     Attributes:
         last: the latest prompt that found too little.
@@ -74,11 +74,15 @@ class ShortHits:
 
     def __init__(self) -> None:
         self._turns: LRU[tuple[Hashable, str], _Turn] = LRU(MOST_CONVERSATIONS)
+        # By their salts and beginnings; None once a change was told.
+        self._texts: LRU[tuple[Hashable, str], str | None] = LRU(MOST_TEXTS)
         self.last: ShortHit | None = None
 
     def record(self, body: ChatBody, job: Job, tokenizer: Any) -> None:
-        """Log why a prompt that has begun found little, if it continues a conversation."""
+        """Log why a prompt that has begun found little, if it continues a conversation, and where
+        its system text parts from an earlier one, once for a beginning."""
         assert job.prompt is not None, "it has begun"
+        self._compare_text(_system_text(body.messages), job)
         opening = next((each for each in body.messages if each["role"] == "user"), None)
         if opening is None or job.prompt.media is not None:
             return
@@ -99,6 +103,7 @@ class ShortHits:
         if expected - cached < max(WORTH_TELLING, expected // 8):
             return
         parted = common_prefix(earlier.tokens, turn.tokens)
+        shown = slice(parted, parted + _SHOWN_TOKENS)
 
         def text(tokens: array[int]) -> str:
             return str(tokenizer.decode(tokens.tolist()))
@@ -109,8 +114,8 @@ class ShortHits:
             expected,
             parted,
             text(turn.tokens[max(0, parted - _SHOWN_TOKENS) : parted]),
-            text(earlier.tokens[parted : parted + _SHOWN_TOKENS]),
-            text(turn.tokens[parted : parted + _SHOWN_TOKENS]),
+            text(earlier.tokens[shown]),
+            text(turn.tokens[shown]),
             _cause(earlier, turn, parted, cached),
         )
         log.warning(
@@ -118,6 +123,27 @@ class ShortHits:
             "before had: %(cause)s. The two part after %(parted)d tokens: behind %(before)r the "
             "earlier one has %(earlier)r, this one %(now)r",
             asdict(self.last),
+        )
+
+    def _compare_text(self, text: str, job: Job) -> None:
+        if len(text) < BEGINNING_CHARACTERS:
+            return
+        key = inner_salt(job.salt), text[:BEGINNING_CHARACTERS]
+        earlier = self._texts.get(key, text)
+        self._texts[key] = text if earlier == text else None
+        if earlier in (None, text):
+            return
+        assert job.prompt is not None, "it has begun"
+        at = common_prefix(earlier, text)
+        end = at + SHOWN_CHARACTERS
+        log.warning(
+            "of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
+            "and this one %r. Put what changes last, into the latest message",
+            len(job.prompt.tokens),
+            job.cached_tokens,
+            text[max(0, at - SHOWN_CHARACTERS) : at],
+            earlier[at:end],
+            text[at:end],
         )
 
 
@@ -131,47 +157,9 @@ def _cause(earlier: _Turn, turn: _Turn, parted: int, cached: int) -> str:
     return "the client or the chat template changed earlier messages"
 
 
-class SystemTexts:
-    """The latest system texts of a server, one for each beginning."""
-
-    def __init__(self) -> None:
-        # By their salts and beginnings; None once a change was told.
-        self._texts: LRU[tuple[Hashable, str], str | None] = LRU(MOST_TEXTS)
-
-    def record(self, messages: Iterable[Any], job: Job) -> None:
-        """Log where the system text of a chat parts from an earlier one, once for a beginning.
-
-        Args:
-            messages: of the chat.
-            job: its prompt, which has begun.
-        """
-        text = _system_text(messages)[:MOST_CHARACTERS]
-        if len(text) < BEGINNING_CHARACTERS:
-            return
-        key = inner_salt(job.salt), text[:BEGINNING_CHARACTERS]
-        earlier = self._texts.get(key, text)
-        self._texts[key] = text if earlier == text else None
-        if earlier not in (None, text):
-            _tell(earlier, text, job)
-
-
 def _system_text(messages: Iterable[Any]) -> str:
     first = takewhile(lambda each: each["role"] in ("system", "developer"), messages)
     contents = [each.get("content") or "" for each in first]
     parts = [[{"text": each}] if isinstance(each, str) else each for each in contents]
-    return "".join(part.get("text", "") for each in parts for part in each)
-
-
-def _tell(earlier: str, text: str, job: Job) -> None:
-    assert job.prompt is not None, "it has begun"
-    at = common_prefix(earlier, text)
-    end = at + SHOWN_CHARACTERS
-    log.warning(
-        "of %d prompt tokens the first %d are cached: behind %r an earlier system text has %r, "
-        "and this one %r. Put what changes last, into the latest message",
-        len(job.prompt.tokens),
-        job.cached_tokens,
-        text[max(0, at - SHOWN_CHARACTERS) : at],
-        earlier[at:end],
-        text[at:end],
-    )
+    text = "".join(part.get("text", "") for each in parts for part in each)
+    return text[:MOST_CHARACTERS]

@@ -9,7 +9,6 @@ writes them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -21,7 +20,7 @@ from uuid import uuid4
 
 from paged_kv.server.completions import parse_tool_call
 from paged_kv.server.completions.interface import Call
-from paged_kv.server.completions.workers import WorkerThreads, run_python
+from paged_kv.server.completions.service import WorkerThreads, run_python
 from paged_kv.server.engine.choice_text import Delta
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 # A process takes a tenth of a second to start, in which a model writes a few of so many characters.
 LONG_CALL_CHARACTERS = 1024
 TIME_LIMIT_S = 10
-MOST_PROCESSES = 2
 # An error may quote the whole call.
 MOST_LOGGED = 200
 
@@ -37,33 +35,33 @@ MOST_LOGGED = 200
 Parser = Callable[[str, Any], Any]
 
 
-class CallParser:
-    """Parses the calls of all requests of a server.
+async def parse_calls(workers: WorkerThreads, parser: Parser, tools: Any, text: str) -> Any:
+    """What a parser makes of a text.
 
     Args:
-        workers: their threads.
+        parser: a function of a module of a package, which a process finds by its name.
+        tools: of the request.
+        text: of one call, or of several.
+
+    Raises:
+        Exception: the parser does not understand the text, or not in time.
     """
+    if len(text) <= LONG_CALL_CHARACTERS:
+        return await workers.write(partial(parser, text, tools), 0)
+    async with workers.call_processes:
+        question = await workers.write(partial(_question, text, tools), sys.maxsize)
+        arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
+        ended = await run_python(parse_tool_call.__file__, *arguments, question=question)
+    if ended.is_too_slow:
+        raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
+    if ended.status:
+        raise ValueError(ended.reason)
+    return json.loads(ended.output)
 
-    def __init__(self, workers: WorkerThreads) -> None:
-        self._workers = workers
-        self._processes = asyncio.Semaphore(MOST_PROCESSES)
 
-    async def parse(self, parser: Parser, tools: Any, text: str) -> Any:
-        """What a parser makes of a text.
-
-        Args:
-            parser: a function of a module of a package, which a process finds by its name.
-            tools: of the request.
-            text: of one call, or of several.
-
-        Raises:
-            Exception: the parser does not understand the text, or not in time.
-        """
-        if len(text) <= LONG_CALL_CHARACTERS:
-            return await self._workers.write(partial(parser, text, tools), 0)
-        async with self._processes:
-            question = await self._workers.write(partial(_question, text, tools), sys.maxsize)
-            return json.loads(await _answer(parser, question))
+def _question(text: str, tools: Any) -> bytes:
+    # As `json.dumps` would hold Python's lock, and tools can be megabytes.
+    return "".join(json.JSONEncoder().iterencode([text, tools])).encode()
 
 
 # Longer beginnings are not searched again with every token.
@@ -280,7 +278,7 @@ class ChoiceCalls:
     """The tool calls of one choice.
 
     Args:
-        calls: parses them.
+        workers: parse them.
         tokenizer: mlx-lm's, of the model.
         tools: of the request.
         is_streamed: whether to send a call before its end.
@@ -289,10 +287,12 @@ class ChoiceCalls:
         num_calls: the number of calls so far.
     """
 
-    def __init__(self, calls: CallParser, tokenizer: Any, tools: Any, is_streamed: bool) -> None:
+    def __init__(
+        self, workers: WorkerThreads, tokenizer: Any, tools: Any, is_streamed: bool
+    ) -> None:
         self.num_calls = 0
         parser = tokenizer.tool_parser
-        self._parse = partial(calls.parse, parser, tools)
+        self._parse = partial(parse_calls, workers, parser, tools)
         self._marks = tokenizer.tool_call_start, tokenizer.tool_call_end
         # Of a whole answer nobody reads a part. The template may show tools to a model whose calls
         # mlx-lm cannot read.
@@ -353,18 +353,3 @@ class ChoiceCalls:
 
 def _call(head: Mapping[str, Any], arguments: str, index: int) -> Call:
     return Call(head.get("id") or str(uuid4()), head["name"], arguments, index)
-
-
-def _question(text: str, tools: Any) -> bytes:
-    # As `json.dumps` would hold Python's lock, and tools can be megabytes.
-    return "".join(json.JSONEncoder().iterencode([text, tools])).encode()
-
-
-async def _answer(parser: Parser, question: bytes) -> bytes:
-    arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
-    ended = await run_python(parse_tool_call.__file__, *arguments, question=question)
-    if ended.is_too_slow:
-        raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
-    if ended.status:
-        raise ValueError(ended.reason)
-    return ended.output

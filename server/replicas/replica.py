@@ -26,9 +26,10 @@ from starlette.types import ASGIApp, Message
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.server.app import make_app
+from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
-from paged_kv.server.lifecycle import follow, make_service, require_loaded
+from paged_kv.server.lifecycle import follow, require_loaded
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.server_command import prepare_process
@@ -68,7 +69,7 @@ class Replica:
         # A replica keeps its other ranks: Ray ends actors that nobody can call.
         self._ranks = await start_ranks(options)
         provider = PagedModelProvider(options)
-        self._service = make_service(options, provider, self.place)
+        self._service = Service(options, provider, self.place)
         self._app = make_app(self._service)
         thread = self._service.thread
         thread.start()

@@ -13,9 +13,8 @@ from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.handler import CompletionHandler, EventStream
 from paged_kv.server.completions.interface import APIRequest
 from paged_kv.server.completions.request_state import RequestState
-from paged_kv.server.completions.short_hits import ShortHits, SystemTexts
-from paged_kv.server.completions.tool_calls import CallParser
-from paged_kv.server.completions.workers import WorkerThreads
+from paged_kv.server.completions.service import WorkerThreads
+from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Begun, Channel, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.server_metrics import ServerMetrics
@@ -33,10 +32,7 @@ def begun(count: int, body: Body) -> tuple[RequestState, Job]:
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(
-        metrics=ServerMetrics(),
-        call_parser=CallParser(WorkerThreads()),
-        system_texts=SystemTexts(),
-        short_hits=ShortHits(),
+        metrics=ServerMetrics(), workers=WorkerThreads(), short_hits=ShortHits()
     )
     put(job, Begun(job, loaded()))
     return RequestState(service, APIRequest(body, 0), [job], stop_machine([])), job
@@ -150,10 +146,7 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
             metrics=ServerMetrics(),
             thread=thread,
             loaded=partial(later, 4),
-            grammars=SimpleNamespace(prepare=partial(later, 0)),
-            workers=SimpleNamespace(read=at_once, write=at_once),
-            call_parser=SimpleNamespace(parse=partial(later, 9)),
-            system_texts=SystemTexts(),
+            workers=SimpleNamespace(read=at_once, write=partial(later, 9)),
             short_hits=ShortHits(),
             require_healthy=lambda: None,
         )

@@ -1,11 +1,17 @@
-"""The log says why a prompt finds less than its conversation had."""
+"""The log says why a prompt finds less than its conversation had, and names what changes within
+system texts that begin alike."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paged_kv.server.completions.short_hits import MOST_CONVERSATIONS, ShortHits
+from paged_kv.server.completions.short_hits import (
+    BEGINNING_CHARACTERS,
+    MOST_CONVERSATIONS,
+    MOST_TEXTS,
+    ShortHits,
+)
 from paged_kv.server.http.schema import ChatBody
 
 HISTORY = list(range(2_000))
@@ -76,3 +82,27 @@ def test_other_conversations_are_not_compared() -> None:
         Chat(known, str(number)).turn([1], 0)
     first.turn(HISTORY, 0)
     assert known.last is None
+
+
+def test_what_changes_within_a_system_text_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    known, prompt = ShortHits(), SimpleNamespace(tokens=[0] * 9, media=None)
+    long = "a" * BEGINNING_CHARACTERS
+
+    def told(*texts: str, salt: str = "", role: str = "system") -> str:
+        job: Any = SimpleNamespace(prompt=prompt, cached_tokens=5, salt=salt, session=None)
+        parts = [{"type": "text", "text": text} for text in texts]
+        caplog.clear()
+        messages: Any = [{"role": role, "content": parts}, {"role": "user", "content": long}]
+        known.record(ChatBody(messages=messages), job, TOKENIZER)
+        return caplog.text
+
+    assert not told(long, "It is May.") + told(long, "It is May.") + told(long, "Is", salt="b")
+    assert not told(long, role="user") + told("short")
+    assert len(known._texts) == 2
+    changed = told(long, "It is Monday.", role="developer")
+    assert all(shown in changed for shown in ("'ay.'", "'onday.'", "first 5"))
+    assert not told(long, "It is Monday.") + told(long, "It is June.") + told("b", long)
+    assert "an earlier system text has ''" in told("b", long, "c")
+    for number in range(MOST_TEXTS):
+        told(f"{number}", long)
+    assert len(known._texts) == MOST_TEXTS

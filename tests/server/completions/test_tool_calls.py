@@ -14,14 +14,14 @@ from mlx_lm.tool_parsers import gemma4, json_tools
 
 from paged_kv.server.completions.answer_bodies import ChatAnswers
 from paged_kv.server.completions.interface import Call, Choice, Usage
+from paged_kv.server.completions.service import WorkerThreads
 from paged_kv.server.completions.tool_calls import (
     LONG_CALL_CHARACTERS,
-    CallParser,
     CallsAndText,
     ChoiceCalls,
     Parser,
+    parse_calls,
 )
-from paged_kv.server.completions.workers import WorkerThreads
 from paged_kv.server.engine.choice_text import Delta
 from paged_kv.server.http.schema import ChatBody
 
@@ -39,13 +39,13 @@ TOOLS = [{"type": "function", "function": {"name": "write", "parameters": SCHEMA
 SHORT, LONG = "naïve 日本 " * 9, "naïve 日本 " * LONG_CALL_CHARACTERS
 
 
-def run(work: Callable[[CallParser], Coroutine[Any, Any, Any]]) -> Any:
+def run(work: Callable[[WorkerThreads], Coroutine[Any, Any, Any]]) -> Any:
     """Run work that parses calls."""
 
     async def with_parser() -> Any:
         workers = WorkerThreads()
         try:
-            return await work(CallParser(workers))
+            return await work(workers)
         finally:
             workers.close()
 
@@ -53,18 +53,18 @@ def run(work: Callable[[CallParser], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def parsed_by(parser: Parser, text: str) -> Any:
-    return run(lambda calls: calls.parse(parser, TOOLS, text))
+    return run(lambda workers: parse_calls(workers, parser, TOOLS, text))
 
 
-def choice_calls(calls: CallParser, parser: Parser, is_streamed: bool = True) -> ChoiceCalls:
+def choice_calls(workers: WorkerThreads, parser: Parser, is_streamed: bool = True) -> ChoiceCalls:
     marks = {"tool_call_start": "<", "tool_call_end": ">"}
-    return ChoiceCalls(calls, SimpleNamespace(tool_parser=parser, **marks), TOOLS, is_streamed)
+    return ChoiceCalls(workers, SimpleNamespace(tool_parser=parser, **marks), TOOLS, is_streamed)
 
 
 def formatted(parser: Parser, *texts: str, is_streamed: bool = True, **more: Any) -> CallsAndText:
     """What a choice has of these calls."""
     delta = Delta(calls=[*texts], **more)
-    taken = run(lambda calls: choice_calls(calls, parser, is_streamed).take(delta))
+    taken = run(lambda workers: choice_calls(workers, parser, is_streamed).take(delta))
     return cast("CallsAndText", taken)
 
 
@@ -174,13 +174,13 @@ def test_arguments_are_streamed_as_they_are_written(form: str, step: int) -> Non
     text = FORMS[form]
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{form.split()[0]}").parse_tool_call
 
-    async def streamed(calls: CallParser) -> list[Any]:
-        choice = choice_calls(calls, parser)
+    async def streamed(workers: WorkerThreads) -> list[Any]:
+        choice = choice_calls(workers, parser)
         deltas = [Delta(open_call=text[:end]) for end in range(0, len(text), step)]
         return [await choice.take(each) for each in (*deltas, Delta(calls=[text]))]
 
-    async def cut(calls: CallParser) -> list[Any]:
-        choice, half = choice_calls(calls, parser), text[: len(text) // 2]
+    async def cut(workers: WorkerThreads) -> list[Any]:
+        choice, half = choice_calls(workers, parser), text[: len(text) // 2]
         reasons = (None, "length")
         return [await choice.take(Delta(open_call=half, finish_reason=why)) for why in reasons]
 
@@ -206,8 +206,8 @@ def test_a_line_end_within_a_text_of_json_is_mended_and_a_text_without_a_head_re
     parser = json_tools.parse_tool_call
     written = '{"name": "write", "arguments": {"text": "a\n'
 
-    async def streamed(calls: CallParser) -> list[Any]:
-        choice = choice_calls(calls, parser)
+    async def streamed(workers: WorkerThreads) -> list[Any]:
+        choice = choice_calls(workers, parser)
         other = '{"arguments": {}, "name": "f"}'
         deltas = [Delta(open_call=written), Delta(calls=[written + '"}}'])]
         deltas += [Delta(open_call=other), Delta(calls=[other])]
