@@ -57,8 +57,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Tell, examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
-    from paged_kv.integrations.doctor.examination import examine, known
-    from paged_kv.integrations.doctor.report import write_report
+    from paged_kv.integrations.doctor.examination import examine, known, write_report
     from paged_kv.kernels.pages.verdicts import forget_verdicts
 
     if arguments.reset:

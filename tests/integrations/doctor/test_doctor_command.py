@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.integrations.doctor import examination, report
+from paged_kv.integrations.bench import bench_command
+from paged_kv.integrations.doctor import examination
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.self_test import Check
@@ -64,7 +65,7 @@ def test_a_report_has_all_and_names_nobody(
         warn_once(f"a warning about {Path.home()}/secret and {Path.cwd()}/here")
         return as_dict("stdlib-llama", "native", []), []
 
-    monkeypatch.setattr(report, "measured", measured)
+    monkeypatch.setattr(bench_command, "measured", measured)
     file = tmp_path / "report.md"
     assert main(["doctor", "--report", str(file)]) == 0
     out = capsys.readouterr().out

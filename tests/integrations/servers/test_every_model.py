@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, use_pages
 from paged_kv.integrations.prompt_cache_hook import installed_factory
-from paged_kv.integrations.servers.schedulers import adapt
+from paged_kv.integrations.servers.every_model import adapt
 from paged_kv.kernels.pages.errors import warn_once
 from tests.support.zoo import small_model
 
