@@ -21,8 +21,8 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.allocator.errors import OutOfMemory
-from paged_kv.integrations.batching.cache_rows import compute as compute_caches
-from paged_kv.integrations.batching.cache_rows import joined
+from paged_kv.integrations.batching.prompt_caches import compute as compute_caches
+from paged_kv.integrations.batching.prompt_caches import joined, leaves, paged_caches
 from paged_kv.integrations.batching.short_memory import (
     FittingSteps,
     Shortage,
@@ -31,9 +31,8 @@ from paged_kv.integrations.batching.short_memory import (
     make_room,
     sequences_apart,
     taken_out,
+    this_thread,
 )
-from paged_kv.integrations.batching.shortages import current_shortages
-from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.mlx_lm_internals import STOCK_STEP, BatchParts
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.states.counted_states import are_ours
@@ -93,7 +92,7 @@ def part_of(batch: PromptProcessingBatch, caches: list[Any], rows: list[int]) ->
 
 def _compute(batch: Any, tokens: list[list[int]]) -> None:
     """Compute the next tokens of prompts as mlx-lm does, in steps that MLX has memory for."""
-    shortages = current_shortages()
+    shortages = this_thread.shortages
     if shortages is None or not are_ours(batch.prompt_cache):
         _stock_prompt(batch, tokens)
         return
@@ -148,7 +147,7 @@ def _compute(batch: Any, tokens: list[list[int]]) -> None:
 
 def step(batch: GenerationBatch) -> tuple[list[int], list[mx.array]]:
     """GenerationBatch's method `_step`. Batches with mlx-lm's own caches take its own."""
-    shortages = current_shortages()
+    shortages = this_thread.shortages
     if shortages is None or not are_ours(batch.prompt_cache):
         return STOCK_STEP(batch)
     before = SampledState(batch)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.extras import extra_module
-from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.batching.prompt_caches import is_list
 from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.rebinding import Hooks

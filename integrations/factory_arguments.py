@@ -7,7 +7,7 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from paged_kv.checks import described, whole_number
-from paged_kv.integrations.batching.unpaged_caches import paged_caches
+from paged_kv.integrations.batching.prompt_caches import paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.states.counted_states import HeldTokens, held_by

@@ -26,7 +26,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import is_list, leaves, paged_caches
+from paged_kv.integrations.batching.prompt_caches import is_list, leaves, paged_caches
 from paged_kv.integrations.states.one_by_one import padded, widen
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.verdicts import device_name

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import PromptProcessingBatch
 
 from paged_kv.allocator.errors import NotReproducible
-from paged_kv.integrations.batching.unpaged_caches import unpaged_caches
+from paged_kv.integrations.batching.prompt_caches import unpaged_caches
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.fixed_steps import ROWS, described_device
 from paged_kv.integrations.heads.model_head import head_of

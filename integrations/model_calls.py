@@ -24,8 +24,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.prompt_caches import frozen, is_list, leaves
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
-from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.fixed_steps import fixed_steps
 from paged_kv.integrations.heads.model_head import head_of, heads, with_head

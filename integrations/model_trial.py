@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.batching.prompt_caches import is_list
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.operation_hooks import prepared
 from paged_kv.integrations.states.one_by_one import row_of

@@ -16,7 +16,7 @@ from paged_kv.allocator.prefixes.prefix_node import Owner
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.automatic_budget import automatic_budget
-from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
+from paged_kv.integrations.batching.prompt_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheKeywords, CacheOptions
 from paged_kv.integrations.distributed.sharded_model import folder_of_rank
 from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.integrations.batching.rows import first_paged
+from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.pool.page_pool import PagePool
 
 

@@ -30,6 +30,7 @@ from paged_kv.admission.prompt_turns import PromptTurns
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.integrations.batching.last_responses import LastResponses
+from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.integrations.batching.prompt_choice import PromptChoice
 from paged_kv.integrations.batching.prompt_segments import (
     Reuses,
@@ -45,7 +46,6 @@ from paged_kv.integrations.batching.rows import (
     Waiting,
     WaitingQueue,
     chunk_length,
-    first_paged,
     free_places,
     generating_row,
     growths,
@@ -55,8 +55,12 @@ from paged_kv.integrations.batching.rows import (
     row_as_waiting,
     running_uids,
 )
-from paged_kv.integrations.batching.short_memory import Shortage, attempted, if_short_again
-from paged_kv.integrations.batching.shortages import Shortages
+from paged_kv.integrations.batching.short_memory import (
+    Shortage,
+    Shortages,
+    attempted,
+    if_short_again,
+)
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool

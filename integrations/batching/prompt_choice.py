@@ -19,7 +19,7 @@ from paged_kv.integrations.batching.rows import (
     hidden_prompts,
     step_with,
 )
-from paged_kv.integrations.batching.shortages import Shortages
+from paged_kv.integrations.batching.short_memory import Shortages
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.prefix.keeping import Rates
 from paged_kv.ranks import Ranks

@@ -14,9 +14,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from paged_kv.admission.growth import Growth
-from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.integrations.batching.prompt_segments import Tokens, without_first
-from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of
 
 Responses = tuple[list[Any], list[Any]]
@@ -147,11 +146,6 @@ class WaitingQueue:
 def is_at_last_token(segments: list[Tokens]) -> bool:
     """Whether only the last token is left to compute."""
     return len(segments) == 1 and len(segments[0]) == 1
-
-
-def first_paged(prompt_cache: list[Any]) -> PagedKVCache | None:
-    """The first paged cache; its sequences are those of all layers."""
-    return next(iter(paged_caches(prompt_cache)), None)
 
 
 def chunk_length(segments: list[Tokens], step_size: int) -> int:

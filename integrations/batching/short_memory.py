@@ -2,7 +2,9 @@
 
 Where an allocation fails, MLX's GPU allocators raise an error, in a model's call or where its
 results are computed. Such a step is undone here, and all that is cached is evicted. Then the step
-is computed in smaller parts: half as many tokens, down to one, or one sequence after the other.
+is computed in smaller parts: half as many tokens, down to one, or one sequence after the other. A
+sequence for which there is still no memory leaves its BatchGenerator, which goes on with shorter
+steps.
 
 MLX's CPU allocator raises nothing: there the system ends the process.
 """
@@ -11,16 +13,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
 
 from paged_kv.allocator.errors import OutOfMemory, PagedKVError
-from paged_kv.integrations.batching.cache_rows import compute as compute_caches
-from paged_kv.integrations.batching.cache_rows import joined, put_back, selected
+from paged_kv.integrations.batching.prompt_caches import compute as compute_caches
+from paged_kv.integrations.batching.prompt_caches import joined, put_back, selected
+from paged_kv.integrations.mlx_lm_internals import next_of, set_next
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")
@@ -35,7 +40,14 @@ _SHORTAGES = (
     "Insufficient Memory",
 )
 
+# However short memory is for one step, later ones are not shorter than this: another sequence may
+# have taken the memory, and steps of few tokens take much longer.
+LEAST_LASTING = 256
+
+_ATTACHED = "paged_kv_shortages"
+
 Undo = Callable[[], None]
+Responses = tuple[list[Any], list[Any]]
 T = TypeVar("T")
 
 
@@ -54,36 +66,16 @@ class _Thread(threading.local):
             there is none, None where nobody asks.
         apart: where sequences of a batch are computed one after the other, the rows for which there
             was no memory, and what the errors said.
+        shortages: of the generator whose step it is, if they are noted.
     """
 
     undo: list[Undo] | None = None
     apart: dict[int, str] | None = None
+    shortages: Shortages | None = None
 
 
 this_thread = _Thread()
 """A model's call reads it, and calls no function for it."""
-
-
-def compute_fitting(compute: Callable[[int], None], size: int, least: int = 1) -> int:
-    """Compute the next tokens, as many as MLX has memory for; returns how many.
-
-    Args:
-        compute: computes so many next tokens, by one call of a model, and the call's results.
-        size: how many tokens to try first; then half as many, and so on.
-        least: the fewest tokens of a step, unless fewer are left.
-
-    Raises:
-        OutOfMemory: there is no memory for so many; nothing was changed.
-    """
-    first, has_room = size, False
-    while isinstance(shortage := attempted(partial(compute, size)), Shortage):
-        if size <= least and has_room:
-            raise OutOfMemory(shortage.why)
-        make_room()
-        size, has_room = max((size + 1) // 2, min(least, size)), True
-    if size < first:
-        logger.warning("MLX had no memory for a step of %d tokens: %d are computed", first, size)
-    return size
 
 
 class FittingSteps:
@@ -100,13 +92,28 @@ class FittingSteps:
         self.size, self._least = size, least
 
     def take(self, compute: Callable[[int], None], left: int) -> int:
-        """Compute the next step, of at most `left` tokens; returns how many. See
-        `compute_fitting`."""
-        asked = min(self.size, left)
-        count = compute_fitting(compute, asked, self._least)
-        if count < asked:
-            self.size = count
-        return count
+        """Compute the next step: so many tokens, or half as many, and so on; returns how many.
+
+        Args:
+            compute: computes so many next tokens, by one call of a model, and the call's results.
+            left: the most tokens.
+
+        Raises:
+            OutOfMemory: there is no memory for the fewest; nothing was changed.
+        """
+        first = size = min(self.size, left)
+        has_room = False
+        while isinstance(shortage := attempted(partial(compute, size)), Shortage):
+            if size <= self._least and has_room:
+                raise OutOfMemory(shortage.why)
+            make_room()
+            size, has_room = max((size + 1) // 2, min(self._least, size)), True
+        if size < first:
+            logger.warning(
+                "MLX had no memory for a step of %d tokens: %d are computed", first, size
+            )
+            self.size = size
+        return size
 
 
 class Shortage(NamedTuple):
@@ -123,19 +130,16 @@ def attempted(work: Callable[[], T]) -> T | Shortage:
     try:
         return work()
     except (MemoryError, RuntimeError) as error:
-        if not is_shortage(error) or _has_ranks():
+        # Other processes that compute the model with this one do not meet with the same shortages,
+        # so none of them can repeat a step alone.
+        has_ranks = any(pool.ranks.size > 1 for pool in open_pools.items())
+        if has_ranks or not is_shortage(error):
             raise
         for undo in this_thread.undo:
             undo()
         return Shortage(str(error) or type(error).__name__)
     finally:
         this_thread.undo = outer
-
-
-def _has_ranks() -> bool:
-    """Whether other processes compute a model with this one. They do not meet with the same
-    shortages, so none of them can repeat a step alone."""
-    return any(pool.ranks.size > 1 for pool in open_pools.items())
 
 
 def if_short_again(work: Callable[[], T]) -> T:
@@ -183,29 +187,96 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
     """
     failed, this_thread.apart = this_thread.apart, None
     assert failed is not None
-    found: list[mx.array | None] = []
+    found: dict[int, mx.array] = {}
     kept: list[Any] = []
     for row in range(tokens.shape[0]):
         one = taken_out(caches, [row])
-        logits: list[mx.array] = []
+
+        def compute(_: int, row: int = row, one: list[Any] = one) -> None:
+            logits = model(tokens[row : row + 1], cache=one)
+            mx.eval(logits)
+            compute_caches(one)
+            found[row] = logits
+
         try:
-            compute_fitting(partial(_compute_row, model, tokens[row : row + 1], one, logits), 1)
+            FittingSteps(1).take(compute, 1)
         except OutOfMemory as error:
             failed[row] = error.why
-        found.append(None if row in failed else logits[-1])
         kept = joined(kept, one)
-    some = next((each for each in found if each is not None), None)
-    if some is None:
+    if not found:
         raise MemoryError(failed[0])
     put_back(caches, kept)
-    return mx.concatenate([mx.zeros_like(some) if each is None else each for each in found])
+    none = mx.zeros_like(next(iter(found.values())))
+    return mx.concatenate([found.get(row, none) for row in range(tokens.shape[0])])
 
 
-def _compute_row(
-    model: Any, tokens: mx.array, cache: list[Any], logits: list[mx.array], _: int
-) -> None:
-    """Compute a call of one sequence, and put its logits into a list."""
-    found = model(tokens, cache=cache)
-    mx.eval(found)
-    compute_caches(cache)
-    logits.append(found)
+class Shortages:
+    """What one BatchGenerator has no memory for. It takes its steps here from now on.
+
+    Args:
+        generator: BatchGenerator.
+        step: takes its step; None for its own.
+
+    Attributes:
+        failed: the errors of sequences that it has removed, by uid. Whoever asks for the next step
+            gets them, one in each, unless they were taken from here.
+        longest: the most tokens of a prompt in its steps; None for as many as it is set to.
+    """
+
+    def __init__(self, generator: BatchGenerator, step: Callable[[], Responses] | None) -> None:
+        proxy: Any = weakref.proxy(generator)
+        self._generator = proxy
+        self._step = step or partial(next_of, proxy)
+        self.failed: dict[int, OutOfMemory] = {}
+        self.longest: int | None = None
+        setattr(generator, _ATTACHED, self)
+        # Of this generator only, which keeps it if the factory is uninstalled before it ends.
+        set_next(generator, self.step)
+
+    @classmethod
+    def of(cls, generator: BatchGenerator) -> Shortages | None:
+        """Those of a generator, if any are attached."""
+        return getattr(generator, _ATTACHED, None)
+
+    def step(self) -> Responses:
+        """The generator's step.
+
+        Raises:
+            OutOfMemory: there was no memory for a sequence in the step before, which is removed;
+                nothing else was changed.
+        """
+        if self.failed:
+            raise self.failed.pop(min(self.failed))
+        generator = self._generator
+        if self.longest is not None:
+            generator.prefill_step_size = min(generator.prefill_step_size, self.longest)
+        outer, this_thread.shortages = this_thread.shortages, self
+        try:
+            prompts, generated = self._step()
+        except OutOfMemory as error:
+            if error.uid is None:
+                raise
+            self.note(error.uid, error.why)
+            prompts, generated = [], []
+        finally:
+            this_thread.shortages = outer
+        for response in generated:
+            if response.uid in self.failed and response.finish_reason is not None:
+                # It needed no next token, and its cache does not hold this one.
+                del self.failed[response.uid]
+                response.all_tokens = response.all_tokens[:-1]
+        if self.failed:
+            generator.remove(list(self.failed))
+            prompts = [each for each in prompts if each.uid not in self.failed]
+        return prompts, generated
+
+    def note(self, uid: int, why: str) -> None:
+        """Note that there is no memory for a sequence."""
+        # A new error: one that was raised holds frames, and so caches.
+        self.failed[uid] = OutOfMemory(why, uid)
+        logger.warning("%s", self.failed[uid])
+
+    def note_step(self, size: int) -> None:
+        """Note that there was memory for so many tokens of a longer step."""
+        longest = max(size, LEAST_LASTING)
+        self.longest = longest if self.longest is None else min(self.longest, longest)

@@ -25,7 +25,7 @@ from mlx_vlm.models import cache as mlx_vlm_cache
 from mlx_vlm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
+from paged_kv.integrations.batching.prompt_caches import is_list, paged_caches
 from paged_kv.integrations.cache_library import CacheLibrary, language_model, model_file
 from paged_kv.integrations.mlx_vlm.indexed_layers import INDEXED, OWN_ATTENTION
 from paged_kv.integrations.prompt_cache_hook import installed_factory

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_vlm.models.cache import ArraysCache, KVCache, PoolingCache
 
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.batching.prompt_caches import is_list
 from paged_kv.integrations.cache_library import LayerCache, Paged
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.integrations.model_hooks import Replacements

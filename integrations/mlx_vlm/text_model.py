@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx_vlm.generate.common import _chunked_prefill_enabled
 from mlx_vlm.generate.dispatch import _prime_cached_prefix_rope_state
 
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.mlx_vlm.hooks import stock_make_prompt_cache
 from paged_kv.integrations.model_trial import NOTED_POSITIONS

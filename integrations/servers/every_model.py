@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Unpack
 from mlx.nn.layers.base import Module
 
 from paged_kv.extras import extra_module
-from paged_kv.integrations.batching.unpaged_caches import paged_caches
+from paged_kv.integrations.batching.prompt_caches import paged_caches
 from paged_kv.integrations.cache_library import language_model
 from paged_kv.integrations.cache_options import FOR_EVERY_MODEL, CacheKeywords, CacheOptions
 from paged_kv.integrations.model_version import ATTACHED

@@ -19,7 +19,7 @@ from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.batch_steps import SampledState
-from paged_kv.integrations.batching.rows import first_paged
+from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.integrations.batching.short_memory import (
     Shortage,
     attempted,

@@ -17,9 +17,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.cache_rows import selected
+from paged_kv.integrations.batching.prompt_caches import leaves, paged_caches, selected
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
-from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.steps.blocks import reserve

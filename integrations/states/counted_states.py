@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.batch import integers

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import frozen, is_list, leaves, paged_caches
+from paged_kv.integrations.batching.prompt_caches import frozen, is_list, leaves, paged_caches
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.steps.batch import integers
 from paged_kv.steps.blocks import reserve

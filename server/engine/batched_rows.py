@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.rows import Request
-from paged_kv.integrations.batching.shortages import Shortages
+from paged_kv.integrations.batching.short_memory import Shortages
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.speculation.batch import RowOptions

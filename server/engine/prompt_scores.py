@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
 from paged_kv.integrations.batch_steps import part_of
-from paged_kv.integrations.batching.cache_rows import compute, joined
+from paged_kv.integrations.batching.prompt_caches import compute, joined
 from paged_kv.integrations.batching.short_memory import taken_out
 from paged_kv.server.engine.jobs import Job, ScoredToken, TopToken
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generate_step, wired_limit
 
-from paged_kv.integrations.batching.cache_rows import compute
+from paged_kv.integrations.batching.prompt_caches import compute
 from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar

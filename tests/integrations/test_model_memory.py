@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.prompt_caches import leaves
 from tests.support.backends import instruction_sets
 from tests.support.grids import plain_only
 from tests.support.zoo import small_model

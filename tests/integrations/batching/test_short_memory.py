@@ -20,8 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import SamplingArguments
 
 from paged_kv import OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.batching.short_memory import is_shortage
-from paged_kv.integrations.batching.shortages import LEAST_LASTING, Shortages
+from paged_kv.integrations.batching.short_memory import LEAST_LASTING, Shortages, is_shortage
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.server.engine.sampling import RandomSampler

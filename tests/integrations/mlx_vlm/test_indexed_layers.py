@@ -17,7 +17,7 @@ from mlx_vlm.generate import ar
 from mlx_vlm.models import cache as vlm_cache
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.states.one_by_one import SeparateCaches
 from tests.support.vision_zoo import small_language_model
 

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted
-from paged_kv.integrations.batching.unpaged_caches import paged_caches
+from paged_kv.integrations.batching.prompt_caches import paged_caches
 from tests.support.state_machine.expected import Check, Oracle
 from tests.support.state_machine.rows import Formats, Row
 
