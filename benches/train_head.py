@@ -30,8 +30,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from benches.models import MODULES, load_model
 from paged_kv.integrations.heads.loading import LAYER_HEAD
-from paged_kv.integrations.heads.model_parts import ModelParts
-from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs
+from paged_kv.integrations.heads.prediction_head import HeadArgs, LayerHead, ModelParts, llama_head
 
 WINDOW = 256
 DEPTH = 3
@@ -91,11 +90,11 @@ def loss_of(
     return mx.stack(losses).mean()
 
 
-def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, LayerHeadArgs]:
+def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, HeadArgs]:
     model, tokenizer = load_model(name)
     model.freeze()
     parts, of_model = ModelParts(model), model.args
-    args = LayerHeadArgs(
+    args = HeadArgs(
         hidden_size=of_model.hidden_size,
         num_attention_heads=of_model.num_attention_heads,
         num_key_value_heads=of_model.num_key_value_heads,
@@ -106,7 +105,7 @@ def train(name: str, minutes: float, tokens_at_once: int) -> tuple[LayerHead, La
         rope_theta=of_model.rope_theta,
     )
     mx.random.seed(0)
-    head = LayerHead(args)
+    head = llama_head(args)
     optimizer = optimizers.AdamW(RATE, weight_decay=0.01)
     step = value_and_grad(head, loss_of)
     began, losses = perf_counter(), []
@@ -144,7 +143,7 @@ def main() -> None:
     head, args = train(arguments.model, arguments.minutes, arguments.tokens)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     head.update(tree_map(lambda each: each.astype(mx.bfloat16), head.parameters()))  # type: ignore[no-untyped-call]
-    config = {"model_type": LAYER_HEAD, **asdict(args)}
+    config = {**asdict(args), "model_type": LAYER_HEAD}
     (arguments.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = dict(tree_flatten(head.parameters()))  # type: ignore[no-untyped-call]
     mx.save_safetensors(str(arguments.folder / "model.safetensors"), weights, {"format": "mlx"})

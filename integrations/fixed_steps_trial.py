@@ -23,7 +23,7 @@ from paged_kv.allocator.errors import NotReproducible
 from paged_kv.integrations.batching.prompt_caches import unpaged_caches
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.fixed_steps import ROWS, described_device
-from paged_kv.integrations.heads.model_head import head_of
+from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.passed_trials import PassedTrials
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -62,7 +62,7 @@ def require_possible(
         ),
         "recorded steps may round in other ways: leave compile=True out": bool(options.compile),
         "a prediction head drafts, and steps that verify drafts have another number of tokens: "
-        "leave the head out": head_of(pool) is not None,
+        "leave the head out": heads.get(pool) is not None,
         f"{ranks} processes share the model, and how they add up was not tried: use one": ranks > 1,
         f"layers of {pool.name} append rows beside keys and values, which are computed in groups "
         "of their own: leave reproducible out": bool(pool.rows),

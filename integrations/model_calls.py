@@ -28,7 +28,7 @@ from paged_kv.integrations.batching.prompt_caches import frozen, is_list, leaves
 from paged_kv.integrations.batching.short_memory import one_after_another, this_thread
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.fixed_steps import fixed_steps
-from paged_kv.integrations.heads.model_head import head_of, heads, with_head
+from paged_kv.integrations.heads.model_head import heads, with_head
 from paged_kv.integrations.model_hooks import SharedChanges, Undo, replace_call
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.states.counted_states import CountedArraysCache
@@ -54,7 +54,7 @@ _PAGED = {PagedKVCache}
 
 def compile_steps(version: ModelVersion, pool: PagePool, *, on_trial: bool) -> Recordings:
     """Let the calls of a model with caches of this pool take recorded steps; see `Recordings`."""
-    head = head_of(pool)
+    head = heads.get(pool)
     recordings = Recordings(version.model, lambda: version.latest, head, on_trial=on_trial)
     _recordings[pool] = recordings
     return recordings

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import cast
 
 from paged_kv.integrations.fixed_steps import described_device
-from paged_kv.integrations.heads.model_head import head_of
+from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.model_version import ModelVersion, identity_of
 from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, page_format_named
@@ -37,7 +37,7 @@ class PageIdentity:
         self._packages = f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
         # Hash the weights here, so that the first prompt does not wait for it.
         versions.identity(versions.number)
-        head = head_of(pool)
+        head = heads.get(pool)
         self._head = [] if head is None else [f"head {' '.join(identity_of(head.head))}"]
 
     def __call__(self, namespace: Hashable) -> Identity | None:

@@ -20,7 +20,7 @@ from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.compiled.recordings import Recordings, compiles
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.factory_arguments import require_model
-from paged_kv.integrations.heads.model_head import ModelHead, add_head
+from paged_kv.integrations.heads.model_head import ModelHead, heads
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.model_calls import compile_steps, hook_calls
 from paged_kv.integrations.model_hooks import ModelHooks, modules_of
@@ -104,7 +104,7 @@ class PagedModel:
         options = self._options if beside is None else replace(self._options, max_bytes=None)
         pool = PagePool(layers, options, windows=windows, rows=rows, beside=beside, name=self.file)
         if self.head is not None:
-            add_head(pool, self.head)
+            heads[pool] = self.head
         self._compiles = compiles(self._options.compile, pool.backend)
         if self._options.reproducible:
             self._compiles = False  # recorded steps may round in other ways

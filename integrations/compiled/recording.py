@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.prompt_caches import is_list, leaves
 from paged_kv.integrations.compiled.model_contents import ModelContents, are_equal
-from paged_kv.integrations.heads.recorded_outputs import outputs_of
+from paged_kv.integrations.heads.model_head import outputs_of
 from paged_kv.steps.read import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
 

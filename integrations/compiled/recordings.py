@@ -29,8 +29,7 @@ from paged_kv.integrations.compiled.recording import (
     others_of,
     unpaged,
 )
-from paged_kv.integrations.heads.model_head import ModelHead
-from paged_kv.integrations.heads.recorded_outputs import record_outputs
+from paged_kv.integrations.heads.model_head import ModelHead, record_outputs
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.lru import LRU

@@ -1,19 +1,36 @@
-"""Loads prediction heads from folders: a config.json and a model.safetensors."""
+"""Loads prediction heads: from folders with a config.json and a model.safetensors, and those that
+some models are trained with, for multi-token prediction (MTP).
+
+mlx-lm drops the weights of the latter when it loads a model: they are read here, from the model's
+own files. Such a head's layer is one of the model's: its class and its weights' names are those of
+the model's last layer, so the model's own `sanitize` brings them into mlx-lm's form. Which norms
+and products stand around that layer, and what is fed on to the next token, is as in vLLM's models
+(`qwen3_next_mtp.py`, `deepseek_mtp.py`, `mimo_mtp.py`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
 
-from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
-from paged_kv.integrations.heads.mtp_head import load_mtp_head, mtp_weights
-from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
+from paged_kv.integrations.heads.prediction_head import (
+    Eagle3Head,
+    HeadArgs,
+    LayerHead,
+    ModelParts,
+    PredictionHead,
+    llama_head,
+)
+
+Weights = dict[str, mx.array]
 
 LAYER_HEAD = "layer_head"
 # Tables that checkpoints have and heads do not need: the model's own embeddings, and which of the
@@ -24,7 +41,11 @@ _NOT_NEEDED = frozenset({"embed_tokens.weight", "t2d"})
 def is_head(folder: Path) -> bool:
     """Whether a folder's config.json is one of a head that is known."""
     path = folder / "config.json"
-    return path.is_file() and _kind_of(json.loads(path.read_text())) is not None
+    return path.is_file() and _is_known(json.loads(path.read_text()))
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == LAYER_HEAD or "draft_vocab_size" in config
 
 
 def load_head(folder: str | Path) -> PredictionHead:
@@ -36,11 +57,27 @@ def load_head(folder: str | Path) -> PredictionHead:
     """
     folder = Path(folder)
     config = json.loads(_required(folder / "config.json").read_text())
-    head = _new_head(folder, config)
+    if not _is_known(config):
+        raise ValueError(
+            f"{folder} is no prediction head that is known: its config.json names neither the "
+            f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
+        )
+    given = {each.name: config[each.name] for each in fields(HeadArgs) if each.name in config}
+    needed = {each.name for each in fields(HeadArgs) if each.default is MISSING}
+    if missing := needed - given.keys():
+        raise ValueError(f"config.json of the head in {folder} lacks {', '.join(sorted(missing))}")
+    is_layer = config.get("model_type") == LAYER_HEAD
+    head = llama_head(HeadArgs(**given)) if is_layer else Eagle3Head(HeadArgs(**given))
     loaded: Any = mx.load(str(_required(folder / "model.safetensors")))
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
     head.load(weights, str(folder))
     return head
+
+
+def _required(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}: give a head's folder")
+    return path
 
 
 def has_own_head(model: Module, folder: str | Path) -> bool:
@@ -63,35 +100,161 @@ def load_own_head(model: Module, folder: str | Path) -> PredictionHead:
     return load_head(beside) if beside.is_dir() else load_mtp_head(model, folder)
 
 
-def _required(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}: give a head's folder")
-    return path
+@dataclass(frozen=True)
+class MtpFamily:
+    """How the files of a family of models name the parts of a head.
+
+    Attributes:
+        prefix: of all names; `{layers}` stands for the number of the model's layers.
+        embedding_norm, hidden_norm, join, norm: the other parts.
+        layer: of the weights of the layer, if that has a name of its own.
+        shared: parts that are the model's own.
+        is_hidden_first, feeds_normed: `LayerHead`'s.
+        norms_less_one: whether norms multiply by one more than their weights.
+    """
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    layer: str = ""
+    shared: tuple[str, ...] = ()
+    is_hidden_first: bool = False
+    feeds_normed: bool = True
+    norms_less_one: bool = False
+
+    def head(self, layer: Any, hidden_size: int, vocab_size: int, eps: float) -> LayerHead:
+        """A head that is put together so: see `LayerHead`."""
+        order = {"is_hidden_first": self.is_hidden_first, "feeds_normed": self.feeds_normed}
+        return LayerHead(layer, hidden_size, vocab_size, eps, **order)
 
 
-def _kind_of(config: Mapping[str, Any]) -> tuple[type[Any], type[Any]] | None:
-    """The class of a head, and that of its arguments; None if this is none."""
-    if config.get("model_type") == LAYER_HEAD:
-        return LayerHead, LayerHeadArgs
-    return (Eagle3Head, Eagle3Args) if "draft_vocab_size" in config else None
+_QWEN = MtpFamily(
+    "mtp.",
+    "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden",
+    "fc",
+    "norm",
+    "layers.0.",
+    shared=("embed_tokens.", "lm_head."),
+    norms_less_one=True,
+)
+_DEEPSEEK = MtpFamily(
+    "model.layers.{layers}.",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    shared=("embed_tokens.", "shared_head.head."),
+    feeds_normed=False,
+)
+_MIMO = MtpFamily(
+    "model.mtp_layers.0.",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    is_hidden_first=True,
+)
+FAMILIES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    "mimo": _MIMO,
+}
 
 
-def _new_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
-    kind = _kind_of(config)
-    if kind is None:
+def mtp_weights(model: Module, folder: str | Path) -> Weights:
+    """The weights of the head that a model was trained with, by their names behind the head's own;
+    none if its files have none, or if its family is not known to have a head."""
+    if (family := FAMILIES.get(_file_of(model))) is None:
+        return {}
+    prefix, found = _prefix(family, model), Weights()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        loaded: Any = mx.load(str(path))
+        found |= {name: array for name, array in loaded.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): array for name, array in found.items()}
+
+
+def load_mtp_head(model: Module, folder: str | Path) -> LayerHead:
+    """The head that a model was trained with.
+
+    Args:
+        model: a model of mlx-lm.
+        folder: the files that it was loaded from.
+
+    Raises:
+        ValueError: its family is not known to have a head, the files have none, or weights of it
+            are missing; the message says which.
+    """
+    family = FAMILIES.get(_file_of(model))
+    if family is None:
         raise ValueError(
-            f"{folder} is no prediction head that is known: its config.json names neither the "
-            f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
+            f"{_file_of(model)} is not known to be trained with a prediction head: those are "
+            f"{', '.join(sorted(FAMILIES))}. Name the folder of a head, or another draft"
         )
-    head_class, arguments = kind
-    head: PredictionHead = head_class(arguments(**_known(arguments, folder, config)))
+    weights = mtp_weights(model, folder)
+    if not weights:
+        raise ValueError(
+            f"the files in {folder} hold no weights of a prediction head ("
+            f"{_prefix(family, model)}*): conversions often leave them out. Take "
+            "the original files, or another draft"
+        )
+    parts = ModelParts(model)
+    arguments, layers = parts.arguments, parts.backbone.layers
+    kind: Any = type(layers[-1])
+    takes_number = len(signature(kind).parameters) > 1
+    layer = kind(arguments, len(layers) - 1) if takes_number else kind(arguments)
+    head = family.head(layer, parts.hidden_size, parts.vocab_size, arguments.rms_norm_eps)
+    own, of_layer = _divided(family, weights)
+    own |= {f"layer.{each}": array for each, array in _in_form(model, of_layer, layers).items()}
+    _quantise(head, own, Path(folder))
+    head.load(own, str(folder))
     return head
 
 
-def _known(kind: type[Any], folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a class that a config has."""
-    found = {each.name: config[each.name] for each in fields(kind) if each.name in config}
-    needed = [each for each in kind.__annotations__ if each not in found and each not in vars(kind)]
-    if needed:
-        raise ValueError(f"config.json of the head in {folder} lacks {', '.join(needed)}")
-    return found
+def _file_of(model: Module) -> str:
+    """The name of mlx-lm's file of a model."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def _prefix(family: MtpFamily, model: Module) -> str:
+    return family.prefix.format(layers=len(ModelParts(model).backbone.layers))
+
+
+def _quantise(head: LayerHead, weights: Weights, folder: Path) -> None:
+    """Quantise the parts of a head whose weights have scales, as the model's config.json says."""
+    if any(name.endswith(".scales") for name in weights):
+        how = json.loads((folder / "config.json").read_text())["quantization"]
+        quantize(
+            head,
+            how["group_size"],
+            how["bits"],
+            class_predicate=lambda path, _: f"{path}.scales" in weights,
+        )
+
+
+def _divided(family: MtpFamily, weights: Weights) -> tuple[Weights, Weights]:
+    """The weights of the head's own parts, by their names here, and those of its layer."""
+    names = {
+        getattr(family, name): name for name in ("embedding_norm", "hidden_norm", "join", "norm")
+    }
+    own, of_layer = Weights(), Weights()
+    for name, array in weights.items():
+        weight = array + 1 if family.norms_less_one and "norm" in name else array
+        part, _, kind = name.rpartition(".")
+        if part in names:
+            own[f"{names[part]}.{kind}"] = weight
+        elif not name.startswith(family.shared):
+            of_layer[name.removeprefix(family.layer)] = weight
+    return own, of_layer
+
+
+def _in_form(model: Any, weights: Weights, layers: Any) -> Weights:
+    """The weights of a layer in the form that mlx-lm's layers have. Norms are so already."""
+    name = f"model.layers.{len(layers) - 1}."
+    norms = {each: array for each, array in weights.items() if array.ndim == 1}
+    others = {name + each: array for each, array in weights.items() if each not in norms}
+    sanitized: Mapping[str, mx.array] = model.sanitize(others)
+    at = name.removeprefix("model.")
+    return norms | {each.partition(at)[2]: array for each, array in sanitized.items()}

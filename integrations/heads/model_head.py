@@ -8,6 +8,7 @@ To draft, the head's layer takes steps alone, and is trimmed to the other layers
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -20,10 +21,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.heads.model_parts import ModelParts
-from paged_kv.integrations.heads.prediction_head import PredictionHead
-from paged_kv.integrations.heads.recorded_outputs import hook_outputs, outputs_of
-from paged_kv.integrations.model_hooks import Undo, call_all
+from paged_kv.integrations.heads.prediction_head import ModelParts, PredictionHead
+from paged_kv.integrations.model_hooks import SharedChanges, Undo, call_all, replace_call
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.progress import NO_PADDING, Padding
@@ -31,6 +30,61 @@ from paged_kv.steps.sequence import Sequence
 
 # Of longer steps only the last hidden state is kept: no draft is that long.
 _MOST_KEPT = 32
+
+
+class _Thread(threading.local):
+    """What the modules returned whose outputs this thread wants, by their ids; empty before."""
+
+    found: dict[int, list[mx.array]] | None = None
+
+
+_this_thread = _Thread()
+_hooked = SharedChanges()
+
+
+def hook_outputs(kind: Any) -> Undo:
+    """Let calls of a class record what they return, until what is returned was called for each time
+    that it was replaced."""
+    return _hooked.hold(kind, partial(_hook, kind))
+
+
+@contextmanager
+def outputs_of(modules: Rows[Module]) -> Iterator[list[mx.array]]:
+    """A list that has the latest output of each module, whose class is hooked, at the end; it stays
+    empty if they were not called."""
+    outputs: list[mx.array] = []
+    outer, _this_thread.found = _this_thread.found, {id(each): [] for each in modules}
+    try:
+        yield outputs
+        found = _this_thread.found
+        if all(found.values()):
+            outputs += [found[id(each)][-1] for each in modules]
+    finally:
+        _this_thread.found = outer
+
+
+def record_outputs(modules: Rows[Module], outputs: Rows[mx.array]) -> None:
+    """Record what modules would have returned."""
+    for module, output in zip(modules, outputs, strict=True):
+        _record(module, output)
+
+
+def _record(module: Module, output: mx.array) -> None:
+    found = _this_thread.found
+    if found is not None and id(module) in found:
+        found[id(module)].append(output)
+
+
+def _hook(kind: Any) -> Undo:
+    stock = kind.__call__
+
+    @wraps(stock)
+    def call(module: Module, *args: Any, **options: Any) -> Any:
+        output = stock(module, *args, **options)
+        _record(module, output)
+        return output
+
+    return replace_call(kind, call)
 
 
 class LatestStates(NamedTuple):
@@ -73,7 +127,10 @@ class ModelHead:
         read = [layers[each] for each in head.layers_read(len(layers))]
         self.modules: list[Module] = read or [self.parts.backbone]
         self._unknown = mx.zeros((1, self.parts.hidden_size), like.dtype)
-        self.geometry = self._geometry(self._unknown[None])
+        shown = _Shown()
+        head(self._unknown[None], self._unknown[None], shown)  # symbolic: nothing is computed
+        assert shown.geometry is not None, "a head has a layer with keys and values"
+        self.geometry = shown.geometry
 
     @staticmethod
     def _require_shape(what: str, of_model: int, of_head: int) -> None:
@@ -82,13 +139,6 @@ class ModelHead:
                 f"the head is for a model with {what} {of_head:,}, and this model has "
                 f"{of_model:,}: give the head that was trained for this model"
             )
-
-    def _geometry(self, like: mx.array) -> LayerGeometry:
-        """Symbolic: nothing is computed."""
-        shown = _Shown()
-        self.head(like, like, shown)
-        assert shown.geometry is not None, "a head has a layer with keys and values"
-        return shown.geometry
 
     def hook(self) -> Undo:
         """Let the modules that the head reads record what they return."""
@@ -116,7 +166,8 @@ class ModelHead:
         Raises:
             PoolExhausted: there are no pages for them; nothing was changed.
         """
-        cache = _cache_of(sequences)
+        pool = sequences[0].pool
+        cache = PagedKVCache(pool, pool.num_layers - 1, sequences)
         with _alone(cache):
             hidden, token = self._states_behind(sequences), mx.array(last)
             drafted = []
@@ -145,12 +196,15 @@ class ModelHead:
             before = self._states_behind(cache.sequences)
         states = _behind_each(before, hidden, paddings)
         embeddings = mx.zeros_like(hidden) if tokens is None else self.parts.embed(tokens)
-        kept = states if hidden.shape[1] <= _MOST_KEPT else _last(states, paddings)
+        kept, count = states, hidden.shape[1]
+        if count > _MOST_KEPT:  # the states [B, 1, hidden_size] behind each row's last token
+            ends = [min(count, padding.left + padding.own(count)) for padding in paddings]
+            kept = mx.take_along_axis(states, mx.array(ends)[:, None, None], axis=1)
         # Computed with the keys: else what is kept would hold all of the step until it is read.
         self.head(embeddings, states[:, :-1], _Written(cache, kept))
         flat, is_last = kept.reshape(-1, kept.shape[-1]), kept is not states
         for row, (sequence, padding) in enumerate(zip(cache.sequences, paddings, strict=True)):
-            own, end = padding.own(hidden.shape[1]), _length(sequence)
+            own, end = padding.own(count), _length(sequence)
             start = end if is_last else end - own
             first = row * kept.shape[1] + (0 if is_last else padding.left)
             if own:
@@ -188,19 +242,6 @@ def _behind_each(before: mx.array, hidden: mx.array, paddings: list[Padding]) ->
     firsts = mx.array([padding.left for padding in paddings])[:, None]
     is_first = mx.arange(states.shape[1]) == firsts
     return mx.where(is_first[:, :, None], before, states)
-
-
-def _last(states: mx.array, paddings: list[Padding]) -> mx.array:
-    """The states [B, 1, hidden_size] behind each row's last token."""
-    count = states.shape[1] - 1
-    ends = [min(count, padding.left + padding.own(count)) for padding in paddings]
-    return mx.take_along_axis(states, mx.array(ends)[:, None, None], axis=1)
-
-
-def _cache_of(sequences: Rows[Sequence]) -> PagedKVCache:
-    """The cache of the head's layer."""
-    pool = sequences[0].pool
-    return PagedKVCache(pool, pool.num_layers - 1, sequences)
 
 
 def _length(sequence: Sequence) -> int:
@@ -254,16 +295,6 @@ heads: WeakKeyDictionary[PagePool, ModelHead] = WeakKeyDictionary()
 """The head of each pool whose last layer is a head's."""
 
 
-def add_head(pool: PagePool, head: ModelHead) -> None:
-    """Let the last layer of a pool be a head's."""
-    heads[pool] = head
-
-
-def head_of(pool: PagePool) -> ModelHead | None:
-    """The head whose layer is the last one of a pool; None if it is the model's."""
-    return heads.get(pool)
-
-
 def with_head(stock: Any) -> Any:
     """The call of a model's class, behind which the head of the caches reads what was computed."""
     of_tokens = next(iter([*signature(stock).parameters][1:]), "")
@@ -272,7 +303,7 @@ def with_head(stock: Any) -> Any:
     def call(model: Module, *args: Any, **options: Any) -> Any:
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
         last: Any = caches[-1] if isinstance(caches, list | tuple) and caches else None
-        head = head_of(last.pool) if isinstance(last, PagedKVCache) else None
+        head = heads.get(last.pool) if isinstance(last, PagedKVCache) else None
         if head is None:
             return stock(model, *args, **options)
         if len(args) > 1:

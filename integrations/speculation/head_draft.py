@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from paged_kv.integrations.batching.short_memory import Shortage
-from paged_kv.integrations.heads.model_head import head_of
+from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import DraftRow, within_memory
 
@@ -25,7 +25,7 @@ class HeadDraft:
     """
 
     def __init__(self, factory: PagedCacheFactory) -> None:
-        head = head_of(factory.pool)
+        head = heads.get(factory.pool)
         if head is None:
             raise ValueError(
                 "the factory has no prediction head: make it with one, as "

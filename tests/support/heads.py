@@ -7,9 +7,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from paged_kv.integrations.heads.eagle3_head import Eagle3Args, Eagle3Head
-from paged_kv.integrations.heads.model_parts import ModelParts
-from paged_kv.integrations.heads.prediction_head import LayerHead, LayerHeadArgs, PredictionHead
+from paged_kv.integrations.heads.prediction_head import (
+    Eagle3Head,
+    HeadArgs,
+    ModelParts,
+    PredictionHead,
+    llama_head,
+)
 
 
 def shape_of(model: Any) -> dict[str, Any]:
@@ -29,9 +33,9 @@ def random_head(model: Any, kind: str = "layer_head") -> PredictionHead:
     """A head of that shape."""
     shape = shape_of(model)
     head: PredictionHead = (
-        LayerHead(LayerHeadArgs(**shape))
+        llama_head(HeadArgs(**shape))
         if kind == "layer_head"
-        else Eagle3Head(Eagle3Args(**shape, draft_vocab_size=shape["vocab_size"] // 2))
+        else Eagle3Head(HeadArgs(**shape, draft_vocab_size=shape["vocab_size"] // 2))
     )
     mx.random.seed(1)
     head.update(tree_map(_random, head.parameters()))  # type: ignore[no-untyped-call]

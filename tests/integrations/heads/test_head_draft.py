@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.heads.model_head import head_of
+from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.head_draft import HeadDraft
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, greedy, runs_of
@@ -95,7 +95,7 @@ def test_a_head_reads_what_is_called_by_names() -> None:
     """mlx-lm passes prompts so that have embeddings."""
     model: Any = small_model("llama")
     factory = PagedCacheFactory(model, max_bytes=64 << 20, head=random_head(model))
-    head = head_of(factory.pool)
+    head = heads.get(factory.pool)
     assert head is not None
     tokens, drafts = mx.array([PROMPT]), []
     for given in (

@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.heads.model_head import ModelHead, head_of
+from paged_kv.integrations.heads.model_head import ModelHead, heads
 from tests.support.heads import random_head
 from tests.support.zoo import small_model
 
@@ -22,7 +22,7 @@ def factory_and_head(
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=max_bytes, head=random_head(model))
     factory.make_cache()
-    head = head_of(factory.pool)
+    head = heads.get(factory.pool)
     assert head is not None
     return model, factory, head
 
@@ -138,7 +138,7 @@ def test_a_head_reads_steps_that_repeat_a_recording(monkeypatch: pytest.MonkeyPa
             model, max_bytes=64 << 20, head=random_head(model, "eagle3"), compile=compile
         )
         cache = factory.make_cache()
-        head = head_of(factory.pool)
+        head = heads.get(factory.pool)
         assert head is not None
         model(mx.array([PROMPT[:245]]), cache=cache)
         for at in range(245, 270):
