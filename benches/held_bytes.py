@@ -36,7 +36,7 @@ from paged_kv import PagedKVCache, PagePool
 from paged_kv import Sequence as PagedSequence
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 
 HEAD, LAYERS, STEP = 32, 4, 2048
 # Bits of a number, with its part of a scale, and of the centre of its page.

@@ -34,7 +34,7 @@ from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.integrations.bench.turns import in_turns, ratio, seconds, spread
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 1024, 22, 4
 CHUNKS, CONTEXTS = (256, 1024), (4096, 32768)

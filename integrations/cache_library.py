@@ -16,7 +16,7 @@ from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.states.layer_rows import GrowingLayer, LayerRows, growing_layers
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 
 Paged = Callable[[Any], Any]
 """Makes what takes the place of one of the library's caches."""

@@ -26,7 +26,7 @@ from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.operation_hooks import prepared
 from paged_kv.integrations.states.one_by_one import row_of
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.pool.appended_rows import AppendedRows
+from paged_kv.pool.layer_kinds import AppendedRows
 from paged_kv.steps.read import PagedKeys, PagedValues
 from paged_kv.steps.recognised_arrays import new_placeholder
 

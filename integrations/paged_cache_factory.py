@@ -32,8 +32,7 @@ from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.version_trial import require_trusted
 from paged_kv.integrations.working_memory import WorkingMemory, working_memory
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.pool.arguments import FormatChoice
-from paged_kv.pool.options import AUTO
+from paged_kv.pool.options import AUTO, FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.keeping import inner_salt, store_policy_of

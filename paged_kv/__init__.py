@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from paged_kv.integrations.speculation.ngram_draft import NGramDraft
     from paged_kv.integrations.speculation.speculative_generation import speculative_batch_generate
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
-    from paged_kv.offload.page_file import OffloadError
+    from paged_kv.offload.offloading import OffloadError
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
     from paged_kv.prefix.keeping import Unstored
@@ -130,7 +130,7 @@ _HOMES = {
     "UnknownSession": "allocator.errors",
     "CacheOptions": "integrations.cache_options",
     "PagedCacheFactory": "integrations.paged_cache_factory",
-    "OffloadError": "offload.page_file",
+    "OffloadError": "offload.offloading",
     "PagePool": "pool.page_pool",
     "PagedKVCache": "cache.paged_kv_cache",
     "PoolStats": "pool.stats",

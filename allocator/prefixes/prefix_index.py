@@ -30,9 +30,8 @@ from paged_kv.allocator.prefixes.eviction import (
     EvictionPolicy,
     Use,
 )
-from paged_kv.allocator.prefixes.holds import Holds
-from paged_kv.allocator.prefixes.owners import Owners
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Match, Node, Owner, Windows
+from paged_kv.allocator.prefixes.retention import Holds, Owners
 
 
 class PrefixIndex:

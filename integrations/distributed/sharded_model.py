@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.integrations.distributed.connected_ranks import RanksDiffer, joined_ranks
-from paged_kv.pool.arguments import chosen_budget
+from paged_kv.pool.options import chosen_bytes
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sizes import counted
@@ -47,7 +47,7 @@ def agreed_budget(max_bytes: float | str | None, ranks: Ranks) -> int:
     Raises:
         TypeError, ValueError: `max_bytes` is no size.
     """
-    return ranks.all_min("max_bytes", chosen_budget(max_bytes, None).max_bytes)
+    return ranks.all_min("max_bytes", chosen_bytes(max_bytes))
 
 
 def folder_of_rank(store: Tier, ranks: Ranks) -> Tier | Path:

@@ -31,7 +31,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.appended_rows import AppendedRows, RowInput
+from paged_kv.pool.layer_kinds import AppendedRows, RowInput
 from paged_kv.steps.progress import GroupInputs
 from paged_kv.steps.read import GatheredRead
 from paged_kv.steps.recognised_arrays import FollowedArray

@@ -32,8 +32,8 @@ from paged_kv.kernels.pages.page_format import (
     PageLayout,
     page_format_named,
 )
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.page_pool import PagePool, open_pools
-from paged_kv.pool.window import Window
 from paged_kv.sizes import counted
 from paged_kv.steps.sequence import Sequence
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import replace
 from itertools import chain, takewhile
 
@@ -25,8 +24,8 @@ from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSl
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, PageFormat
 from paged_kv.offload.offloaded_layer import OffloadedLayer
 from paged_kv.offload.offloading import OFFLOADED, Offloading
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.stats import GroupStats
-from paged_kv.pool.window import Window
 
 # The most blocks of a sequence that have 16 bits at a time: the page that is being written, and the
 # one that the latest step wrote before it.
@@ -104,12 +103,6 @@ class LayerGroup:
             return self.allocator.new_table(self.window.ring)
         self.add_formats(page_format, page_format.first)
         return self.allocator.new_table(None, page_format.name, page_format.first.name)
-
-    def with_allocator(self, allocator: BlockAllocator) -> LayerGroup:
-        """A copy of the group with another allocator and without pages, for a dry run."""
-        group = copy(self)
-        group.allocator, group.pages, group.offloading = allocator, {}, None
-        return group
 
     def add_formats(self, *page_formats: PageFormat) -> None:
         """Add page formats; all or none.

@@ -1,12 +1,16 @@
-"""The options of a pool, which are those of a cache that concern its pages."""
+"""The options of a pool, which are those of a cache that concern its pages; and the budget and page
+formats that they mean."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, TypedDict
 
 from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy, Use
+from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
 from paged_kv.checks import described, whole_number
 from paged_kv.commands.arguments import budget, path, positive
 from paged_kv.options import Options, option
@@ -14,15 +18,71 @@ from paged_kv.sizes import size_in_bytes
 
 if TYPE_CHECKING:
     from paged_kv.kernels.pages.backend import Backend
-    from paged_kv.pool.arguments import FormatChoice
+    from paged_kv.kernels.pages.page_format import PageFormat
 
 AUTO = "auto"
 
+FormatChoice = str | tuple[str, str] | RequantisationPolicy
+
 
 # Imports within functions: `--help` works where mlx cannot be loaded.
-def _checked_format(choice: FormatChoice) -> FormatChoice:
-    from paged_kv.pool.arguments import chosen_formats
+def chosen_bytes(max_bytes: float | str | None) -> int:
+    """The bytes of a budget, by default `recommended_bytes()`.
 
+    Raises:
+        TypeError, ValueError: `max_bytes` is no size.
+    """
+    from paged_kv.kernels.pages.memory import recommended_bytes
+
+    return recommended_bytes() if max_bytes is None else size_in_bytes("max_bytes", max_bytes)
+
+
+def chosen_formats(choice: FormatChoice) -> tuple[PageFormat, RequantisationPolicy | None]:
+    """The format of new pages, and the policy that requantises them, if any.
+
+    Raises:
+        TypeError: `choice` is neither the name of a format, nor two names, nor a policy.
+        ValueError: no format has that name, or the policy's watermark or formats are invalid.
+    """
+    import mlx.core as mx
+
+    from paged_kv.kernels.pages.page_format import FP16, LayerGeometry, page_format_named
+
+    policy = OldestFirst() if choice == AUTO else choice
+    if isinstance(policy, str | tuple | list):
+        return page_format_named(policy), None
+    _require_policy(policy)
+    formats = [FP16, *map(page_format_named, policy.page_formats)]
+    # Their order by size is the same for all layers.
+    layer = LayerGeometry(1, 32, mx.float16, 1, 32, mx.float16)
+    sizes = [sum(plane.words for plane in each.planes(layer)) for each in formats]
+    if any(size <= smaller for size, smaller in pairwise(sizes)):
+        raise ValueError(
+            "page_formats of a RequantisationPolicy must each be smaller than the one before, "
+            f"such as ('q8', 'q4'), got {policy.page_formats!r}"
+        )
+    return FP16, policy
+
+
+def _require_policy(policy: RequantisationPolicy) -> None:
+    members = ("watermark", "page_formats", "requantisations")
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in members):
+        raise TypeError(
+            "page_format must be the name of a format such as 'q8', two names for keys and values, "
+            f"'auto' or a RequantisationPolicy, got {described(policy)}"
+        )
+    watermark, formats = policy.watermark, policy.page_formats
+    if not isinstance(watermark, Real) or not 0 < watermark <= 1:
+        raise ValueError(f"watermark must lie in (0, 1], got {described(watermark)}")
+    is_names = isinstance(formats, tuple | list) and all(isinstance(each, str) for each in formats)
+    if not formats or not is_names:
+        raise ValueError(
+            "page_formats of a RequantisationPolicy must be a tuple of formats such as "
+            f"('q8', 'q4'), got {described(formats)}"
+        )
+
+
+def _checked_format(choice: FormatChoice) -> FormatChoice:
     chosen_formats(choice)
     return choice
 

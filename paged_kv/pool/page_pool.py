@@ -19,8 +19,8 @@ import mlx.core as mx
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, locked
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlocks
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -28,14 +28,17 @@ from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
 from paged_kv.listeners import new_pool_listeners
 from paged_kv.offload.offloading import OFFLOADED, Offloading, OldestOffloaded
-from paged_kv.pool.appended_rows import AppendedRows
-from paged_kv.pool.arguments import checked_windows, chosen_budget, chosen_formats
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.options import POOL_OPTIONS, PoolKeywords, PoolOptions
+from paged_kv.pool.layer_kinds import AppendedRows, Window, checked_windows
+from paged_kv.pool.options import (
+    POOL_OPTIONS,
+    PoolKeywords,
+    PoolOptions,
+    chosen_bytes,
+    chosen_formats,
+)
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.pool.reservation import dry_run
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
-from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sizes import counted, format_size
 
@@ -161,11 +164,15 @@ class PagePool:
                 f"keep 16 bits, got {described(options.page_format)}"
             )
         self.eviction_policy = options.eviction_policy
-        if beside is not None:
+        if beside is None:
+            self.budget = ByteBudget(chosen_bytes(options.max_bytes))
+        else:
             require_pool("beside", beside)
-        self.budget: ByteBudget = chosen_budget(
-            options.max_bytes, beside.budget if beside else None
-        )
+            if options.max_bytes is not None:
+                raise ValueError(
+                    "a pool `beside` another shares its max_bytes: give one of the two"
+                )
+            self.budget = beside.budget
         self.backend = options.backend or choose_backend()
         self.read_tokens = None if self.rows else options.read_tokens
         self.offloading = self._new_offloading(options)
@@ -318,12 +325,7 @@ class PagePool:
             TypeError, ValueError: `tokens` is no integer, or is negative.
         """
         tokens = whole_number("tokens", tokens, least=0)
-        needs = {group: group.needs_of(tokens) for group in self.reclaimer.open_groups()}
-        if self.reclaimer.fits(needs):
-            return True
-        if self.reclaiming_policy is None or not self.reclaimer.may_fit(needs):
-            return False
-        return dry_run(self.reclaimer, self.page_format, tokens)
+        return self.reclaimer.can_admit(tokens, self.page_format)
 
     @locked
     def compact(self) -> Compaction:

@@ -1,4 +1,4 @@
-"""Finds blocks for a step, and reclaims memory when the budget gets short.
+"""Reserves blocks for a step before any layer writes, and reclaims memory if the budget is short.
 
 The order: free blocks, new slabs, eviction of cached out-of-window blocks, eviction of blocks of
 the prefix index, and of those that are held, requantisation if the pool has a policy, unmapping
@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from copy import copy
 from functools import partial
 
+from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget, Reclaims
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.allocator.slabs import FormatSlabs
-from paged_kv.offload.page_file import OffloadError
+from paged_kv.allocator.writes import Write, blocks_needed, reserve_all
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.offload.offloading import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
 
@@ -29,6 +33,8 @@ EVICTED_SHARE = 16
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that a step needs in each group, by page format."""
+
+Writes = Mapping[LayerGroup, list[Write]]
 
 
 class Reclaimer:
@@ -78,6 +84,20 @@ class Reclaimer:
         """The slabs of every format of every open group."""
         return [each for group in self.open_groups() for each in group.allocator.formats]
 
+    def reserve(self, writes: Writes) -> None:
+        """Reserve blocks for all writes, and copy shared pages before a table refers to the copies.
+        If pages are requantised for that, the first pages of a step may be for its last ones.
+
+        Raises:
+            PoolExhausted: the budget does not hold them all; with a policy, tables may have
+                reserved the first.
+            BaseException: what copying raises, such as a `ThreadConflict`; no table has changed.
+        """
+        if self.policy is None or self._mapped_after(_needs_of(writes)) <= self._limit:
+            self._reserve_together(writes)
+        else:
+            self._reserve_by_page(writes)
+
     def make_room(self, needed: Callable[[], Needs]) -> None:
         """Reclaim memory and map slabs until the needed blocks are free in every group.
 
@@ -99,6 +119,24 @@ class Reclaimer:
             ahead = self._limit - self._mapped_after(needs)
             group.allocator.ensure_free(counts, max(0, ahead))
 
+    def can_admit(self, tokens: int, page_format: PageFormat) -> bool:
+        """Whether a new sequence of `tokens` tokens could be written now, in steps of any size.
+
+        If pages are requantised while a sequence is written, the answer depends on how slabs of
+        several formats fill the budget. No formula gives that exactly, so a dry run makes the real
+        steps. O(slabs + cached blocks), and O(pages of the sequence * table entries) in that case.
+        """
+        needs = {group: group.needs_of(tokens) for group in self.open_groups()}
+        left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
+        beside = sum(other.reclaimable() for other in self._others())
+        if self._mapped_after(left, beside) <= self.budget.max_bytes:
+            return True
+        if self.policy is None:
+            return False
+        # If no slab was partly empty.
+        smaller = sum(self._bytes_requantised(group, counts) for group, counts in needs.items())
+        return smaller <= self.budget.max_bytes and self._dry_run(tokens, page_format)
+
     def tidy(self) -> bool:
         """Give back memory that is no longer needed, a little of each group. Call it between
         steps. Returns whether there may be more."""
@@ -106,22 +144,6 @@ class Reclaimer:
         for group in self.open_groups():
             is_untidy |= group.allocator.tidy()
         return is_untidy
-
-    def has(self, needs: Needs) -> bool:
-        """Whether the needs fit now, without eviction or requantisation. O(slabs)."""
-        return self._mapped_after(needs) <= self._limit
-
-    def fits(self, needs: Needs) -> bool:
-        """Whether the needs would fit after eviction of cached blocks. O(slabs + cached blocks)."""
-        left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
-        beside = sum(other.reclaimable() for other in self._others())
-        return self._mapped_after(left, beside) <= self.budget.max_bytes
-
-    def may_fit(self, needs: Needs) -> bool:
-        """Whether the needs would fit after requantisation of all pages, if no slab was partly
-        empty. O(used blocks)."""
-        smaller = sum(self._bytes_requantised(group, counts) for group, counts in needs.items())
-        return smaller <= self.budget.max_bytes
 
     def holding_more(self, budget: int, nbytes: int) -> int:
         """A budget that holds `nbytes` of blocks more than another one does."""
@@ -134,12 +156,6 @@ class Reclaimer:
         while (with_slack := nbytes + self.slack(ByteBudget(budget))) > budget:
             budget = with_slack
         return budget
-
-    def evictable(self, group: LayerGroup) -> set[int]:
-        """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
-        allocator = group.allocator
-        allocator.drain()
-        return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
 
     @property
     def bytes_held(self) -> int:
@@ -173,7 +189,7 @@ class Reclaimer:
         cached = [
             group.allocator.format_of(block).block_bytes
             for group in self.open_groups()
-            for block in self.evictable(group)
+            for block in self._evictable_blocks(group)
         ]
         return self._bytes_free() + sum(cached)
 
@@ -275,10 +291,16 @@ class Reclaimer:
         self._counts.evictions["out_of_window"] += evicted
         return evicted
 
+    def _evictable_blocks(self, group: LayerGroup) -> set[int]:
+        """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
+        allocator = group.allocator
+        allocator.drain()
+        return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
+
     def _evictable(self, group: LayerGroup) -> Counter[str]:
-        """As `evictable`, by page format."""
+        """Their number by page format."""
         format_of = group.allocator.format_of
-        return Counter([format_of(block).name for block in self.evictable(group)])
+        return Counter([format_of(block).name for block in self._evictable_blocks(group)])
 
     def _requantise(self, needed: Callable[[], Needs]) -> OffloadError | None:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
@@ -347,7 +369,79 @@ class Reclaimer:
         )
         return self.holding(self.bytes_held + requested)
 
+    def _reserve_together(self, writes: Writes) -> None:
+        if not all(each.is_owned for theirs in writes.values() for each in theirs):
+            self.make_room(lambda: _needs_of(writes))
+        reserve_all([(theirs, group.copy_pages) for group, theirs in writes.items()])
+
+    def _reserve_by_page(self, writes: Writes) -> None:
+        by_page = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
+        rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)
+        for at in range(rounds):
+            self._reserve_together(
+                {
+                    group: [pages[at] for pages in theirs if at < len(pages)]
+                    for group, theirs in by_page.items()
+                }
+            )
+
+    def _dry_run(self, tokens: int, page_format: PageFormat) -> bool:
+        """Whether blocks for a new sequence can be reserved in copies of the allocators."""
+        mapped = sum(each.capacity * each.block_bytes for each in self.formats())
+        free = ByteBudget(self.budget.max_bytes, self.budget.mapped - mapped)
+        copies = []
+        for group in self.open_groups():
+            twin = copy(group)
+            twin.allocator = _copy_of(group.allocator, free, self._evictable_blocks(group))
+            twin.pages, twin.offloading = {}, None
+            copies.append(twin)
+        index = PrefixIndex(PAGE_SIZE, free.lock)
+        others = Reclaimer(copies, free, index, OutOfWindowBlocks(), self.policy, PoolCounts())
+        writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
+        try:
+            others._reserve_by_page(writes)
+        except PoolExhausted:
+            return False
+        return True
+
+
+def _needs_of(writes: Writes) -> Needs:
+    return {group: blocks_needed(theirs) for group, theirs in writes.items()}
+
 
 def _unmap(groups: list[LayerGroup]) -> None:
     for group in groups:
         group.abandon()
+
+
+def _copy_of(
+    allocator: BlockAllocator, budget: ByteBudget, unwanted: Container[int]
+) -> BlockAllocator:
+    """A copy with the same slabs, tables and used blocks. `budget` counts the copy's slabs. The
+    `unwanted` blocks, which no table may hold, are free in it. O(slabs + table entries)."""
+    first, *others = allocator.formats
+    copy = BlockAllocator(
+        budget,
+        first.block_bytes,
+        allocator.page_size,
+        page_format=first.name,
+        max_slabs=allocator.max_slabs,
+    )
+    for theirs in (first, *others):
+        slabs = copy.add_format(theirs.name, theirs.block_bytes)
+        slabs.max_slab_pages, slabs.page_bytes = theirs.max_slab_pages, theirs.page_bytes
+        for slab, pages in theirs.slabs.items():
+            copy.map(slabs, slab, pages)
+    for block in allocator.refs.counts:
+        if block not in unwanted:
+            copy.format_of(block).take_block(block)
+    copy.refs.begin([block for block in allocator.refs.kept if block not in unwanted])
+    for table in allocator.tables:
+        twin = copy.new_table(table.ring, table.page_format, table.first_format)
+        first_held = [block for block in table.blocks if not copy.ref_count(block)]
+        copy.retain([block for block in table.blocks if copy.ref_count(block)])
+        copy.refs.begin(first_held)
+        twin.change(table.blocks, table.tokens)
+        twin.last_reserved = table.last_reserved
+    copy.tokens_reserved = allocator.tokens_reserved
+    return copy

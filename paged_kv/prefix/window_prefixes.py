@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
-from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
+from paged_kv.allocator.prefixes.prefix_node import Node, OutOfWindowBlock, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.sequence import Sequence
 
 

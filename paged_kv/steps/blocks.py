@@ -27,15 +27,14 @@ from typing import NamedTuple
 
 from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlocks
 from paged_kv.allocator.writes import Write
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.offload.offloading import Offloading
 from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
-from paged_kv.pool.window import Window
 from paged_kv.steps.sequence import Sequence, StepRow
 
 
@@ -101,11 +100,10 @@ def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch
     for group, sequence, write in unreserved:
         cache_overwritten(pool.out_of_window, group, sequence, write.end)
     scratch = _reserve_scratch(pool, step_writes)
-    writes = _by_group(unreserved)
-    if pool.reclaiming_policy is None or pool.reclaimer.has(needs_of(writes)):
-        reserve_together(pool.reclaimer, writes)
-    else:
-        reserve_by_page(pool.reclaimer, writes)
+    writes: dict[LayerGroup, list[Write]] = {}
+    for group, _, write in unreserved:
+        writes.setdefault(group, []).append(write)
+    pool.reclaimer.reserve(writes)
     return scratch
 
 
@@ -171,13 +169,6 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
             lacking -= count
             count = min(count, lacking)
     offloading.most_tried = wanted
-
-
-def _by_group(step_writes: list[SequenceWrite]) -> Writes:
-    writes: dict[LayerGroup, list[Write]] = {}
-    for group, _, write in step_writes:
-        writes.setdefault(group, []).append(write)
-    return writes
 
 
 def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:

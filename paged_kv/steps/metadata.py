@@ -26,7 +26,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.dense_attention import batch_mask, causal_window_mask
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.sequence import StepRow
 
 

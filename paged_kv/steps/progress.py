@@ -24,13 +24,13 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlock
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.window import Window
 from paged_kv.steps.metadata import PagedMask, step_mask
 from paged_kv.steps.progress import Progress
 from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.byte_budget import locked
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlock
 from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup

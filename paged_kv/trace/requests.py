@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from paged_kv.kernels.pages.page_format import LayerGeometry
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 
 VERSION = 2
 MOONCAKE_BLOCK = 512

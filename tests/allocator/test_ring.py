@@ -15,7 +15,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.writes import Write, blocks_needed
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 from tests.support.ring_batches import (

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import OffloadError, PagedCacheFactory, PoolExhausted
 from paged_kv.offload.offloaded_layer import OffloadedLayer
-from paged_kv.offload.page_file import PageFile
+from paged_kv.offload.offloading import PageFile
 from tests.support.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.support.grids import plain_only
 from tests.support.stored_prompts import stored_factory

@@ -18,7 +18,7 @@ from paged_kv import (
     generate_samples,
 )
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.generation import greedy
 from tests.support.stored_prompts import shallow_model
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.layer_caches import caches_of, ragged_step
 
 KV_HEADS, Q_HEADS, DIM = 1, 2, 8

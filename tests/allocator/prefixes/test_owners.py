@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import UnknownSession
-from paged_kv.allocator.prefixes.owners import Owners
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import Node, Owner
+from paged_kv.allocator.prefixes.retention import Owners
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 

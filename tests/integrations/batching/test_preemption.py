@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.batching.rows import Request, WaitingQueue, running_uids
-from paged_kv.pool.arguments import FormatChoice
+from paged_kv.pool.options import FormatChoice
 from paged_kv.prefix.keeping import Rates, inner_salt
 from paged_kv.server.engine.sampling import RandomSampler
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of

@@ -11,7 +11,7 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FormatName, LayerGeometry, page_format_named
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.recognised_arrays import TokenIndices
 from tests.support.arrays import normal
 from tests.support.backends import BACKENDS, backend_named

@@ -12,7 +12,7 @@ import pytest
 from paged_kv import PagePool, Sequence
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.cache.saved_state import page_views
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.steps.batch import Batch
 from tests.support.full_pages import full_formats

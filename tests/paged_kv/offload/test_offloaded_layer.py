@@ -18,7 +18,7 @@ from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry
-from paged_kv.offload import streamed_attention
+from paged_kv.offload import offloaded_layer
 from paged_kv.offload.offloaded_layer import RANKED_STEPS, OffloadedLayer
 from paged_kv.offload.offloading import OFFLOADED, RECENT_PAGES, Offloading, OldestOffloaded
 from tests.support.arrays import normal, numbers
@@ -138,7 +138,7 @@ def test_steps_that_read_all_are_exact(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where pieces have one page."""
-    monkeypatch.setattr(streamed_attention, "SCORE_BYTES", 1)
+    monkeypatch.setattr(offloaded_layer, "SCORE_BYTES", 1)
     layer = OneLayer(backend_named("plain", GEOMETRY), tmp_path)
     queries = normal((1, HEADS * GROUP, 5, DIM), mx.float32, 5)
     options = {each: _array(value) for each, value in options.items()}

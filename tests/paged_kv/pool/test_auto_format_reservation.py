@@ -10,7 +10,7 @@ import pytest
 from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.batch import Batch
 from tests.support.attended_step import attended
 from tests.support.layer_caches import caches_of

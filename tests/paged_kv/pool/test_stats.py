@@ -12,7 +12,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, PoolStats
 from paged_kv.allocator.block_allocator import packed, unpacked
 from paged_kv.monitor.publisher import view_pool
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from tests.support.invariants import assert_invariants, used_rows
 from tests.support.layer_caches import caches_of

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.layer_caches import caches_of
 
 LAYERS, HEAD = 3, 32

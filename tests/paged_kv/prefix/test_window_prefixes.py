@@ -4,10 +4,9 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
-from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
+from paged_kv.allocator.prefixes.prefix_node import Node, OutOfWindowBlocks, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.prefix.window_prefixes import window_prefix
 from tests.support.reserving import reserve
 

@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.steps.batch import Batch
 from tests.support import ring_batches

@@ -21,7 +21,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.recognised_arrays import placeholder
 from tests.support.dense_attention import dense_attention
 from tests.support.failures import ERRORS, Failures

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 
 HEADS, DIM, SCALE, WINDOW = 2, 32, 0.25, 8
 

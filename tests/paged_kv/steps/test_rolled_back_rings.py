@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.arrays import normal
 from tests.support.ring_batches import PAGE_BYTES, append, new_batch
 

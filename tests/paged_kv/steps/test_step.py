@@ -16,7 +16,7 @@ from paged_kv import (
 )
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.batch import Batch
 from paged_kv.steps.progress import LayerProgress, Progress
 from tests.support.arrays import normal

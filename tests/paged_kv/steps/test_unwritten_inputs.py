@@ -6,8 +6,7 @@ import mlx.core as mx
 
 from paged_kv import PagePool, Sequence
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.pool.appended_rows import AppendedRows, RowInput
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
+from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, AppendedRows, RowInput
 from paged_kv.steps.progress import GroupInputs
 
 RATE, INPUT = 4, "gate"

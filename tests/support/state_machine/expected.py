@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from paged_kv import PagedKVCache
 from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import FP16, page_format_named
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.full_pages import full_format
 from tests.support.state_machine.rows import WRITTEN, Chain, Row
 from tests.support.state_machine.table_model import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.window import Window
+from paged_kv.pool.layer_kinds import Window
 from tests.support.full_pages import full_format
 
 Chain = tuple[str, ...]

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import LeastRecentlyUsed
-from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.prefix_node import WindowSlots
+from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlock, OutOfWindowBlocks, WindowSlots
 from tests.support.reserving import reserve
 
 
