@@ -26,9 +26,8 @@ from benches.results_file import write_result
 from paged_kv.integrations.bench.turns import ratio
 from paged_kv.server.completions.interface import Mark
 from paged_kv.server.completions.prompt_reader import read_chat
-from paged_kv.server.engine.kept_tokens import kept_tokens_of
+from paged_kv.server.engine.chat_templates import kept_tokens_of, roles_of
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.engine.template_roles import roles_of
 from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.options import ServerOptions
 from tests.support.agent_model import TEMPLATE

@@ -29,7 +29,7 @@ from paged_kv.server.completions.tokenizing import (
     text_of_tokens,
     token_count,
 )
-from paged_kv.server.engine.prefill_request import PATH as PREFILL
+from paged_kv.server.engine.prompt_fetcher import PREFILL_PATH
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, as_api_error, shortened
 from paged_kv.server.http.connection import PROBES, ExtraPlaces
@@ -61,7 +61,7 @@ def _api_routes(service: Service) -> list[Route]:
     reader = ResponseReader(service.clients, kept)
     generated: dict[str, Reader] = {
         "/v1/completions": partial(read_completion, TextBody),
-        PREFILL: partial(read_completion, PrefillBody),
+        PREFILL_PATH: partial(read_completion, PrefillBody),
         "/v1/chat/completions": partial(read_completion, ChatBody),
         "/chat/completions": partial(read_completion, ChatBody),
         messages.PATH: partial(messages.read_messages, MessagesBody, options),

@@ -90,7 +90,7 @@ def require_servable_by(options: ServerOptions, ranks: int) -> None:
         # Each holds a part of the model, and finds out when it has loaded it what its pages need.
         _require_shareable(options)
         return
-    from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
+    from paged_kv.server.engine.model_limits import require_sufficient_budget
 
     require_sufficient_budget(options)
 

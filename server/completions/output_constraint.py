@@ -20,7 +20,7 @@ from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.server.completions.service import Service, run_python
 from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.engine.rows import model_constraint
+from paged_kv.server.engine.sampling import model_constraint
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.schema import (
     MOST_GRAMMAR_CHARACTERS,
@@ -141,7 +141,7 @@ async def prepare_grammars(
             `structured` is not installed.
     """
     requested, workers = jobs[0].constraint, service.workers  # all jobs of a request have the same
-    work = partial(model_constraint, requested, loaded)
+    work = partial(model_constraint, requested, loaded and loaded.tokenizer)
     # The grammar of many tools takes long to write.
     has_tools = isinstance(requested, CallConstraint)
     constraint = await workers.compile(work) if has_tools else work()

@@ -27,11 +27,10 @@ from paged_kv.server.completions.message_parts import (
     require_parts,
     typed_mark,
 )
-from paged_kv.server.engine.image_support import EmbeddedImages
+from paged_kv.server.engine.chat_templates import KeptTokens, only_renders, template_text
 from paged_kv.server.engine.jobs import HeldPrompt, Prompt
-from paged_kv.server.engine.kept_tokens import KeptTokens, only_renders
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.engine.template_roles import template_text
+from paged_kv.server.engine.single_row import EmbeddedImages
 from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.options import ServerOptions

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import queue
 import threading
 import traceback
 from bisect import insort
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from time import monotonic
 
 import mlx.core as mx
@@ -30,11 +33,11 @@ from paged_kv.integrations.distributed.sharded_model import require_same_prefixe
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.server.engine.jobs import (
     Begun,
+    Channel,
     Empty,
+    Event,
     Failed,
     Job,
-    Mailbox,
-    Outbox,
     SessionEnd,
     Stage,
     Token,
@@ -42,8 +45,7 @@ from paged_kv.server.engine.jobs import (
 from paged_kv.server.engine.next_turns import QUIET_S, NextTurn, NextTurns
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.rows import Rows
-from paged_kv.server.engine.server_metrics import ServerMetrics
-from paged_kv.server.engine.step_watch import StepWatch
+from paged_kv.server.engine.server_metrics import ServerMetrics, StepWatch
 from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened
 
 log = logging.getLogger(__name__)
@@ -91,10 +93,10 @@ class GenerationThread:
         self._ranks = provider.ranks
         self._queue: list[Job] = []  # that cannot join the batch yet, in their order
         self._rows: Rows | None = None
-        self._mailbox: Mailbox[Command] = Mailbox()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._now = monotonic()
         self._used = self._now  # when a request was there last
-        self._outbox = Outbox()
+        self._events: list[tuple[Channel, Event]] = []  # to be sent together
         self._refusal: APIError | None = None
         # Whether a job has left since the pools last released dropped caches.
         self._has_left = False
@@ -123,39 +125,40 @@ class GenerationThread:
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; their events go to their channels."""
-        self._mailbox.put(*[partial(GenerationThread._arrive, job=job) for job in jobs])
+        self._commands.put(partial(GenerationThread._arrive, jobs=[*jobs]))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Drop jobs that wait or run; jobs that have ended are ignored."""
-        self._mailbox.put(*[partial(GenerationThread._drop, number=job.number) for job in jobs])
+        numbers = [job.number for job in jobs]
+        self._commands.put(partial(GenerationThread._drop, numbers=numbers))
 
     def cancel_choice(self, job: Job, number: int) -> None:
         """Stop one choice of a job."""
-        self._mailbox.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
+        self._commands.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
 
     def announce(self, constraint: Constraint) -> None:
         """Let the other ranks compile a grammar, while this one does."""
         if self._ranks.size > 1:
-            self._mailbox.put(partial(GenerationThread._compile, constraint=constraint))
+            self._commands.put(partial(GenerationThread._compile, constraint=constraint))
 
     def end_session(self, end: SessionEnd) -> None:
         """Evict what only the prompts of a session use; its future tells how much, or raises
         APIError 404. A job of the session goes on, and what it inserts is the session's again."""
-        self._mailbox.put(partial(GenerationThread._end_session, end=end))
+        self._commands.put(partial(GenerationThread._end_session, end=end))
 
     def prepare_next(self, turn: NextTurn) -> None:
         """Compute what the next turn of a chat begins with, while there are no jobs."""
         self.next_turns.add(turn)
         if self.next_turns.has_work:  # of one rank alone, so no other one gets this command
-            self._mailbox.put(lambda _: None)  # wakes the thread
+            self._commands.put(lambda _: None)  # wakes the thread
 
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""
-        self._mailbox.put(partial(GenerationThread._refuse, error=error))
+        self._commands.put(partial(GenerationThread._refuse, error=error))
 
     def stop(self) -> None:
         """End after the present step. If there is a store, cached prefixes are written to it."""
-        self._mailbox.put(GenerationThread._note_stop)
+        self._commands.put(GenerationThread._note_stop)
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -179,8 +182,8 @@ class GenerationThread:
             log.exception("the generation thread could not close its caches")
         self.ended.set_result(not died)
         # Submitters check `ended` from now on: answer the last jobs that did not see it.
-        self._obey(self._mailbox.take(wait=False))
-        self._outbox.flush()
+        self._obey(self._taken(0.0))
+        self._flush()
 
     def _serve(self) -> None:
         self._stream = mx.default_stream(mx.default_device())
@@ -202,7 +205,7 @@ class GenerationThread:
                 self.provider.release_unused(is_idle=not self.jobs)
                 self._has_left = False
             self._unload_unused()
-            self._outbox.flush()
+            self._flush()
 
     def _next_commands(self) -> list[Command]:
         """Rank 0's commands, which all ranks obey at the time of its clock."""
@@ -216,10 +219,32 @@ class GenerationThread:
                 most.append(self._used + QUIET_S - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
             is_idle = not self._queue and (self._rows is None or not len(self._rows))
-            commands = self._mailbox.take(wait=is_idle, seconds=max(0.0, min(most)))
+            commands = self._taken(max(0.0, min(most)) if is_idle else 0.0)
         self._now, commands = self._ranks.broadcast("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
         return commands
+
+    def _taken(self, wait_s: float) -> list[Command]:
+        """The queued commands; if there are none, wait for one at most so many seconds."""
+        commands: list[Command] = []
+        with suppress(queue.Empty):
+            commands.append(self._commands.get(timeout=wait_s))
+            while True:
+                commands.append(self._commands.get_nowait())
+        return commands
+
+    def _send(self, job: Job, event: Event) -> None:
+        """Send an event with the next `_flush`."""
+        if job.channel is not None:
+            self._events.append((job.channel, event))
+
+    def _flush(self) -> None:
+        """Send the events of a step together: waking an event loop for each would take longer than
+        making them."""
+        events, self._events = self._events, []
+        for loop, own in groupby(events, lambda each: each[0].loop):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, [*own])
 
     def _use_loaded(self) -> None:
         """Run jobs on the provider's loaded model, if there is one."""
@@ -252,8 +277,8 @@ class GenerationThread:
         if not died:
             self.next_turns.clear()
         self._rows = None
-        self._obey(self._mailbox.take(wait=False))
-        self._outbox.flush()
+        self._obey(self._taken(0.0))
+        self._flush()
         self.provider.reset()
         gc.collect()
         # MLX ends the process with "terminate called" if a thread's streams outlive it.
@@ -303,17 +328,18 @@ class GenerationThread:
         for job in [job for job in self.jobs.values() if job.stage is Stage.WAITING]:
             self._fail(job, error)
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, jobs: Iterable[Job]) -> None:
         self.next_turns.pause()
-        self.jobs[job.number] = job
-        if self._refusal is not None:
-            self._fail(job, self._refusal)
-            return
-        try:
-            if not self._fetch(job):
-                self._admit(job)
-        except Exception as error:
-            self._fail_to_begin(job, error)
+        for job in jobs:
+            self.jobs[job.number] = job
+            if self._refusal is not None:
+                self._fail(job, self._refusal)
+                continue
+            try:
+                if not self._fetch(job):
+                    self._admit(job)
+            except Exception as error:
+                self._fail_to_begin(job, error)
 
     def _fetch(self, job: Job) -> bool:
         """Let a job wait aside while its prompt's pages are read from servers; false if there is
@@ -328,7 +354,7 @@ class GenerationThread:
         for fetcher in drafting if job.arguments.num_draft_tokens else ():
             # The job does not wait for these: they are of use once its prompt is computed.
             fetcher.begin(job.number, prompt.tokens, job.salt)
-        return own.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
+        return own.begin(job.number, prompt.tokens, job.salt, partial(self._commands.put, admit))
 
     def _admit(self, job: Job) -> None:
         """Queue a job, unless its client has left meanwhile."""
@@ -391,9 +417,9 @@ class GenerationThread:
 
     def _end_empty(self, job: Job, loaded: LoadedModel) -> None:
         self._record_begun(job)
-        self._outbox.put(job, Begun(job, loaded))
+        self._send(job, Begun(job, loaded))
         for number in job.numbers:
-            self._outbox.put(job, Empty(number))
+            self._send(job, Empty(number))
         self._leave(job)
 
     def _record_begun(self, job: Job) -> None:
@@ -449,7 +475,7 @@ class GenerationThread:
                     if isinstance(event, Begun):
                         self._record_begun(job)
                     self.metrics.generation_tokens += isinstance(event, Token)
-                    self._outbox.put(job, event)
+                    self._send(job, event)
             for job in [job for job in self._running() if not self._rows.holds(job)]:
                 self._leave(job)
         except Exception as error:
@@ -515,16 +541,15 @@ class GenerationThread:
             if not self._rows.holds(job):
                 self._leave(job)
 
-    def _drop(self, number: int) -> None:
-        """Drop a job whose client has left, or has received everything."""
-        job = self.jobs.get(number)
-        if job is None:
-            return
-        self._leave(job)
+    def _drop(self, numbers: Iterable[int]) -> None:
+        """Drop jobs whose client has left, or has received everything."""
+        for number in numbers:
+            if (job := self.jobs.get(number)) is not None:
+                self._leave(job)
 
     def _fail(self, job: Job, error: APIError) -> None:
         log.warning("%s: refused with %d: %s", job.request_id, error.status, error)
-        self._outbox.put(job, Failed(error))
+        self._send(job, Failed(error))
         self._leave(job)
 
     def _leave(self, job: Job) -> None:
@@ -540,6 +565,11 @@ class GenerationThread:
 
     def _running(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
+
+
+def _deliver(events: Iterable[tuple[Channel, Event]]) -> None:
+    for channel, event in events:
+        channel.events.put_nowait(event)
 
 
 def _order(job: Job) -> tuple[int, int]:

@@ -1,16 +1,15 @@
-"""Jobs for the generation thread, its queue of commands, and the events that it sends back."""
+"""Jobs for the generation thread, and the events that it sends back."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
@@ -252,56 +251,3 @@ class Failed:
 
 
 Event = Begun | Progress | Token | Empty | Failed
-
-
-@dataclass
-class Outbox:
-    """Buffers events of the generation thread to send them together: waking an event loop once per
-    event would take longer than making the event."""
-
-    _events: list[tuple[Channel, Event]] = field(default_factory=list)
-
-    def put(self, job: Job, event: Event) -> None:
-        """Send an event with the next `flush`."""
-        if job.channel is not None:
-            self._events.append((job.channel, event))
-
-    def flush(self) -> None:
-        """Send the buffered events."""
-        events, self._events = self._events, []
-        loops: dict[Any, list[tuple[Channel, Event]]] = {}
-        for channel, event in events:
-            loops.setdefault(channel.loop, []).append((channel, event))
-        for loop, own in loops.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, own)
-
-
-def _deliver(events: list[tuple[Channel, Event]]) -> None:
-    for channel, event in events:
-        channel.events.put_nowait(event)
-
-
-Command = TypeVar("Command")
-
-
-class Mailbox(Generic[Command]):
-    """Commands in the order of their arrival."""
-
-    def __init__(self) -> None:
-        self._commands: list[Command] = []
-        self._news = threading.Condition()
-
-    def put(self, *commands: Command) -> None:
-        """Add commands, which `take` returns together; any thread may call this."""
-        with self._news:
-            self._commands += commands
-            self._news.notify()
-
-    def take(self, *, wait: bool, seconds: float | None = None) -> list[Command]:
-        """Take all queued commands; with `wait`, wait for at least one, for `seconds` at most."""
-        with self._news:
-            if wait:
-                self._news.wait_for(lambda: self._commands, seconds)
-            commands, self._commands = self._commands, []
-        return commands

@@ -34,8 +34,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import LookedUp, inner_salt
 from paged_kv.server.engine.jobs import Job, SessionEnd
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey, PagedModelProvider
-from paged_kv.server.engine.rows import PromptStart
 from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.engine.single_row import PromptStart
 
 log = logging.getLogger(__name__)
 

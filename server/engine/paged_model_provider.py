@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.processors import PROCESSORS
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load, load_config
 
 from paged_kv.allocator.errors import NotReproducible
+from paged_kv.extras import extra_module, install_command
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
-from paged_kv.integrations.mlx_lm_internals import downloaded
+from paged_kv.integrations.mlx_lm_internals import downloaded, knows_model
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.slow_products import warn_in_command
@@ -31,14 +33,16 @@ from paged_kv.integrations.speculation.draft_models import (
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.memory import limited_freed_buffers
-from paged_kv.server.engine.freed_buffers import freed_buffers_limit
-from paged_kv.server.engine.image_support import loading_with_mlx_vlm, refusal_of_mlx_vlm
-from paged_kv.server.engine.kept_tokens import KeptTokens, kept_tokens_of
-from paged_kv.server.engine.model_grammars import ModelGrammars
-from paged_kv.server.engine.prefill_request import OtherServer
-from paged_kv.server.engine.prompt_fetcher import PromptFetcher, PromptReuse
-from paged_kv.server.engine.sufficient_budget import budget_named
-from paged_kv.server.engine.template_roles import TemplateRoles, roles_of
+from paged_kv.server.engine.chat_templates import (
+    KeptTokens,
+    TemplateRoles,
+    callless_machine,
+    kept_tokens_of,
+    roles_of,
+)
+from paged_kv.server.engine.model_limits import budget_named, context_length, freed_buffers_limit
+from paged_kv.server.engine.prompt_fetcher import OtherServer, PromptFetcher, PromptReuse
+from paged_kv.server.engine.sampling import ModelGrammars
 from paged_kv.server.http.access import read_prefill_key
 from paged_kv.server.http.api_errors import APIError, shortened
 from paged_kv.server.options import ServerOptions
@@ -46,6 +50,8 @@ from paged_kv.server.options import ServerOptions
 # Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
 # mlx-lm's `model_key`.
 ModelKey = tuple[str | None, str | None, str | None]
+
+_TEXT_ONLY = "this model takes no images: send text only"
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +284,15 @@ class PagedModelProvider(ModelProvider):
         tokenizer.model_max_length = 1 << 60
         # Tokenizers change their settings at the first use; after it any thread may use them.
         tokenizer.encode("")
-        vocab_size = _vocab_size(self.model)
+        # Of a step that is never evaluated.
+        logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
+        vocab_size = int(logits.shape[-1])
+        marks: dict[int, str] = {}
+        if self.prompts is not None:
+            marks = self.prompts.marks
+        elif self.processor is not None:
+            mark = self.processor.image_token
+            marks = {tokenizer.convert_tokens_to_ids(mark): mark}
         if options.cache.reproducible and not can_batch:
             raise NotReproducible(
                 f"--reproducible is not possible: {key[0]} runs one request at a time, and its "
@@ -289,7 +303,7 @@ class PagedModelProvider(ModelProvider):
             tokenizer=tokenizer,
             processor=self.processor,
             prompts=self.prompts,
-            media_marks=_media_marks(self.prompts, self.processor, tokenizer),
+            media_marks=marks,
             why_no_images=self.why_no_images,
             vocab_size=vocab_size,
             # Nothing else: each of several ranks downloads its own part of the weights.
@@ -303,7 +317,7 @@ class PagedModelProvider(ModelProvider):
                 for each in self.factories
             ),
             text_machine=make_text_state_machine(tokenizer),
-            callless_machine=_callless_machine(tokenizer),
+            callless_machine=callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),
             grammars=ModelGrammars(tokenizer, vocab_size),
             kept_tokens=kept_tokens_of(tokenizer),
@@ -340,83 +354,53 @@ def _loading(field: str, name: str | None) -> Iterator[None]:
         raise APIError(404, message, param=field, code="model_not_found") from error
 
 
-def _media_marks(prompts: Any, processor: Any, tokenizer: Any) -> dict[int, str]:
-    if prompts is not None:
-        marks: dict[int, str] = prompts.marks
-        return marks
-    if processor is None:
-        return {}
-    return {tokenizer.convert_tokens_to_ids(processor.image_token): processor.image_token}
+def loading_with_mlx_vlm() -> Any:
+    """The module that loads models with mlx-vlm; raises ValueError without the extra vlm."""
+    return extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
 
 
-def _vocab_size(model: Any) -> int:
-    """The number of a model's logits, from a step that is never evaluated."""
-    logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
-    return int(logits.shape[-1])
+def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -> str | None:
+    """Why mlx-vlm does not load a model, as a client that sends an image is told; None if it does.
 
-
-def _callless_machine(tokenizer: Any) -> TextStateMachine:
-    """Separates reasoning from text, and leaves calls where they are.
+    mlx-vlm loads what mlx-lm does not know, or would load without a part that sees images.
 
     Args:
-        tokenizer: mlx-lm's.
+        config: of the model.
+        mlx_lm_options: options that only models of mlx-lm take, and their values or None.
+
+    Raises:
+        ValueError: mlx-lm does not know the model, and mlx-vlm is missing, does not know it either,
+            or does not take an option.
     """
-    transitions = {
-        state: [(mark, target) for mark, target in edges if target != "tool"]
-        for state, edges in tokenizer.response_transitions.items()
-    }
-    callless = SimpleNamespace(
-        has_thinking=tokenizer.has_thinking,
-        think_start=tokenizer.think_start,
-        think_end=tokenizer.think_end,
-        has_tool_calling=False,
-        structural_markers=tokenizer.structural_markers,
-        response_transitions=transitions,
-    )
-    machine: TextStateMachine = make_text_state_machine(callless)
-    return machine
-
-
-# Where the configs of vision models keep that of the language model.
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-
-# The names that configs have for it, as vLLM looks for them.
-_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-    "max_seq_length",
-    "max_sequence_length",
-    "seq_length",
-    "model_max_length",
-)
-
-# Of these kinds of rotary embeddings the config names the length after scaling.
-_SCALED = ("longrope", "su", "llama3", "default", "mrope")
-
-
-def context_length(config: dict[str, Any]) -> int | None:
-    """The most tokens that a model was made for; None if its config does not say.
-
-    Follows vLLM's `_get_and_verify_max_len`, but of several lengths the longest counts: this is
-    for refusing prompts.
-    """
-    parts = [config, *[config[part] for part in _PARTS if isinstance(config.get(part), dict)]]
-    return max((length for part in parts for length in _lengths(part)), default=None)
-
-
-def _lengths(config: dict[str, Any]) -> list[int]:
-    lengths = [config[name] for name in _NAMES if _is_length(config.get(name))]
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    is_scaled = kind in _SCALED or str(config.get("model_type")).startswith("gemma3")
-    if is_scaled or not lengths or not isinstance(factor, int | float):
-        return lengths
-    unscaled = (scaling.get(f"original_{_NAMES[0]}"), config.get(_NAMES[0]))
-    base = next((each for each in unscaled if each is not None and _is_length(each)), max(lengths))
-    return [*lengths, int(base * factor)]
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    # A checkpoint with a "model_file" brings its own code.
+    kind, is_known = config.get("model_type"), "model_file" in config or knows_model(config)
+    if is_known and (kind in PROCESSORS or "vision_config" not in config):
+        return _TEXT_ONLY
+    if find_spec("mlx_vlm") is None:
+        if not is_known:
+            raise ValueError(
+                f"mlx-lm has no model of the type {kind!r}: a newer one may (pip install --upgrade "
+                f"mlx-lm), and mlx-vlm if the model reads images ({install_command('vlm')})"
+            )
+        return (
+            "this server reads no images, as the extra for them is not installed: pip install "
+            "'paged-kv[vlm]' where it runs, or send text only"
+        )
+    if not loading_with_mlx_vlm().knows(config):
+        if not is_known:
+            raise ValueError(
+                f"neither mlx-lm nor mlx-vlm has a model of the type {kind!r}: newer ones may (pip "
+                "install --upgrade mlx-lm mlx-vlm)"
+            )
+        return (
+            f"this server reads no images, as mlx-vlm has no model of the type {kind!r}: send "
+            "text only"
+        )
+    if used := [option for option, value in mlx_lm_options.items() if value is not None]:
+        if not is_known:
+            raise ValueError(
+                f"{used[0]} does not work with models of mlx-vlm, and mlx-lm has none of the type "
+                f"{kind!r}: leave it out"
+            )
+        return f"this server reads no images, as it was started with {used[0]}: send text only"
+    return None

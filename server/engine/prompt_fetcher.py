@@ -4,31 +4,124 @@ A job whose prompt may be on a server waits aside until its pages are in memory.
 --prefill-from, what no tier holds of a long prompt is computed by another server, which publishes
 pages as they are filled; they are read as they come. Whatever fails or takes too long costs that
 time, and the prompt is computed here.
-
-mlx-lm's server keeps whole prompt caches. Here prompts share pages, every prompt reuses the longest
-cached prefix, and pages are evicted when memory gets short.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
-from collections.abc import Callable, Hashable
+import re
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from threading import Event
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 from paged_kv.allocator.errors import UnknownSession
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import StorePolicy, store_policy_of
-from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.tiered_store import PrefetchBuffer
 
 log = logging.getLogger(__name__)
+
+PREFILL_PATH = "/v1/prefill"
+_PROGRESS = re.compile(rb": keepalive (\d{1,12})/\d")
+# What an error begins with that comes when the other server has answered already.
+_ERROR = b'data: {"error":'
+_MOST_QUOTED = 400
+_CONNECT_S = 2.0
+# The other server says at least every few seconds that it is there.
+_SILENT_S = 30.0
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class OtherServer:
+    """A server that computes prompts.
+
+    Attributes:
+        url: where it is.
+        api_key: what it asks for, if it asks.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> dict[str, bytes | str]:
+        """Of a request with a body."""
+        about: dict[str, bytes | str] = {"Content-Type": "application/json"}
+        key = {} if self.api_key is None else {"Authorization": b"Bearer " + self.api_key.encode()}
+        return about | key
+
+
+class PrefillRequest:
+    """One prompt on its way through another server. A thread follows the answer.
+
+    Attributes:
+        done: how many tokens the other server has computed.
+        has_ended: whether it has computed all, refused, or cannot be reached.
+        news: set whenever one of these changes.
+        error: what went wrong.
+    """
+
+    def __init__(self, server: OtherServer, tokens: Sequence[int], salt: Hashable) -> None:
+        self.done = 0
+        self.has_ended = False
+        self.news = threading.Event()
+        self.error: str | None = None
+        self._headers = server.headers
+        self._url = urlsplit(server.url)
+        self._body = json.dumps(
+            {"prompt": list(tokens), "cache_salt": salt, "max_tokens": 1, "stream": True}
+        )
+        is_secure = self._url.scheme == "https"
+        kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+        self._connection = kind(self._url.hostname or "", self._url.port, timeout=_CONNECT_S)
+        self._thread = threading.Thread(target=self._run, name="paged-kv-prefill", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave: the other server stops computing."""
+        with suppress(OSError, AttributeError):
+            self._connection.sock.shutdown(2)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            self.error = type(error).__name__
+        finally:
+            self._connection.close()
+            self.has_ended = True
+            self.news.set()
+
+    def _follow(self) -> None:
+        connection = self._connection
+        connection.connect()
+        connection.sock.settimeout(_SILENT_S)
+        path = self._url.path.rstrip("/") + PREFILL_PATH
+        connection.request("POST", path, self._body, self._headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            hint = ", give its API key with --prefill-key" if answer.status == 401 else ""
+            self.error = f"status {answer.status}{hint}"
+            return
+        while line := answer.readline(_LONGEST_LINE):
+            if progress := _PROGRESS.match(line):
+                self.done = int(progress[1])
+                self.news.set()
+            elif line.startswith(_ERROR):
+                self.error = line[len(_ERROR) : _MOST_QUOTED].decode(errors="replace")
+
 
 # Prompts that are fetched at once; others wait for these.
 _AT_ONCE = 4
@@ -192,7 +285,8 @@ class PromptFetcher:
 
 
 class PromptReuse:
-    """Keeps prompts.
+    """Keeps prompts. They share pages, every prompt reuses the longest cached prefix, and pages are
+    evicted when memory gets short; mlx-lm's server keeps whole prompt caches.
 
     Args:
         factories: of the loaded model; and of its draft model, if there is one, whose prompts

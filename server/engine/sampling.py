@@ -1,13 +1,18 @@
-"""Makes the samplers of jobs from mlx-lm's filters and logits processors. Each is tried before it
-joins a batch, as an exception in a batch would fail all its jobs. Says which tokens end a choice,
-and when they may: vLLM's `stop_token_ids`, `ignore_eos` and `min_tokens`."""
+"""What decides the tokens of choices: samplers, made from mlx-lm's filters and logits processors;
+the grammars that are compiled for a model; and the tokens that end a choice.
+
+Samplers are tried before they join a batch, as an exception in a batch would fail all its jobs.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock, Thread
 from typing import Any
 
 import mlx.core as mx
@@ -15,15 +20,19 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
 from mlx_lm.server import GenerationArguments, SamplingArguments
 
-from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.grammar.processor import GrammarProcessor
+from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
+from paged_kv.integrations.grammar.grammars import Grammar
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar, Vocabulary
 from paged_kv.integrations.mlx_lm_internals import logits_processors
-from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.http.api_errors import wrong_value
+from paged_kv.lru import LRU
+from paged_kv.server.http.api_errors import APIError, wrong_value
 
 Sampler = Callable[[mx.array], mx.array]
 
 _MOST_KNOWN = 256
+
+# A character of a schema becomes some hundred bytes. At most 64 grammars are kept.
+_MOST_CHARACTERS, _LEAST_COUNTED = 1 << 20, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,6 @@ class Sampling:
 
     sampler: Sampler
     processors: list[Any]
-
-    def within(self, grammar: FollowedGrammar) -> Sampling:
-        """This sampling of the tokens that a grammar allows."""
-        return Sampling(self.sampler, [*self.processors, GrammarProcessor(grammar)])
 
 
 class RandomSampler:
@@ -86,17 +91,17 @@ class Samplers:
     """Makes the samplings of jobs for one model.
 
     Args:
-        loaded: the model.
+        tokenizer: mlx-lm's.
+        vocab_size: the number of the model's logits.
         default_seed: of requests that give none; None for MLX's global random numbers.
 
     mlx-lm samples all sequences of a batch with the same sampler in one call, so jobs with equal
     options share a sampler.
     """
 
-    def __init__(self, loaded: LoadedModel, default_seed: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, default_seed: int | None = None) -> None:
         self._default_seed = default_seed
-        tokenizer = loaded.tokenizer
-        self._vocab_size = loaded.vocab_size
+        self._vocab_size = vocab_size
         self._special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._known: dict[Any, Sampler] = {}
 
@@ -115,7 +120,7 @@ class Samplers:
                 self._try(greedy_sampler, processors)
         except Exception as error:
             raise wrong_value(f"tokens cannot be chosen with these options: {error}") from error
-        return [Sampling(sampler, processors) for sampler in samplers]
+        return [Sampling(sampler, [*processors]) for sampler in samplers]
 
     def _sampler(self, arguments: GenerationArguments, number: int) -> Sampler:
         options = arguments.sampling
@@ -154,6 +159,85 @@ def _uncompiled() -> Iterator[None]:
         mx.enable_compile()
 
 
+def model_constraint(
+    requested: Constraint | CallConstraint | None, tokenizer: Any
+) -> Constraint | None:
+    """What a request's constraint means for a model's tokenizer. What depends on the model is None
+    while that is not loaded, and there is no tokenizer.
+
+    Raises:
+        APIError: 400, the model does not call tools as is asked.
+    """
+    if requested is None or isinstance(requested, Constraint):
+        return requested
+    try:
+        return None if tokenizer is None else requested.for_model(tokenizer)
+    except ValueError as error:
+        raise wrong_value(f"{requested.field}: {error}", requested.field) from None
+
+
+class ModelGrammars:
+    """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it.
+
+    Args:
+        tokenizer: mlx-lm's.
+        vocab_size: the number of the model's logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = Lock()
+        self._lock = Lock()
+        self._known: LRU[Grammar, Future[CompiledGrammar]] = LRU(
+            _MOST_CHARACTERS, lambda grammar, _: max(len(grammar.text), _LEAST_COUNTED)
+        )
+
+    def compiled(self, constraint: Constraint) -> CompiledGrammar:
+        """The compiled grammar of a constraint. A new one takes milliseconds to a second, for which
+        only those wait that ask for it.
+
+        Raises:
+            APIError: 400, it does not compile, or the extra `structured` is not installed.
+        """
+        grammar = constraint.grammar
+        with self._lock:
+            future, is_new = self._known.use(grammar), grammar not in self._known
+            if future is None:
+                future = self._known[grammar] = Future()
+        if is_new:
+            self._compile(grammar, future)
+        try:
+            return future.result()
+        except ValueError as error:
+            raise wrong_value(f"{constraint.field}: {error}", constraint.field) from error
+
+    def begin_compiling(self, constraint: Constraint) -> None:
+        """Compile a grammar on a thread, so that it is there when a request begins."""
+        work = partial(self._prepared, constraint)
+        Thread(target=work, name="paged-kv-grammar", daemon=True).start()
+
+    def _prepared(self, constraint: Constraint) -> None:
+        with suppress(APIError):  # which the request gets when it begins
+            self.compiled(constraint)
+
+    def made(self, compiled: CompiledGrammar) -> bool:
+        """Whether a grammar was compiled for this tokenizer."""
+        return self._vocabulary is not None and compiled.tokens is self._vocabulary.tokens
+
+    def _compile(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
+        try:
+            with self._vocabulary_lock:
+                if self._vocabulary is None:
+                    self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+            future.set_result(self._vocabulary.compiled(grammar))
+        except BaseException as error:
+            with self._lock:
+                self._known.pop(grammar, None)
+            future.set_exception(error)
+
+
 @dataclass(frozen=True)
 class Ending:
     """The tokens that end the choices of a job.
@@ -179,25 +263,14 @@ class Ending:
 
     def processors(self, tokenizer: Any, prompt_tokens: int) -> list[Any]:
         """Logits processors for a choice behind a prompt of so many tokens."""
-        tokens = self.tokens(tokenizer)
-        until = prompt_tokens + self.min_tokens
-        return [EndsLater(tokens, until)] if self.min_tokens and tokens else []
+        ids = self.tokens(tokenizer)
+        if not (self.min_tokens and ids):
+            return []
+        ends, until = mx.array(ids), prompt_tokens + self.min_tokens
 
+        def end_later(seen: mx.array, logits: mx.array) -> mx.array:
+            if len(seen) < until:
+                logits[..., ends] = -mx.inf
+            return logits
 
-class EndsLater:
-    """One of mlx-lm's logits processors: a sequence of fewer than `until` tokens does not continue
-    with one of some tokens.
-
-    Args:
-        tokens: ids; not empty.
-        until: counts the prompt's tokens too.
-    """
-
-    def __init__(self, tokens: Sequence[int], until: int) -> None:
-        self._tokens = mx.array(list(tokens))
-        self._until = until
-
-    def __call__(self, seen: mx.array, logits: mx.array) -> mx.array:
-        if len(seen) < self._until:
-            logits[..., self._tokens] = -mx.inf
-        return logits
+        return [end_later]

@@ -1,11 +1,15 @@
-"""Counters and histograms of a server. Numbers only grow, and one thread writes each."""
+"""Counters and histograms of a server, and the watch of its steps. Numbers only grow, and one
+thread writes each."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from time import monotonic
 
 # The same buckets as vLLM's metrics of these names, so that its dashboards fit.
 FIRST_TOKEN_S = (
@@ -72,3 +76,44 @@ class ServerMetrics:
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
+
+
+# A step that takes so many times as long as the longest of the latest ones is not just a long one.
+_TIMES = 20
+_STEPS = 32
+
+
+class StepWatch:
+    """The present step.
+
+    Args:
+        timeout_s: no step hangs that has not taken longer.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._began: float | None = None
+        self._latest: deque[float] = deque(maxlen=_STEPS)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds a step."""
+        began = self._began = monotonic()
+        try:
+            yield
+        finally:
+            self._began = None
+            self._latest.append(monotonic() - began)
+
+    @property
+    def age_s(self) -> float:
+        """How long the present step has taken; 0 between steps."""
+        began = self._began
+        return 0.0 if began is None else monotonic() - began
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether it has taken longer than the timeout and than 20 times the longest of the latest
+        steps."""
+        age_s = self.age_s
+        return age_s > self._timeout_s and age_s > _TIMES * max(tuple(self._latest), default=0.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paged_kv.server import lifecycle
-from paged_kv.server.engine import step_watch
+from paged_kv.server.engine import server_metrics
 from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.rows import Rows
 from tests.support.folders import MODEL_FOLDERS
@@ -151,8 +151,8 @@ def test_a_step_that_hangs_is_seen(
 
 def test_a_step_hangs_if_it_takes_much_longer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(step_watch, "monotonic", lambda: now)
-    watch = step_watch.StepWatch(120)
+    monkeypatch.setattr(server_metrics, "monotonic", lambda: now)
+    watch = server_metrics.StepWatch(120)
     with watch.step():
         now = 10.0
     with watch.step():
@@ -170,7 +170,7 @@ def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(
     submit = GenerationThread.submit
 
     def too_late(thread: GenerationThread, jobs: Any) -> None:
-        thread._mailbox.put(lambda _: sys.exit())
+        thread._commands.put(lambda _: sys.exit())
         assert thread.ended.result(PATIENCE_S) is False
         submit(thread, jobs)
 

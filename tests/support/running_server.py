@@ -16,8 +16,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from openai import OpenAI
 
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.rows import Rows
 from paged_kv.server.lifecycle import PagedServer
 from paged_kv.server.options import parsed_server_options
 from tests.support.patience import PATIENCE_S as PATIENCE_S
@@ -109,8 +109,8 @@ class PagedRunningServer(RunningServer):
     def hold_until_submitted(self, jobs: int) -> None:
         """Let the generation thread begin nothing before so many jobs have come, so that it begins
         them in one step, however slowly this machine runs the clients."""
-        mailbox = self.service.thread._mailbox
-        mailbox.put(lambda thread: wait_until(lambda: len(mailbox._commands) >= jobs))
+        commands = self.service.thread._commands
+        commands.put(lambda thread: wait_until(lambda: commands.qsize() >= jobs))
 
     def end(self) -> None:
         """Stop as a signal does."""
@@ -208,15 +208,15 @@ def noted_prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) 
 @contextmanager
 def failing_after_a_step() -> Iterator[None]:
     """Let the generation thread's first step work, and all later ones fail."""
-    steps = iter([BatchedRows.step])
+    steps = iter([Rows.step])
 
-    def step(rows: BatchedRows) -> Any:
+    def step(rows: Rows) -> Any:
         for works in steps:
             return works(rows)
         raise RuntimeError("a secret")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BatchedRows, "step", step)
+        patched.setattr(Rows, "step", step)
         yield
 
 

@@ -17,8 +17,8 @@ from paged_kv.server.completions.message_parts import (
     require_no_marks,
     require_parts,
 )
-from paged_kv.server.engine import image_support
-from paged_kv.server.engine.image_support import refusal_of_mlx_vlm
+from paged_kv.server.engine import paged_model_provider
+from paged_kv.server.engine.paged_model_provider import refusal_of_mlx_vlm
 from paged_kv.server.http.api_errors import APIError
 
 HELLO = "data:text/plain;base64,aGVsbG8="
@@ -134,8 +134,8 @@ def vision(model_type: str) -> dict[str, Any]:
 
 def let_mlx_vlm_know(patches: pytest.MonkeyPatch, *known: str) -> None:
     loading = SimpleNamespace(knows=lambda config: config["model_type"] in known)
-    patches.setattr(image_support, "find_spec", lambda _: object())
-    patches.setattr(image_support, "loading_with_mlx_vlm", lambda: loading)
+    patches.setattr(paged_model_provider, "find_spec", lambda _: object())
+    patches.setattr(paged_model_provider, "loading_with_mlx_vlm", lambda: loading)
 
 
 def test_mlx_vlm_loads_what_mlx_lm_would_load_without_its_images(

@@ -146,7 +146,7 @@ def test_a_request_that_comes_meanwhile_finds_what_is_computed(
     def waiting(*arguments: Any) -> None:
         if next(calls) == 3:  # it has read the turn, and computed two pieces
             is_amid.set()
-            wait_until(lambda: thread._mailbox._commands)
+            wait_until(lambda: not thread._commands.empty())
         step(*arguments)
 
     monkeypatch.setattr(next_turns, "PIECE_TOKENS", 16)

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from paged_kv.server.completions.prompt_reader import LimitedTokenizer
-from paged_kv.server.engine.kept_tokens import KeptTokens, kept_tokens_of
+from paged_kv.server.engine.chat_templates import KeptTokens, kept_tokens_of
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 from tests.support.agent_model import agent_folder

@@ -11,7 +11,7 @@ import pytest
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.server.completions import request_jobs
 from paged_kv.server.engine import prompt_scores
-from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.rows import Rows
 from tests.support.running_server import PagedRunningServer
 from tests.support.server_process import post
 from tests.support.tiny_model import completion, tokens_of
@@ -62,9 +62,9 @@ def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
     others, scored = [tokens_of(number, 290) for number in (7, 8)], {"prompt_logprobs": 2}
     expected = [completion(running, each)[0] for each in others]
     (alone,) = asked(running, prompt=PROMPT, **scored)["choices"]
-    step, preempted = BatchedRows.step, list[int]()
+    step, preempted = Rows.step, list[int]()
 
-    def preempting(rows: BatchedRows) -> Iterator[Any]:
+    def preempting(rows: Rows) -> Iterator[Any]:
         yield from step(rows)
         reading = GeneratorParts(rows._generator).reading.uids
         found = [uid for uid in reading if rows._reading[uid] is not None]
@@ -73,7 +73,7 @@ def test_scored_prompts_share_a_batch_with_others_and_are_preempted(
             rows._preemption.preempt(found[0])
             rows._factory.pool.clear()  # so that its first tokens are scored again
 
-    monkeypatch.setattr(BatchedRows, "step", preempting)
+    monkeypatch.setattr(Rows, "step", preempting)
     running.pools[0].clear()
     running.hold_until_submitted(3)
     with ThreadPoolExecutor(3) as clients:

@@ -6,9 +6,9 @@ from typing import Any
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tool_parsers import json_tools
 
+from paged_kv.server.engine.chat_templates import callless_machine
 from paged_kv.server.engine.choice_text import ChoiceText, Delta, stop_machine
 from paged_kv.server.engine.jobs import Token
-from paged_kv.server.engine.paged_model_provider import _callless_machine
 
 WORDS = ["a", "b", "c", "<think>", "</think>", "<tool>", "</tool>"]
 WORDS += ['{"name": "f"', ', "arguments": {}}', "d"]
@@ -48,7 +48,7 @@ def loaded() -> Any:
         eos_token_ids=[END],
     )
     machine = make_text_state_machine(tokenizer)
-    callless = _callless_machine(tokenizer)
+    callless = callless_machine(tokenizer)
     return SimpleNamespace(tokenizer=tokenizer, text_machine=machine, callless_machine=callless)
 
 

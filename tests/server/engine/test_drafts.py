@@ -10,8 +10,8 @@ import pytest
 
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
-from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.rows import Rows
 from paged_kv.server.options import parsed_server_options
 from tests.support.heads import folder_of_head
 from tests.support.running_server import (
@@ -135,7 +135,7 @@ def test_a_choice_that_is_dropped_between_two_tokens_of_a_step_gets_no_more() ->
     class Response:
         uid = 7
 
-    rows = BatchedRows.__new__(BatchedRows)
+    rows = Rows.__new__(Rows)
     rows._rows = {}
     assert list(rows._note_sampled(Response())) == []
 

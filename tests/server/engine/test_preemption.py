@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.engine.batched_rows import BatchedRows
 from paged_kv.server.engine.generation_thread import GenerationThread
 from paged_kv.server.engine.jobs import Job
+from paged_kv.server.engine.rows import Rows
 from tests.support.patience import PATIENCE_S
 from tests.support.running_server import FEW_LIKELY, PagedRunningServer, paged_server, wait_until
 from tests.support.tiny_model import BLOCK, tokens_of
@@ -77,7 +77,7 @@ def test_a_request_of_a_better_priority_takes_the_place_of_others(
     for body in low:
         body["extra_body"] = {**body.get("extra_body", {}), "priority": 5}
     high = {**requests()[0], "max_tokens": 20, "prompt": tokens_of(9, 470)}
-    found, ended, step, leave = [], list[int](), BatchedRows.step, GenerationThread._leave
+    found, ended, step, leave = [], list[int](), Rows.step, GenerationThread._leave
 
     def note_end(thread: GenerationThread, job: Job) -> None:
         ended.append(job.priority)
@@ -88,15 +88,15 @@ def test_a_request_of_a_better_priority_takes_the_place_of_others(
         with paged_server("--model", tiny, *size) as running, ThreadPoolExecutor(5) as clients:
             thread, held = running.service.thread, Event()
 
-            def hold(rows: BatchedRows, thread: Any = thread, held: Event = held) -> Any:
+            def hold(rows: Rows, thread: Any = thread, held: Event = held) -> Any:
                 """Once all generate, wait for the other request, however slow its client is."""
                 generating = [job for job in thread.jobs.values() if job.generated_tokens]
                 if len(generating) == len(low) and not held.is_set():
                     held.set()
-                    wait_until(lambda: thread._mailbox._commands)
+                    wait_until(lambda: not thread._commands.empty())
                 return step(rows)
 
-            monkeypatch.setattr(BatchedRows, "step", hold)
+            monkeypatch.setattr(Rows, "step", hold)
             running.hold_until_submitted(len(low))
             ended.clear()
             asked = [clients.submit(texts, running, body) for body in low]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.rows import Rows
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.running_server import (
     PagedRunningServer,
@@ -44,17 +44,17 @@ def test_users_of_other_salts_do_not_wait_for_each_other(
     """As they find nothing of each other."""
     steps, begun = [0], []
 
-    def step(rows: BatchedRows) -> Any:
+    def step(rows: Rows) -> Any:
         steps[0] += 1
         return original_step(rows)
 
-    def begin(rows: BatchedRows, *job: Any) -> None:
+    def begin(rows: Rows, *job: Any) -> None:
         begun.append(steps[0])
         original_begin(rows, *job)
 
-    original_step, original_begin = BatchedRows.step, BatchedRows._record_begun
-    monkeypatch.setattr(BatchedRows, "step", step)
-    monkeypatch.setattr(BatchedRows, "_record_begun", begin)
+    original_step, original_begin = Rows.step, Rows._record_begun
+    monkeypatch.setattr(Rows, "step", step)
+    monkeypatch.setattr(Rows, "_record_begun", begin)
     running.hold_until_submitted(2)
     with ThreadPoolExecutor(2) as clients:
         bodies = [{"cache_salt": salt} for salt in salts]
@@ -68,11 +68,11 @@ def test_a_much_longer_prompt_waits_for_what_it_shares_with_a_shorter_one(
     """Though it came first: the one with the least to compute goes first."""
     long = [*SHARED, *[(7 * i * i + i) % 500 + 1 for i in range(1000)]]
     running.hold_until_submitted(2)
-    mailbox = running.service.thread._mailbox
-    wait_until(lambda: not mailbox._commands)  # the thread waits for both
+    commands = running.service.thread._commands
+    wait_until(commands.empty)  # the thread waits for both
     with ThreadPoolExecutor(2) as clients:
         first = clients.submit(completion, running, long)
-        wait_until(lambda: len(mailbox._commands) == 1)
+        wait_until(lambda: commands.qsize() == 1)
         second = clients.submit(completion, running, prompts()[0])
     assert (first.result()[1], second.result()[1]) == (len(SHARED), 0)
 

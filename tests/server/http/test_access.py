@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from paged_kv.commands.arguments import PriorityRange
-from paged_kv.server.engine.prefill_request import OtherServer
+from paged_kv.server.engine.prompt_fetcher import OtherServer
 from paged_kv.server.http import access
 from paged_kv.server.http.access import (
     Clients,

@@ -236,13 +236,13 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
 def test_a_step_that_fails_ends_its_requests_and_no_others(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paged_kv.server.engine.batched_rows import BatchedRows
+    from paged_kv.server.engine.rows import Rows
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a secret")
 
     with monkeypatch.context() as patched:
-        patched.setattr(BatchedRows, "step", broken)
+        patched.setattr(Rows, "step", broken)
         status, answer = post(client, TEXT, json.dumps(GOOD[TEXT]).encode())
         assert status == 500
         assert_refused(answer, 500)

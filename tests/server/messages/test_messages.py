@@ -139,7 +139,7 @@ def test_a_stream_in_which_nothing_happens_has_pings(
     other.request("POST", PATH, json.dumps({**ASK, "stream": True}))
     with other.getresponse() as stream:
         stream.readline()
-        running.service.thread._mailbox.put(hold)
+        running.service.thread._commands.put(hold)
         while stream.readline() != b'data: {"type":"ping"}\n':
             pass
         goes_on.set()

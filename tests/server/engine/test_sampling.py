@@ -8,9 +8,9 @@ import pytest
 
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, regex
-from paged_kv.server.engine import model_grammars
+from paged_kv.server.engine import sampling
 from paged_kv.server.engine.generation_thread import GenerationThread
-from paged_kv.server.engine.model_grammars import ModelGrammars
+from paged_kv.server.engine.sampling import ModelGrammars
 from paged_kv.server.http.api_errors import APIError
 from tests.support.patience import PATIENCE_S
 
@@ -38,7 +38,7 @@ class Compiling:
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     vocabulary = Compiling()
-    monkeypatch.setattr(model_grammars, "Vocabulary", lambda *_: vocabulary)
+    monkeypatch.setattr(sampling, "Vocabulary", lambda *_: vocabulary)
     return vocabulary
 
 
