@@ -28,7 +28,7 @@ from mlx_lm.models.cache import KVCache
 from benches.one_layer import DTYPES, normal
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
@@ -155,7 +155,7 @@ def steps(dtype: mx.Dtype) -> dict[str, Any]:
 
 def main() -> None:
     mx.random.seed(0)
-    for each in (ATTENTION, OPERATIONS_AROUND):
+    for each in (ATTENTION, OPERATIONS):
         each.install([sys.modules[__name__]])
     figures: dict[str, Any] = {
         "backend": choose_backend().name,

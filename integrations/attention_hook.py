@@ -1,24 +1,111 @@
-"""Replaces mlx-lm's attention by one that reads pages.
+"""Replaces mlx-lm's attention by one that reads pages, and operations of MLX that models apply to
+keys and values around it.
 
 Nearly all of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attention`, most of them
 through a name of their own. The replacement looks only at the keys and values and never at the
 cache argument: models share one layer's keys with another, pass another layer's cache, or pass one
 latent as both keys and values.
+
+Each replaced operation calls the original. If an argument stands for pages, the result also says
+how it came from them, so that the pages need not be gathered. Other arrays are not affected.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
 from paged_kv.integrations.model_hooks import Replacements
-from paged_kv.integrations.operation_hooks import OPERATIONS, prepared
-from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues
-from paged_kv.steps.recognised_arrays import PositionScores
+from paged_kv.integrations.states.layer_rows import GrowingArray
+from paged_kv.steps.read import DependentArray, PagedKeys, PagedRead, PagedValues, depending
+from paged_kv.steps.recognised_arrays import AttentionScores, PositionScores, TokenIndices
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 _stock_fast_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
+
+
+class _ThisThread(threading.local):
+    """Whether a model of this thread has done more with keys and values than to call mlx-lm's
+    attention."""
+
+    prepares = False
+
+
+this_thread = _ThisThread()
+
+
+def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
+    """`mx.depends`, whose result a `PagedKVCache` takes without gathering its pages."""
+    is_read = isinstance(inputs, PagedKeys | PagedValues | DependentArray)
+    if not is_read or inputs.is_changed:
+        return mx.depends(inputs, dependencies)
+    this_thread.prepares = True
+    added = [dependencies] if isinstance(dependencies, mx.array) else dependencies
+    return depending(inputs, added)
+
+
+def concatenate(arrays: Any, axis: int = 0, *, stream: Any = None) -> mx.array:
+    """`mx.concatenate`, which tells a cache what a model appends to its rows."""
+    if len(arrays) > 1 and isinstance(arrays[0], GrowingArray):
+        arrays[0].grown(arrays, axis)
+    return mx.concatenate(arrays, axis, stream=stream)
+
+
+def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.where`, whose result still stands for scores if it hides some of them."""
+    if type(x) is AttentionScores:
+        return x.masked(condition, y)
+    result = mx.where(condition, x, y, stream=stream)
+    return x.masked(result, condition, y) if type(x) is PositionScores else result
+
+
+def tile(array: Any, repetitions: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.tile`, whose result still stands for pages if it repeats their heads."""
+    result = mx.tile(array, repetitions, stream=stream)
+    if not isinstance(array, PagedKeys | PagedValues):
+        return result
+    this_thread.prepares = True
+    return array.tiled(result, repetitions)
+
+
+def broadcast_to(a: Any, shape: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.broadcast_to`, whose result may be recognised as indices of tokens."""
+    return TokenIndices.among(mx.broadcast_to(a, shape, stream=stream), a)
+
+
+def take_along_axis(
+    a: mx.array, /, indices: mx.array, axis: int | None = -1, *, stream: Any = None
+) -> mx.array:
+    """`mx.take_along_axis`, which reads tokens from pages."""
+    if isinstance(a, PagedKeys | PagedValues) and not a.is_changed:
+        this_thread.prepares = True
+        return a.taken_along(indices, axis)
+    return mx.take_along_axis(a, indices, axis, stream=stream)
+
+
+def expand_dims(a: mx.array, /, axis: Any, *, stream: Any = None) -> mx.array:
+    """`mx.expand_dims`, whose result still stands for pages if it groups heads."""
+    result = mx.expand_dims(a, axis, stream=stream)
+    if not isinstance(a, PagedKeys | PagedValues):
+        return result
+    this_thread.prepares = True
+    return a.grouped(result, axis)
+
+
+def tanh(a: mx.array, /, *, stream: Any = None) -> mx.array:
+    """`mx.tanh`, whose result still stands for scores with a softcap."""
+    result = mx.tanh(a, stream=stream)
+    return a.tanh(result) if type(a) is AttentionScores else result
+
+
+def softmax(
+    a: mx.array, /, axis: Any = None, *, precise: bool = False, stream: Any = None
+) -> mx.array:
+    """`mx.softmax`, whose result still stands for the weights of pages."""
+    result = mx.softmax(a, axis, precise=precise, stream=stream)
+    return a.softmax(result, axis) if type(a) is AttentionScores else result
 
 
 def paged_attention(
@@ -66,16 +153,9 @@ def fast_attention(
     """`mx.fast.scaled_dot_product_attention`, for models that call it themselves."""
     is_paged = isinstance(k, PagedKeys) and isinstance(v, PagedValues)
     if is_paged and not (k.is_changed or v.is_changed or options):
-        prepared.by.add("attention")
+        this_thread.prepares = True
         return paged_attention(q, k, v, None, scale, mask, sinks)
     return _stock_fast_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-
-
-ATTENTION = Replacements({_stock_attention: paged_attention})
-"""For all models."""
-
-OPERATIONS_AROUND = Replacements({_stock_fast_attention: fast_attention, **OPERATIONS})
-"""For models that do more with keys and values than to call mlx-lm's attention."""
 
 
 def _gathered(keys: PagedKeys, values: PagedValues) -> tuple[mx.array, mx.array]:
@@ -132,3 +212,23 @@ def _latent_attention(
     if scores.dtype != queries.dtype or scores.shape[:3] != queries.shape[:3]:
         return None
     return read.attend(queries, scores.mask, scale=scale, position_queries=scores.queries)
+
+
+ATTENTION = Replacements({_stock_attention: paged_attention})
+"""For all models."""
+
+OPERATIONS = Replacements(
+    {
+        _stock_fast_attention: fast_attention,
+        mx.depends: depends,
+        mx.concatenate: concatenate,
+        mx.where: where,
+        mx.tile: tile,
+        mx.broadcast_to: broadcast_to,
+        mx.take_along_axis: take_along_axis,
+        mx.expand_dims: expand_dims,
+        mx.tanh: tanh,
+        mx.softmax: softmax,
+    }
+)
+"""For models that do more with keys and values than to call mlx-lm's attention."""

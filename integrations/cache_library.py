@@ -10,11 +10,11 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
+from paged_kv.checks import described
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.prompt_caches import is_list
-from paged_kv.integrations.model_hooks import Replacements
+from paged_kv.integrations.model_hooks import Hooks, Replacements
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
-from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.states.layer_rows import GrowingLayer, LayerRows, growing_layers
 from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 
@@ -140,6 +140,17 @@ MLX_LM = CacheLibrary(
     hooks=MLX_LM_HOOKS,
     indexed=dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"), _beside_indexer),
 )
+
+
+def require_model(model: object) -> None:
+    """Raises TypeError unless mlx-lm can make prompt caches for the model."""
+    if isinstance(model, Module) and (hasattr(model, "make_cache") or hasattr(model, "layers")):
+        return
+    advice = ": load() returns a model and its tokenizer" if isinstance(model, tuple) else ""
+    raise TypeError(
+        "model must be a model of mlx-lm, such as mlx_lm.load(path_or_repo)[0], got "
+        f"{described(model)}{advice}"
+    )
 
 
 def library_of(model: Module) -> CacheLibrary:

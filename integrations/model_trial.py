@@ -21,9 +21,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from paged_kv.integrations.attention_hook import this_thread
 from paged_kv.integrations.batching.prompt_caches import is_list
 from paged_kv.integrations.cache_library import model_file
-from paged_kv.integrations.operation_hooks import prepared
 from paged_kv.integrations.states.one_by_one import row_of
 from paged_kv.kernels.pages.page_format import LayerGeometry
 from paged_kv.pool.layer_kinds import AppendedRows
@@ -136,7 +136,7 @@ class _TriedRead:
     ) -> mx.array:
         self._note()
         if position_queries is not None or softcap is not None:
-            prepared.by.add("scores")
+            this_thread.prepares = True
         latents, values = self._gathered
         dim = (values if position_queries is None else latents).shape[3]
         return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], dim))
@@ -162,7 +162,7 @@ class _TriedCache:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("keys", "values"):
-            prepared.by.add("depends")  # what models do with these
+            this_thread.prepares = True  # what models do with these
         return getattr(self._stock, name)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -196,7 +196,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         made = new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
         return [row_of(each, 0) for each in made]
 
-    prepared.by.clear()
+    this_thread.prepares = False
     with _restored(model):
         try:
             results = [*_alone(model, tried_cache())]
@@ -211,7 +211,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         except Exception as error:  # mlx-lm's caches cannot batch some models either
             logger.info("a batch cannot be tried out: %r", error)
         arrays.find(results)
-        trial.prepares = bool(prepared.by)
+        trial.prepares = this_thread.prepares
     return trial
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from xxhash import xxh3_128
 
-from paged_kv.integrations.compiled.model_contents import containers, has_attributes, values
+from paged_kv.integrations.compiled.recording import containers, has_attributes, values
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.lru import LRU
 

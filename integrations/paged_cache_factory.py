@@ -8,37 +8,32 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
-from weakref import WeakValueDictionary
 
 from mlx.nn.layers.base import Module
 
 from paged_kv.allocator.prefixes.prefix_node import Owner
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
-from paged_kv.integrations.automatic_budget import automatic_budget
 from paged_kv.integrations.batching.prompt_caches import paged_caches, unpaged_caches, with_unpaged
+from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheKeywords, CacheOptions
 from paged_kv.integrations.distributed.sharded_model import folder_of_rank
-from paged_kv.integrations.factory_arguments import only_sequence, used_bound, warn_of_states
-from paged_kv.integrations.fixed_steps_trial import require_fixed_steps, require_possible
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.mlx_lm_internals import let_load
-from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
-from paged_kv.integrations.states.counted_states import continued
-from paged_kv.integrations.stored_states import StoredStates
-from paged_kv.integrations.version_trial import require_trusted
-from paged_kv.integrations.working_memory import WorkingMemory, working_memory
+from paged_kv.integrations.states.counted_states import continued, only_sequence
+from paged_kv.integrations.stored_pages import StoredStates, page_identity
+from paged_kv.integrations.trials import require_fixed_steps, require_possible, require_trusted
+from paged_kv.integrations.working_memory import WorkingMemory, automatic_budget, working_memory
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.pool.options import AUTO, FormatChoice
-from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.keeping import inner_salt, store_policy_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.sizes import size_in_bytes
+from paged_kv.sizes import counted, size_in_bytes
 from paged_kv.steps.batch import Batch
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.options import Address, store_addresses
@@ -122,23 +117,15 @@ class PagedCacheFactory:
         self.recordings = self._model.recordings
         self._closed = False
         self._installed_on_entry: list[bool] = []
-        self.pool = self._model.new_pool(None)
+        self.pool = self._model.pool
         self.pool.ranks = self.ranks = self._model.ranks
         # All ranks serve the same requests.
         self.recorder = request_recorder() if self.ranks.rank == 0 else None
+        changes_nothing = "%s changes nothing: no layer of %s keeps keys and values of all tokens"
         if options.read_tokens is not None and not self.pool.chooses:
-            logger.warning(
-                "read_tokens changes nothing: no layer of %s keeps keys and values of all tokens",
-                self.pool.name,
-            )
+            logger.warning(changes_nothing, "read_tokens", self.pool.name)
         if options.offload is not None and self.pool.offloading is None:
-            logger.warning(
-                "offload changes nothing: no layer of %s keeps keys and values of all tokens",
-                self.pool.name,
-            )
-        # Pools of bounds go with their caches, but for the latest one, whose steps are recorded.
-        self._pools: WeakValueDictionary[int | None, PagePool] = WeakValueDictionary()
-        self._pools[None] = self._latest_pool = self.pool
+            logger.warning(changes_nothing, "offload", self.pool.name)
         layers = self._model.new_cache(self.pool)
         if options.reproducible:
             require_possible(options, self.pool, layers, self.ranks.size)
@@ -168,12 +155,12 @@ class PagedCacheFactory:
         """
         self._require_open()
         self._model.try_out()
-        bound = used_bound(self._model.module, max_kv_size)
-        if self.pool.windows and not self.pool.is_open:
+        bound = _used_bound(self._model.module, max_kv_size)
+        if self.pool.windows:
             # The pool caches out-of-window blocks only once it knows the sizes of all groups.
             self._model.open_layers(self.pool)
-        pool = self._pool_for(bound)
-        if pool.is_reproducible and not pool.is_open:
+        pool = self._model.pool_for(bound)
+        if pool.is_reproducible:
             self._model.open_layers(pool)  # how steps are cut depends on them
         return self._model.new_cache(pool, bound)
 
@@ -204,7 +191,7 @@ class PagedCacheFactory:
         known = self._media.keyed(tokens, media)
         prompt_cache = self.make_cache()
         page_format, version = self.pool.page_format, self._model.version.number
-        namespace = self._namespace(page_format.name, salt, version)
+        namespace = self._namespace(salt, version)
         prefix = self.prefixes.fetch(namespace, known, page_format, policy=store_policy_of(salt))
         prefix.sequence.model_version = version
         for cache in paged_caches(prompt_cache):
@@ -215,18 +202,17 @@ class PagedCacheFactory:
 
     def peek(self, tokens: list[int], *, salt: Hashable = None) -> Expected:
         """What `fetch_cache` would find in memory now; nothing counts as used."""
-        return self.prefixes.peek(self._namespace(self.pool.page_format.name, salt), tokens)
+        return self.prefixes.peek(self._namespace(salt), tokens)
 
     def has_room(self, tokens: list[int], *, salt: Hashable = None) -> bool:
         """Whether what is not cached of a prompt fits into memory that is free, or that holds what
         the eviction policy gives up before a new prompt."""
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        return self.prefixes.has_room(namespace, tokens)
+        return self.prefixes.has_room(self._namespace(salt), tokens)
 
     def parting(self, tokens: list[int], *, salt: Hashable = None) -> int:
         """After how many tokens of a prompt it is worth an `insert_cache`, beside its end: where it
         parts from cached ones, if the model has states and none is cached there; 0 if nowhere."""
-        return self.prefixes.parting(self._namespace(self.pool.page_format.name, salt), tokens)
+        return self.prefixes.parting(self._namespace(salt), tokens)
 
     def insert_cache(
         self,
@@ -261,11 +247,16 @@ class PagedCacheFactory:
                 f"{self.pool.name} before it is changed, and begin new ones afterwards"
             )
             return 0
-        namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
+        namespace = self._namespace(salt, sequence.model_version, sequence.page_format.name)
         states, policy = unpaged_caches(prompt_cache), store_policy_of(salt)
         kept = self.prefixes.insert(namespace, known, sequence, states, policy=policy, owner=owner)
         if states and len(known) and not kept and not self.pool.is_reproducible:
-            warn_of_states(self.pool.name, len(known), sequence.length)
+            warn_once(
+                f"insert_cache keeps nothing of {counted(len(known), 'token')}: the recurrent "
+                f"layers of {self.pool.name} go on only where their states are known, and this "
+                f"cache holds those after {counted(sequence.length, 'token')}. Insert it right "
+                "after the prompt, or with all its tokens"
+            )
         return kept
 
     def forget(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
@@ -279,8 +270,7 @@ class PagedCacheFactory:
             TypeError: `tokens` are not token ids, or `salt` is not hashable.
             ValueError: the media are not those of the prompt.
         """
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        return self.prefixes.forget(namespace, self._media.keyed(tokens, media))
+        return self.prefixes.forget(self._namespace(salt), self._media.keyed(tokens, media))
 
     def end_session(self, session: Hashable, *, salt: Hashable = None) -> int:
         """Evict what only prompts use that were inserted with this `session` and `salt`; returns
@@ -298,8 +288,7 @@ class PagedCacheFactory:
 
     def wanted_blocks(self, tokens: TokenIds, *, salt: Hashable = None) -> Wanted | None:
         """What `fetch_cache` would look up of a prompt in the store; None if nothing."""
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        known = self._media.keyed(tokens, {})
+        namespace, known = self._namespace(salt), self._media.keyed(tokens, {})
         return None if self._stored is None else self._stored.wanted(namespace, known)
 
     def pin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
@@ -309,8 +298,8 @@ class PagedCacheFactory:
         Raises:
             TypeError: `tokens` are not token ids, or `salt` is not hashable.
         """
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        return self.pool.index.pin(salt, namespace, self._media.keyed(tokens, media))
+        known = self._media.keyed(tokens, media)
+        return self.pool.index.pin(salt, self._namespace(salt), known)
 
     def unpin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Undo the latest `pin` of the same tokens and salt, also if more was inserted since;
@@ -329,8 +318,7 @@ class PagedCacheFactory:
 
         All that is held takes at most a share `most` of the memory, and at most half of that under
         one salt."""
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        self.prefixes.hold(namespace, tokens, until, most)
+        self.prefixes.hold(self._namespace(salt), tokens, until, most)
 
     def install(self, *, keep_prompts: bool = False) -> bool:
         """Let mlx-lm make paged caches for this model wherever it is given none; false if this was
@@ -347,9 +335,8 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        return install_factory(
-            self._model.module, self, self._model.hooks, keep_prompts=keep_prompts
-        )
+        hooks = self._model.library.hooks
+        return install_factory(self._model.module, self, hooks, keep_prompts=keep_prompts)
 
     def uninstall(self) -> None:
         """Undo `install()`; existing caches keep working."""
@@ -371,20 +358,19 @@ class PagedCacheFactory:
             ValueError: `tokens` is negative.
         """
         tokens = whole_number("tokens", tokens, least=0)
-        if not self.pool.is_open:
-            self._model.open_layers(self.pool)
+        self._model.open_layers(self.pool)
         return self.pool.can_admit(tokens)
 
     def stats(self) -> PoolStats:
         """A snapshot of the statistics of all the factory's pools."""
         with self.pool.lock:  # all of them share it
-            first, *others = [pool.stats() for pool in self._pools.values()]
+            first, *others = [pool.stats() for pool in self._model.pools.values()]
         return sum(others, first)
 
     def clear(self) -> None:
         """Evict all prompts that are not pinned, and free all memory that no sequence uses. Pages
         on disk stay, and still hit."""
-        for pool in list(self._pools.values()):
+        for pool in list(self._model.pools.values()):
             pool.clear()
 
     def close(self) -> None:
@@ -411,28 +397,21 @@ class PagedCacheFactory:
         most = size_in_bytes("store_bytes", options.store_bytes)
         self.store = open_tiers(ours, most, options.store_options)
         self.pool.counts.of_store = self.store.counts_by_tier
-        if not self.pool.is_open:
-            self._model.open_layers(self.pool)
-        identity = PageIdentity(self._model.version, self.pool, self._model.file)
+        self._model.open_layers(self.pool)
+        identify = page_identity(self._model.version, self.pool, self._model.file)
         self._stored = StoredPrefixes(
-            self.prefixes, self.store, identity, codec, options.store_options
+            self.prefixes, self.store, identify, codec, options.store_options
         )
         self.prefixes.lower = self._stored
 
-    def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
-        """Everything besides the tokens that the content of pages depends on. `version` None means
-        the model's present one."""
+    def _namespace(
+        self, salt: Hashable, version: int | None = None, page_format: str | None = None
+    ) -> Hashable:
+        """Everything besides the tokens that the content of pages depends on. None means what the
+        model and the pool have now."""
         require_hashable("salt", salt)
-        count = self._model.version.number if version is None else version
-        return count, page_format, inner_salt(salt)
-
-    def _pool_for(self, max_kv_size: int | None) -> PagePool:
-        """The pool of the caches with this bound; all pools share one budget."""
-        if max_kv_size is None:
-            return self.pool
-        pool = self._pools.get(max_kv_size) or self._model.new_pool(max_kv_size, self.pool)
-        self._pools[max_kv_size] = self._latest_pool = pool
-        return pool
+        number = self._model.version.number if version is None else version
+        return number, page_format or self.pool.page_format.name, inner_salt(salt)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -443,6 +422,25 @@ def _owner(salt: Hashable, session: Hashable) -> Owner:
     require_hashable("salt", salt)
     require_hashable("session", session)
     return Owner(inner_salt(salt), session)
+
+
+def _used_bound(model: Module, max_kv_size: int | None) -> int | None:
+    """`max_kv_size` if mlx-lm's `make_prompt_cache` would use it, else None. It ignores the bound
+    for models with a `make_cache` of their own.
+
+    Raises:
+        TypeError, ValueError: `max_kv_size` is not an integer, or negative.
+    """
+    if max_kv_size is None:
+        return None
+    bound = whole_number("max_kv_size", max_kv_size, least=0)
+    if not hasattr(model, "make_cache"):
+        return bound
+    warn_once(
+        f"max_kv_size is ignored for {model_file(model)}, as in mlx-lm: the model makes its own "
+        "caches. max_bytes bounds the memory of all caches"
+    )
+    return None
 
 
 def measured_step(

@@ -25,7 +25,7 @@ from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.prompt_caches import copied_to_pages, first_paged, leaves
 from paged_kv.integrations.batching.prompt_segments import joined
 from paged_kv.integrations.batching.rows import Request
-from paged_kv.integrations.rebinding import Hooks
+from paged_kv.integrations.model_hooks import Hooks
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
 

@@ -11,8 +11,9 @@ from mlx_lm.generate import BatchGenerator, BatchResponse, batch_generate, gener
 from mlx_lm.sample_utils import make_sampler
 
 from paged_kv.checks import TokenIds, described, token_ids, whole_number
-from paged_kv.integrations.factory_arguments import caches_of, require_model
+from paged_kv.integrations.cache_library import require_model
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 
 # Arguments of mlx-lm's functions that this module sets itself.
 _OURS = frozenset(
@@ -67,7 +68,7 @@ def generate_samples(
     if prompt_cache is None:
         cache = PagedCacheFactory(model).make_cache()
     else:
-        cache = caches_of(model, prompt_cache)
+        cache = _require_cache(model, prompt_cache)
     read_shared(model, tokens, cache, step)
     return batch_generate(
         model,
@@ -99,6 +100,24 @@ def _require_options(options: dict[str, Any]) -> None:
     most = options.get("max_tokens", 1)
     for each in most if isinstance(most, list) else [most]:
         whole_number("max_tokens", each, least=1)
+
+
+def _require_cache(model: Module, prompt_cache: object) -> list[Any]:
+    """Check that a prompt cache is as long as mlx-lm's for the model.
+
+    Raises:
+        TypeError: `prompt_cache` is not a list.
+        ValueError: it has another length.
+    """
+    expected = len(stock_make_prompt_cache(model))
+    if not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
+    if len(prompt_cache) != expected:
+        raise ValueError(
+            f"prompt_cache must be {expected} caches, as make_cache() makes them for this model, "
+            f"got {len(prompt_cache)}"
+        )
+    return prompt_cache
 
 
 def read_shared(model: Module, tokens: list[int], cache: list[Any], step: int = 2048) -> None:

@@ -20,7 +20,7 @@ from mlx_lm import load
 from benches.real_models.folders import CACHE_VARIABLE, cache_folder
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations import prompt_cache_hook
-from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS
 from tests.support.failures import Failures, failing_calls
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.grids import beyond_the_cover
@@ -156,7 +156,7 @@ def script() -> Iterator[Any]:
 @pytest.fixture
 def hooked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Replaces, in the test's module, what a factory replaces in those of its model."""
-    removals = [each.install([request.module]) for each in (ATTENTION, OPERATIONS_AROUND)]
+    removals = [each.install([request.module]) for each in (ATTENTION, OPERATIONS)]
     yield
     for removal in removals:
         removal()

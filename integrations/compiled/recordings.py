@@ -20,9 +20,9 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import described
 from paged_kv.integrations.batching.prompt_caches import leaves
-from paged_kv.integrations.compiled.model_contents import ModelContents
 from paged_kv.integrations.compiled.recording import (
     ModelCall,
+    ModelContents,
     Recording,
     Repeated,
     compiling_is_on,

@@ -22,7 +22,7 @@ from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.batching.prompt_segments import is_on_the_way
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.generation.options import GenerateOptions
-from paged_kv.integrations.prompt_media import PromptMedia
+from paged_kv.integrations.media_keys import PromptMedia
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.slow_products import warn_in_command
 from paged_kv.integrations.speculation.draft_models import (

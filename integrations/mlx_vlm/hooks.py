@@ -28,8 +28,8 @@ from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.integrations.batching.prompt_caches import is_list, paged_caches
 from paged_kv.integrations.cache_library import CacheLibrary, language_model, model_file
 from paged_kv.integrations.mlx_vlm.indexed_layers import INDEXED, OWN_ATTENTION
+from paged_kv.integrations.model_hooks import Hooks
 from paged_kv.integrations.prompt_cache_hook import installed_factory
-from paged_kv.integrations.rebinding import Hooks
 from paged_kv.integrations.states.one_by_one import is_separate
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.steps.progress import NO_PADDING, Padding

@@ -20,13 +20,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.automatic_budget import PROMPT_STEPS, reserve_of, weight_bytes
 from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory, measured_step
 from paged_kv.integrations.speculation.draft_models import divided_factories
-from paged_kv.integrations.working_memory import WorkingMemory
+from paged_kv.integrations.working_memory import (
+    PROMPT_STEPS,
+    WorkingMemory,
+    reserve_of,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)

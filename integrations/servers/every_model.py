@@ -28,7 +28,7 @@ from paged_kv.integrations.cache_options import FOR_EVERY_MODEL, CacheKeywords, 
 from paged_kv.integrations.model_version import ATTACHED
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, factories_for_all
-from paged_kv.integrations.version_trial import require_trusted
+from paged_kv.integrations.trials import require_trusted
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.sizes import format_size
 

@@ -12,8 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 
 from paged_kv.checks import TokenIds, token_ids, whole_number
+from paged_kv.integrations.cache_library import require_model
 from paged_kv.integrations.cache_options import CacheOptions
-from paged_kv.integrations.factory_arguments import require_model
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
 from paged_kv.integrations.speculation.batch import SpeculationCounts

@@ -6,18 +6,19 @@ In other models the layers with pages know it. Here the model's call tells the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.prompt_caches import leaves
+from paged_kv.checks import described
+from paged_kv.integrations.batching.prompt_caches import leaves, paged_caches
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.batch import integers
-from paged_kv.steps.sequence import PromptStates
+from paged_kv.steps.sequence import PromptStates, Sequence
 
 
 class HeldTokens(NamedTuple):
@@ -80,11 +81,6 @@ class CountedArraysCache(ArraysCache):
             now if now.num_tokens is None else held.after(count) for now, held, count in steps
         ]
 
-    def set_version(self, pool: PagePool, number: int) -> None:
-        """Note which version of the pool's model has computed all sequences."""
-        self.pool = pool
-        self.held = [each._replace(model_version=number) for each in self.held]
-
     @property
     def state(self) -> tuple[Any, ...]:
         counts = [each.num_tokens for each in self.held]
@@ -100,7 +96,7 @@ class CountedArraysCache(ArraysCache):
         if lengths is not None and len(set(lengths)) > 1:
             self.held = [each._replace(num_tokens=None) for each in self.held]
 
-    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+    def filter(self, batch_indices: abc.Sequence[int] | mx.array) -> None:
         super().filter(batch_indices)  # type: ignore[no-untyped-call]  # mlx-lm's
         self.held = [self.held[at] for at in integers(batch_indices)]
 
@@ -136,20 +132,55 @@ def known_states(layers: list[Any], pool: PagePool) -> list[Any]:
     return layers
 
 
-def held_by(prompt_cache: list[Any]) -> list[HeldTokens]:
-    """What a prompt cache without pages holds of each sequence."""
-    first = next(leaves(prompt_cache), None)
-    if isinstance(first, CountedArraysCache):
-        return first.held
-    return [HeldTokens(None, None)]
-
-
 def continued(prompt_cache: list[Any], pool: PagePool, number: int) -> list[Any]:
     """A prompt cache that this version of the pool's model has computed."""
     first = next(leaves(prompt_cache), None)
     if isinstance(first, CountedArraysCache):
-        first.set_version(pool, number)
+        first.pool = pool
+        first.held = [each._replace(model_version=number) for each in first.held]
     return prompt_cache
+
+
+def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> Sequence:
+    """The one sequence that all layers of a prompt cache hold.
+
+    Raises:
+        TypeError: `prompt_cache` is not a list.
+        ValueError: it does not have `num_caches` caches, is of another pool, or holds several
+            sequences.
+    """
+    if not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
+    caches = paged_caches(prompt_cache)
+    if len(prompt_cache) != num_caches or len(caches) != pool.num_layers:
+        raise ValueError(
+            f"prompt_cache must be {num_caches} caches of this model, {pool.num_layers} of them "
+            f"paged, got {len(prompt_cache)} and {len(caches)}: make_cache() makes such ones"
+        )
+    if any(cache.pool is not pool for cache in caches):
+        raise ValueError(
+            "prompt_cache holds pages of another factory, or was made with max_kv_size: insert "
+            "what make_cache() or fetch_cache(tokens) of this factory returned"
+        )
+    sequences = {sequence for cache in caches for sequence in cache.sequences}
+    if not pool.num_layers:
+        first = next(leaves(prompt_cache), None)
+        held = first.held if isinstance(first, CountedArraysCache) else [HeldTokens(None, None)]
+        sequences = {_with_states(pool, each) for each in held}
+    if len(sequences) != 1:
+        raise ValueError(
+            f"prompt_cache must hold one sequence, got one of {len(sequences)}: extract(i) of its "
+            "caches gives one sequence of a batch"
+        )
+    return sequences.pop()
+
+
+def _with_states(pool: PagePool, held: HeldTokens) -> Sequence:
+    """A sequence without pages, with the tokens of its states; none if they are not known."""
+    sequence = Sequence(pool)
+    sequence.model_version, sequence.prompt_states = held.model_version, held.prompt_states
+    sequence.begin_at(held.num_tokens or 0, {})
+    return sequence
 
 
 let_load(CountedArraysCache)

@@ -15,7 +15,7 @@ from mlx_lm.server import GenerationArguments
 
 from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
-from paged_kv.integrations.prompt_media import PromptMedia
+from paged_kv.integrations.media_keys import PromptMedia
 from paged_kv.integrations.speculation.batch import SpeculationCounts
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import NGramDraft, NotReproducible, PagedCacheFactory
-from paged_kv.integrations import fixed_steps, fixed_steps_trial
+from paged_kv.integrations import fixed_steps, trials
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 from paged_kv.kernels.pages.backend import Backend
 from tests.support.generation import assert_written_and_free, runs_of
@@ -139,7 +139,7 @@ def test_a_device_is_tried_once_and_refused_if_rows_change_bits(
         with pytest.raises(NotReproducible):
             PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
     PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
-    monkeypatch.delattr(fixed_steps_trial, "_different")
+    monkeypatch.delattr(trials, "_different")
     PagedCacheFactory(model, max_bytes=LARGE, reproducible=True)
 
 

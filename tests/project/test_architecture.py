@@ -38,7 +38,6 @@ ROOMS = {
     ),
     "integrations.distributed": "allocator pool",
     "integrations.mlx_lm_internals": "allocator",
-    "integrations.rebinding": "",
     "integrations.model_hooks": "",
     "integrations.heads": "cache integrations.model_hooks kernels.pages pool steps",
     "integrations.compiled": (
@@ -51,12 +50,11 @@ ROOMS = {
     "integrations": (
         "allocator allocator.prefixes cache commands integrations.batching integrations.compiled "
         "integrations.distributed integrations.heads integrations.mlx_lm_internals "
-        "integrations.model_hooks integrations.rebinding integrations.states kernels.pages pool "
-        "prefix steps store trace"
+        "integrations.model_hooks integrations.states kernels.pages pool prefix steps store trace"
     ),
     "integrations.mlx_vlm": (
         "cache integrations integrations.batching integrations.generation "
-        "integrations.mlx_lm_internals integrations.model_hooks integrations.rebinding "
+        "integrations.mlx_lm_internals integrations.model_hooks "
         "integrations.states kernels.pages steps"
     ),
     "integrations.servers": "commands integrations integrations.batching kernels.pages",

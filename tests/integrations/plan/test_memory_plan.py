@@ -12,7 +12,7 @@ from mlx_lm.utils import save_config
 
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations import automatic_budget, paged_cache_factory, working_memory
+from paged_kv.integrations import paged_cache_factory, working_memory
 from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Workload
 from tests.support.zoo import ZOO, small_model
 
@@ -152,7 +152,7 @@ class TestAutomaticBudget:
         def set_to(nbytes: int) -> int:
             mx.clear_cache()
             whole = nbytes + mx.get_active_memory()
-            monkeypatch.setattr(automatic_budget, "device_bytes", lambda: whole)
+            monkeypatch.setattr(working_memory, "device_bytes", lambda: whole)
             return whole
 
         return set_to
@@ -163,7 +163,7 @@ class TestAutomaticBudget:
         mx.eval(model.parameters())
         whole = memory(96 << 20)
         factory = PagedCacheFactory(model, max_bytes="auto")
-        reserve = automatic_budget.reserve_of(whole)
+        reserve = working_memory.reserve_of(whole)
         assert factory.pool.budget.max_bytes < whole - reserve
         step = factory.prompt_step
         assert step

@@ -13,7 +13,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.integrations.stored_pages import StoredStates
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import Identity

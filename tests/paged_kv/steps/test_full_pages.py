@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted
 from paged_kv.cache.saved_state import page_formats
-from paged_kv.integrations import page_identity
+from paged_kv.integrations import stored_pages
 from paged_kv.kernels.pages.page_format import FP16, LayerGeometry, PageLayout, page_format_named
 from paged_kv.prefix import prefix_cache
 from tests.support import stored_prompts
@@ -269,7 +269,7 @@ def test_what_earlier_versions_stored_is_found_if_its_pages_are_the_same(
     """They named the format of full pages, which the first page had too."""
     model: Any = small_model("qwen3", num_hidden_layers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(page_identity, "_of_full_pages", lambda page_format: page_format.name)
+        patch.setattr(stored_pages, "_of_full_pages", lambda page_format: page_format.name)
         factory = stored_prompts.stored_factory(model, tmp_path, page_format=name)
         stored_prompts.computed(model, factory, stored_prompts.TEXT[:600])
         factory.close()

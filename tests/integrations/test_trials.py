@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache
 
 from paged_kv import PagedCacheFactory
 from paged_kv.extras import TESTED_MLX_LM, MLXLMChanged
-from paged_kv.integrations import version_trial
-from paged_kv.integrations.version_trial import require_trusted
+from paged_kv.integrations import trials
+from paged_kv.integrations.trials import require_trusted
 from tests.support.folders import ROOT
 
 make_factory = partial(PagedCacheFactory, max_bytes="64MB")
@@ -24,7 +24,7 @@ make_factory = partial(PagedCacheFactory, max_bytes="64MB")
 @pytest.fixture(autouse=True)
 def new_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that nobody has tried mlx-lm in."""
-    monkeypatch.setattr(version_trial, "_trusted", set())
+    monkeypatch.setattr(trials, "_trusted", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
 
 
@@ -42,13 +42,13 @@ def test_a_version_that_works_is_tried_once(
     assert mx.array_equal(state[0], key)  # the program's seed holds
     tried: list[Any] = []
     require_trusted(tried.append)
-    monkeypatch.setattr(version_trial, "_trusted", set())
+    monkeypatch.setattr(trials, "_trusted", set())
     require_trusted(tried.append)  # as another process
     assert not tried
     monkeypatch.setenv(
         "XDG_CACHE_HOME", str(tmp_path / "caches" / "paged-kv" / "tried-mlx-lm.json")
     )
-    monkeypatch.setattr(version_trial, "_trusted", set())
+    monkeypatch.setattr(trials, "_trusted", set())
     require_trusted(make_factory)  # where the file cannot be written
 
 
@@ -90,4 +90,4 @@ def test_what_does_not_work_is_named_and_not_recorded(
     with pytest.raises(MLXLMChanged, match=rf"mlx-lm [\d.]+ .*{part}.* 0\.32\.0"):
         require_trusted(make_factory)
     assert not (tmp_path / "caches").exists()
-    assert not version_trial._trusted
+    assert not trials._trusted

@@ -1,0 +1,167 @@
+"""What a store knows of a model: the identity of its pages, and its states beside them.
+
+The identity is everything that determines the content of pages, the same in every process. It
+hashes all weights, as a name or a date does not tell models apart, and all settings: see
+`model_version`.
+
+States are packed into bytes. A file names the class of each cache. Only the classes in this
+module's list are made from it, and those that `SeparateCaches` of this process have held; no name
+is looked up elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from paged_kv.integrations.fixed_steps import described_device
+from paged_kv.integrations.heads.model_head import heads
+from paged_kv.integrations.mlx_lm_internals import cache_with, content_of
+from paged_kv.integrations.model_version import ModelVersion, identity_of
+from paged_kv.integrations.states.counted_states import CountedArraysCache
+from paged_kv.integrations.states.one_by_one import SeparateCaches
+from paged_kv.kernels.pages.number_format import Quantised
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, page_format_named
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.store.keys import Identity, Salt, salt_bytes
+
+_CLASSES: dict[str, Any] = {
+    each.__name__: each
+    for each in (
+        *(ArraysCache, ChunkedKVCache, CountedArraysCache, KVCache, RotatingKVCache),
+        SeparateCaches,
+    )
+}
+_DTYPES = {
+    str(dtype).rpartition(".")[2]: dtype
+    for dtype in (
+        *(mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64),
+        *(mx.int8, mx.int16, mx.int32, mx.int64),
+        *(mx.float16, mx.bfloat16, mx.float32, mx.float64, mx.complex64),
+    )
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class StoredStates:
+    """A `StateCodec`."""
+
+    def pack(self, states: list[Any]) -> tuple[Any, dict[str, Any]]:
+        arrays: dict[str, Bytes] = {}
+        notes = [[type(each).__name__, _packed(content_of(each), arrays)] for each in states]
+        return notes, arrays
+
+    def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
+        return [cache_with(_CLASSES[name], _unpacked(tree, arrays)) for name, tree in notes]
+
+    def knows(self, states: list[Any]) -> bool:
+        """Whether all of these can be packed."""
+        return all(_CLASSES.get(type(each).__name__) is type(each) for each in states)
+
+
+def _packed(value: Any, arrays: dict[str, Bytes]) -> Any:
+    """A value as a tree for JSON; its arrays go into `arrays`."""
+    match value:
+        case mx.array():
+            name = f"state.{len(arrays)}"
+            flat = mx.contiguous(value).reshape(-1).view(mx.uint8)
+            arrays[name] = np.array(flat)
+            return {"array": [name, str(value.dtype).rpartition(".")[2], list(value.shape)]}
+        case list() | tuple():
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [_packed(each, arrays) for each in value]}
+        case None | bool() | int() | float() | str():
+            return {"value": value}
+    raise TypeError(f"a state holds a {type(value).__name__}, which cannot be stored")
+
+
+def _unpacked(tree: dict[str, Any], arrays: Mapping[str, Any]) -> Any:
+    ((kind, content),) = tree.items()
+    match kind:
+        case "array":
+            name, dtype, shape = content
+            return mx.array(arrays[name]).view(_DTYPES[dtype]).reshape(shape)
+        case "list":
+            return [_unpacked(each, arrays) for each in content]
+        case "tuple":
+            return tuple(_unpacked(each, arrays) for each in content)
+    return content
+
+
+def page_identity(
+    versions: ModelVersion, pool: PagePool, name: str
+) -> Callable[[Hashable], Identity | None]:
+    """What returns the identity under which a namespace's pages are stored. That is None for pages
+    not of the pool's first format, or of a version of the model that nobody knows any more: no
+    later lookup asks for these. It raises ValueError for a salt of a type that cannot be stored.
+
+    Args:
+        versions: of the model that computes the pages, numbered as in namespaces.
+        pool: the pages' pool, which knows all layers.
+        name: of the model, for people.
+    """
+    # Hash the weights here, so that the first prompt does not wait for it.
+    versions.identity(versions.number)
+    policy = pool.requantisation_policy
+    formats = [pool.page_format, *map(page_format_named, policy.page_formats if policy else ())]
+    of_pool = Identity(
+        model=name,
+        weights="",
+        settings="",
+        versions=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+        geometry="; ".join(_geometry(pool)),
+        page_format=" > ".join(
+            [_of_full_pages(pool.page_format), *(each.name for each in formats[1:])]
+        ),
+        rotation=_rotation(formats),
+        page_size=PAGE_SIZE,
+    )
+
+    def identify(namespace: Hashable) -> Identity | None:
+        model_version, page_format, salt = cast("tuple[int, str, Salt]", namespace)
+        salt_bytes(salt)
+        identity = versions.identity(model_version)
+        if identity is None or page_format != pool.page_format.name:
+            return None
+        weights, settings = identity
+        return replace(of_pool, weights=weights, settings=settings, salt=salt)
+
+    return identify
+
+
+def _geometry(pool: PagePool) -> list[str]:
+    """What the layers hold, and how their steps compute it."""
+    found = [
+        f"{layer}: {pool.geometry(layer)} {pool.windows.get(layer)}"
+        for layer in range(pool.num_layers)
+    ]
+    # Steps that read less compute other keys and values for the layers above.
+    if pool.read_tokens is not None:
+        found.append(f"reads {pool.read_tokens}")
+    if pool.offloading is not None:
+        found.append("of what is in memory")
+    if pool.is_reproducible:
+        # On other machines the same steps round in other ways.
+        found.append(f"in fixed steps with {described_device(pool)}")
+    if (head := heads.get(pool)) is not None:
+        found.append(f"head {' '.join(identity_of(head.head))}")
+    return found
+
+
+def _of_full_pages(page_format: PageFormat) -> str:
+    """The formats of a sequence's first page and of the others, if they differ."""
+    return " + ".join(dict.fromkeys((page_format.first.name, page_format.name)))
+
+
+def _rotation(formats: list[PageFormat]) -> str:
+    parts = [part for each in formats for part in (each.keys, each.values)]
+    rotation = "hadamard" if any(isinstance(part, Quantised) for part in parts) else "none"
+    return f"{rotation}, centred" if any(part.is_centred for part in parts) else rotation
