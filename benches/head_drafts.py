@@ -43,9 +43,9 @@ from paged_kv import (
     NGramDraft,
     PagedCacheFactory,
     SpeculativeBatchGenerator,
+    embedded_model,
     load_head,
 )
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import Draft

@@ -16,7 +16,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from benches.real_models.folders import model_folder
-from paged_kv.embedded import embedded_model
+from paged_kv import embedded_model
 
 MODULES = (
     "argparse",

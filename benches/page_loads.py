@@ -32,7 +32,7 @@ from random import Random
 from typing import NamedTuple
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.trace.requests import read_trace
+from paged_kv.trace import read_trace
 
 TURNS = 43
 LAST_PROMPT = 142_000

@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.processes import ProcessView
 from paged_kv.monitor.publisher import view_process
 from paged_kv.monitor.stats_plot import draw
 from paged_kv.monitor.stats_table import screen

@@ -34,7 +34,7 @@ from paged_kv.server.replicas.forwarded_request import (
     Trail,
     trail_of,
 )
-from paged_kv.trace.requests import MOONCAKE_BLOCK, TracedRequest, read_trace
+from paged_kv.trace import MOONCAKE_BLOCK, TracedRequest, read_trace
 
 BLOCK = MOONCAKE_BLOCK
 TOKEN_BYTES = 4

@@ -22,7 +22,7 @@ from PIL import Image
 from playwright import sync_api as playwright
 
 from benches.serving_http import Request, ask, server
-from paged_kv.embedded import embedded_model
+from paged_kv import embedded_model
 from tests.support.patience import wait_until
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "kv.png"

@@ -4,7 +4,7 @@ import sys
 
 # Before mlx_lm: on Linux paged_kv loads OpenBLAS, and MLX takes it only if it is there first.
 from paged_kv import embedded_model
-from paged_kv.commands.model_names import not_loaded, require_model
+from paged_kv.options import not_loaded, require_model
 
 from mlx_lm import load  # isort: skip
 

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged_kv.checks import whole_number
+from paged_kv.checks import size_in_bytes, whole_number
 from paged_kv.options import option, part
 from paged_kv.pool.options import AUTO, PoolKeywords, PoolOptions
-from paged_kv.sizes import size_in_bytes
 from paged_kv.store.options import (
     DEFAULT_STORE_BYTES,
     WRITE_EVERYTHING,

@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypedDict
 import mlx.core as mx
 import numpy as np
 
-from paged_kv.checks import TokenIds, described, token_ids
-from paged_kv.sizes import counted
+from paged_kv.checks import TokenIds, counted, described, token_ids
 
 
 class Media(TypedDict, total=False):

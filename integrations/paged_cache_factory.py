@@ -13,7 +13,7 @@ from mlx.nn.layers.base import Module
 
 from paged_kv.allocator.prefixes.prefix_node import Owner
 from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
-from paged_kv.checks import TokenIds, require_hashable, whole_number
+from paged_kv.checks import TokenIds, counted, require_hashable, size_in_bytes, whole_number
 from paged_kv.integrations.batching.prompt_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheKeywords, CacheOptions
@@ -33,12 +33,11 @@ from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.keeping import inner_salt, store_policy_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.sizes import counted, size_in_bytes
 from paged_kv.steps.batch import Batch
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.options import Address, store_addresses
 from paged_kv.store.tiered_store import TieredStore, open_tiers
-from paged_kv.trace.recorder import request_recorder
+from paged_kv.trace import request_recorder
 
 logger = logging.getLogger("paged_kv")
 

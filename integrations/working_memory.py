@@ -27,9 +27,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.checks import format_size
 from paged_kv.kernels.pages.memory import device_bytes
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.sizes import format_size
 
 logger = logging.getLogger("paged_kv")
 

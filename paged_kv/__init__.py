@@ -13,13 +13,12 @@ mlx-lm knows the cache's class.
 
 import sys
 
-from paged_kv.listeners import new_pool_listeners
-
 # Type checkers know this name. typing itself takes most of the time of this import, in which
 # nothing ends a command that is interrupted.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as AnySequence
     from types import ModuleType
     from typing import Any
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     )
     from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
     from paged_kv.cache.paged_kv_cache import PagedKVCache
-    from paged_kv.embedded import embedded_model
     from paged_kv.integrations.batching.last_responses import PromptCacheTaken
     from paged_kv.integrations.cache_options import CacheOptions
     from paged_kv.integrations.grammar.processor import GrammarProcessor
@@ -59,6 +57,7 @@ if TYPE_CHECKING:
     from paged_kv.integrations.speculation.speculative_generation import speculative_batch_generate
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
     from paged_kv.offload.offloading import OffloadError
+    from paged_kv.options import embedded_model
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
     from paged_kv.prefix.keeping import Unstored
@@ -67,6 +66,9 @@ if TYPE_CHECKING:
     from paged_kv.store.options import StoreOptions
 
 __version__ = "0.2.0"
+
+new_pool_listeners: "list[Callable[[], None]]" = []
+"""Called, one at a time, for each new pool."""
 
 __all__ = [
     "BetterOfTwo",
@@ -141,7 +143,7 @@ _HOMES = {
     "Unstored": "prefix.keeping",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",
-    "embedded_model": "embedded",
+    "embedded_model": "options",
     "generate_samples": "integrations.samples",
     "GrammarProcessor": "integrations.grammar.processor",
     "HeadDraft": "integrations.speculation.head_draft",

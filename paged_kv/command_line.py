@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.commands.arguments import Parser, examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.extras import MissingBackend, MLXLMChanged, extra_module, missing_named
+from paged_kv.options import Parser, examples
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _KNOWN_ERRORS = (PagedKVError, MissingBackend, MLXLMChanged, MemoryError, OSError, ValueError)

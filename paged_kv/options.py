@@ -1,17 +1,23 @@
 """Options as fields of frozen dataclasses, and the command lines that are made of them.
 
 A field says once what an option takes, means and is by default. Functions get all options as one
-object; a command adds the fields to its parser, and makes the object of what was given.
+object; a command adds the fields to its parser, and makes the object of what was given. The parsers
+of values, and the options of commands that load a model, are here too. argparse prints the message
+of each ArgumentTypeError after the name of the option.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from inspect import cleandoc
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from paged_kv.checks import parse_size
 
 
 def option(
@@ -183,3 +189,235 @@ def _parser(meaning: Mapping[str, Any]) -> Callable[[str], Any]:
         return value
 
     return parsed
+
+
+# About 11 days: longer than any use, and short enough for the system's sleep.
+MOST_SECONDS = 1e6
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option, and in another one where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options\n")
+
+
+def examples(*commands: str) -> dict[str, Any]:
+    """Arguments of a parser that show commands below its options."""
+    return {
+        "epilog": "\n".join(["examples:", *(f"  {command}" for command in commands)]),
+        "formatter_class": _Wrapped,
+    }
+
+
+class _Wrapped(argparse.HelpFormatter):
+    """Wraps descriptions, but not the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)
+
+
+def _whole(meaning: str, *, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """The parser of the integers in a range; errors call them by their meaning."""
+
+    def parsed(text: str) -> int:
+        # int() raises above 4,300 digits; no option takes a number near 100 digits.
+        if text.isdecimal() and len(text) < 100 and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return parsed
+
+
+def _real(meaning: str, is_one: Callable[[float], bool]) -> Callable[[str], float]:
+    """The parser of the numbers for which `is_one` is true; errors call them by their meaning."""
+
+    def parsed(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan  # which is in no range
+        if is_one(number):
+            return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return parsed
+
+
+positive = _whole("a positive integer, such as 8", least=1)
+count = _whole("an integer from 0 on, such as 8", least=0)
+seed = _whole("an integer from 0 to 2^64 - 1", least=0, most=(1 << 64) - 1)
+seconds = _real(
+    f"a number of seconds above 0, up to {MOST_SECONDS:,.0f}, such as 0.5",
+    lambda number: 0 < number <= MOST_SECONDS,
+)
+duration = _real(
+    f"a number of seconds, up to {MOST_SECONDS:,.0f}, such as 60",
+    lambda number: 0 <= number <= MOST_SECONDS,
+)
+temperature = _real("a temperature, such as 0 or 0.7", lambda number: 0 <= number < math.inf)
+share = _real("a share between 0 and 1, such as 0.5", lambda number: 0 <= number <= 1)
+
+
+def budget(text: str) -> int | str:
+    """Bytes for pages, or "auto"."""
+    return text if text == "auto" else parse_size(text)
+
+
+def name(text: str) -> str:
+    """A name that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a name, or leave the option out")
+    return text
+
+
+def path(text: str) -> Path:
+    """The path of a file or folder; "~" is the user's home."""
+    return Path(name(text)).expanduser()
+
+
+def require_writable(file: Path) -> None:
+    """Check that a file can be written, and leave it as it is.
+
+    Raises:
+        FileNotFoundError: its folder is not there.
+        OSError: it is a folder, or may not be written.
+    """
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}: make it first")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file to write")
+    is_new = not file.exists()
+    if not is_new and not file.is_file():
+        return  # To open and close a pipe would end it for its reader.
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise type(error)(
+            f"{file} cannot be written ({error.strerror}): name a file that can"
+        ) from None
+    if is_new:
+        file.unlink()
+
+
+class PriorityRange(NamedTuple):
+    """The priorities that a client may give its requests; lower ones begin sooner."""
+
+    least: int
+    most: int
+
+
+def priorities(text: str) -> PriorityRange:
+    """A range such as `-10:100`, from the command line or a file of keys.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    if found := re.fullmatch(r"(-?[0-9]{1,9}):(-?[0-9]{1,9})", text):
+        least, most = int(found[1]), int(found[2])
+        if least <= 0 <= most:
+            return PriorityRange(least, most)
+    raise ValueError(f"LOW:HIGH is needed, with 0 within, got {text!r}")
+
+
+# Where a draft model can be named: prompt look-up; the prediction head that comes with the model;
+# the same if there is one, and else no drafts.
+NGRAM, OWN_HEAD, AUTO_HEAD = "ngram", "head", "auto"
+NO_DRAFT_MODEL = frozenset({None, NGRAM, OWN_HEAD, AUTO_HEAD})
+
+# The Hub takes no name that begins with a dot or a dash: ./model is a folder.
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def named_model(text: str) -> str:
+    """The folder or repository that a text names: that of the embedded model for its name, unless
+    there is a folder of this name here; any other name as it is."""
+    return embedded_model() if text == EMBEDDED and not Path(text).exists() else name(text)
+
+
+def require_model(option: str, name: str) -> None:
+    """Check that a name may be a model: mlx-lm takes a missing folder for a repository.
+
+    Args:
+        option: that names the model.
+        name: a folder or a Hugging Face repository.
+
+    Raises:
+        FileNotFoundError: the name is neither a folder nor of the form of a repository, or the
+            folder lacks files of a model.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if _REPOSITORY.fullmatch(name):
+            return
+        raise FileNotFoundError(
+            f"there is no folder {name!r}: give {option} the folder of a model, or a Hugging Face "
+            "repository such as mlx-community/Llama-3.2-1B-Instruct-4bit"
+        )
+    for pattern, meaning in (("config.json", "configuration"), ("*.safetensors", "weights")):
+        if not any(folder.glob(pattern)):
+            raise FileNotFoundError(
+                f"the folder {name!r} holds no {meaning} ({pattern}): give {option} a complete "
+                "folder, as a download or `mlx_lm.convert` makes it"
+            )
+
+
+def not_loaded(option: str, name: str, error: BaseException) -> ValueError:
+    """What to raise for an error of mlx-lm, transformers or the Hub, which are of many types."""
+    said = " ".join(str(error).split()).rstrip(".")
+    return ValueError(
+        f"{option} {name} cannot be loaded: {type(error).__name__}: {said}: {_remedy(said)}"
+    )
+
+
+def _remedy(said: str) -> str:
+    if re.search(r"[Mm]odel type .* not supported", said):
+        return "a newer mlx-lm may know it (pip install --upgrade mlx-lm), or choose another model"
+    if "Hub" in said or "Repository" in said:
+        return "check its name and your network, or name a folder"
+    return "check that its files are complete, or download them again"
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """A model, what drafts for it, and the numbers that both compute with.
+
+    Attributes:
+        model: folder or Hugging Face repository of a model; stdlib-llama is a small one in this
+            package, which writes text that looks like Python.
+        draft_model: a smaller model with the same vocabulary, or a prediction head of the model,
+            which drafts tokens for all prompts; or head, the one that comes with the model; or
+            auto, the same if there is one; or ngram, which drafts what followed the same tokens
+            earlier. Nothing is drafted where it is slower.
+        dtype: convert the model's numbers to this format, and compute in it. On a CPU float32 is
+            the quickest where OpenBLAS is installed.
+    """
+
+    model: str | None = option(None, parse=named_model)
+    draft_model: str | None = option(None, parse=named_model, usual="no drafts")
+    dtype: str | None = option(
+        None, usual="the model's own", choices=["float32", "float16", "bfloat16"]
+    )
+
+    def require_models(self) -> None:
+        """Check that models are there, before they are loaded.
+
+        Raises:
+            OSError: one is not, or its folder is incomplete.
+        """
+        if self.model is not None:
+            require_model("--model", self.model)
+        if self.draft_model not in NO_DRAFT_MODEL:
+            require_model("--draft-model", str(self.draft_model))
+
+
+EMBEDDED = "stdlib-llama"
+"""Its name, where a command takes the name of a model."""
+
+
+def embedded_model() -> str:
+    """The folder of `stdlib-llama`, for `mlx_lm.load`: a llama of 5.5 million numbers in bfloat16
+    that writes what looks like Python, so that examples run without a download."""
+    return str(Path(__file__).with_name("models") / EMBEDDED)

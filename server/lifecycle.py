@@ -22,8 +22,9 @@ from mlx.utils import tree_flatten
 from starlette.concurrency import run_in_threadpool
 
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.commands.model_names import not_loaded
+from paged_kv.checks import counted, format_size
 from paged_kv.openblas import blas_name
+from paged_kv.options import not_loaded
 from paged_kv.server import status_page
 from paged_kv.server.app import make_app
 from paged_kv.server.completions.service import Service
@@ -34,7 +35,6 @@ from paged_kv.server.http.api_errors import busy
 from paged_kv.server.http.connection import limited
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.signals import ending_in_order, ignored
-from paged_kv.sizes import counted, format_size
 
 
 def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) -> str:

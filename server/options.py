@@ -9,22 +9,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from paged_kv.commands.arguments import (
+from paged_kv.checks import parse_size
+from paged_kv.integrations.cache_options import CacheOptions
+from paged_kv.options import (
+    ModelOptions,
     Parser,
     PriorityRange,
+    add_options,
     count,
     duration,
     examples,
+    option,
+    parsed_options,
+    part,
     positive,
     priorities,
     share,
     temperature,
 )
-from paged_kv.commands.model_names import ModelOptions
-from paged_kv.integrations.cache_options import CacheOptions
-from paged_kv.options import add_options, option, parsed_options, part
 from paged_kv.pool.options import AUTO, PoolOptions
-from paged_kv.sizes import parse_size
 from paged_kv.store.options import StoreOptions
 
 # Of the replayed loads in benches/store_writes.py this halves the bytes written, or better where

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from paged_kv.monitor import prometheus_metrics
-from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.processes import ProcessView
 from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.jobs import Stage
 from paged_kv.server.engine.server_metrics import Histogram

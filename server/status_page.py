@@ -18,7 +18,7 @@ from typing import Any
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from paged_kv.extras import extra_module
-from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.processes import ProcessView
 from paged_kv.monitor.publisher import view_process
 from paged_kv.pool.page_pool import open_pools
 from paged_kv.pool.stats import COLUMNS

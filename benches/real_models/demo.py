@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.real_models.folders import RealModelError, make_model
 from paged_kv import PagedCacheFactory
-from paged_kv.sizes import format_size
+from paged_kv.checks import format_size
 
 DOCUMENT = Path(__file__).parents[2] / "README.md"
 QUESTIONS = (

@@ -25,9 +25,8 @@ from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
-from paged_kv.admission.growth import Growth, has_room
-from paged_kv.admission.prompt_turns import PromptTurns
-from paged_kv.admission.scheduler import Scheduler
+from paged_kv.admission.pool_size import Growth, has_room
+from paged_kv.admission.scheduler import PromptTurns, Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.prompt_caches import first_paged
@@ -68,7 +67,7 @@ from paged_kv.prefix.keeping import LookedUp
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
-from paged_kv.trace.recorder import RecordedRequest, RequestRecorder
+from paged_kv.trace import RecordedRequest, RequestRecorder
 
 Work = Callable[[], None]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from time import perf_counter
 from typing import Any
 
-from paged_kv.admission.prompt_turns import Prompt, PromptTurns
-from paged_kv.admission.scheduler import HEAD
+from paged_kv.admission.scheduler import HEAD, Prompt, PromptTurns
 from paged_kv.integrations.batching.prompt_segments import Tokens, whole_pages
 from paged_kv.integrations.batching.prompt_sharing import PromptSharing
 from paged_kv.integrations.batching.rows import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
-from paged_kv.admission.growth import Growth
+from paged_kv.admission.pool_size import Growth
 from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.integrations.batching.prompt_segments import Tokens, without_first
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of

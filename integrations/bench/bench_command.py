@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from paged_kv.commands.arguments import examples, name, path, require_writable
-from paged_kv.embedded import embedded_model
+from paged_kv.options import embedded_model, examples, name, path, require_writable
 
 if TYPE_CHECKING:
     from paged_kv.integrations.bench.comparisons import BenchSizes, Outcome

@@ -11,12 +11,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.checks import counted
 from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.bench.turns import Measurement, Skipped, compared, seconds
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.kernels.pages.memory import recommended_bytes
-from paged_kv.sizes import counted
 
 Outcome = Measurement | Skipped
 Caches = list[Any]

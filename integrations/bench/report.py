@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paged_kv import __version__
+from paged_kv.checks import format_size
 from paged_kv.extras import extra_module
 from paged_kv.integrations.bench.comparisons import Outcome
 from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
 from paged_kv.kernels.pages.verdicts import device_name
-from paged_kv.sizes import format_size
 
 _PLOTS = (".svg", ".png", ".pdf")
 

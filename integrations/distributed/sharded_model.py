@@ -11,11 +11,11 @@ from typing import TypeVar
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from paged_kv.checks import counted
 from paged_kv.integrations.distributed.connected_ranks import RanksDiffer, joined_ranks
 from paged_kv.pool.options import chosen_bytes
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import ALONE, Ranks
-from paged_kv.sizes import counted
 
 Tier = TypeVar("Tier")
 

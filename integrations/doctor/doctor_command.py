@@ -2,7 +2,7 @@
 
 import argparse
 
-from paged_kv.commands.arguments import examples, path
+from paged_kv.options import examples, path
 
 
 def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

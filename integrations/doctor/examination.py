@@ -18,7 +18,6 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from paged_kv.commands.arguments import require_writable
 from paged_kv.integrations.bench.turns import seconds
 from paged_kv.kernels.backends import device_backend, variant
 from paged_kv.kernels.cpu.native_library import load_native_library
@@ -26,6 +25,7 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.self_test import Check, checks
 from paged_kv.kernels.pages.verdicts import RIGHT, device_name, forget_verdicts, verdicts_on
 from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
+from paged_kv.options import require_writable
 
 _IF_WRONG = (
     "plain MLX operations serve everything from now on, unless PAGED_KV_BACKEND names a backend or "

@@ -10,11 +10,10 @@ from typing import Any
 from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
-from paged_kv.commands.arguments import examples
 from paged_kv.commands.interrupts import raised
 from paged_kv.extras import extra_module
 from paged_kv.integrations.generation.options import GENERATE_OPTIONS, GenerateOptions
-from paged_kv.options import add_options, parsed_options
+from paged_kv.options import add_options, examples, parsed_options
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512

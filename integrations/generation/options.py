@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paged_kv.commands.arguments import positive, seed, temperature
-from paged_kv.commands.model_names import ModelOptions
 from paged_kv.integrations.cache_options import CACHE_OPTIONS, CacheOptions
-from paged_kv.options import option, part
+from paged_kv.options import ModelOptions, option, part, positive, seed, temperature
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
 
-from paged_kv.commands.model_names import not_loaded, require_model
-from paged_kv.embedded import embedded_model
+from paged_kv.checks import counted, format_size
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.batching.prompt_segments import is_on_the_way
 from paged_kv.integrations.distributed.connected_ranks import joined_ranks
@@ -31,8 +30,8 @@ from paged_kv.integrations.speculation.draft_models import (
     make_draft,
 )
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+from paged_kv.options import embedded_model, not_loaded, require_model
 from paged_kv.pool.stats import PoolStats
-from paged_kv.sizes import counted, format_size
 
 # Of a prompt: mlx-lm's, and those behind a progress bar, which moves after each: still shorter ones
 # would read the weights more often for no better bar. The longer is a multiple of the shorter, so

@@ -6,12 +6,17 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import examples, positive
-from paged_kv.commands.model_names import ModelOptions, not_loaded
-from paged_kv.embedded import embedded_model
-from paged_kv.options import add_options, parsed_options
+from paged_kv.checks import counted, format_size, parse_size
+from paged_kv.options import (
+    ModelOptions,
+    add_options,
+    embedded_model,
+    examples,
+    not_loaded,
+    parsed_options,
+    positive,
+)
 from paged_kv.pool.options import POOL_OPTIONS
-from paged_kv.sizes import counted, format_size, parse_size
 
 if TYPE_CHECKING:
     from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner

@@ -32,7 +32,7 @@ from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.trace.requests import Trace, TracedLayers, TracedRequest
+from paged_kv.trace import Trace, TracedLayers, TracedRequest
 
 # As in `paged-kv server`: requests that run at once, prompts that are computed at once, and tokens
 # of prompts in a step.

@@ -16,9 +16,9 @@ from paged_kv.allocator.prefixes.eviction import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
 )
-from paged_kv.commands.arguments import examples, path
+from paged_kv.checks import format_size, parse_size
+from paged_kv.options import examples, path
 from paged_kv.pool.options import PoolOptions
-from paged_kv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from paged_kv.integrations.replay.replay import Outcome
@@ -97,7 +97,7 @@ def _add_replay_parser(commands: Subparsers) -> None:
 
 def _record(arguments: argparse.Namespace) -> int:
     """Become the program; raises a ValueError or an OSError if that cannot be."""
-    from paged_kv.trace.recorder import open_trace
+    from paged_kv.trace import open_trace
 
     if not arguments.program:
         raise ValueError("name a program behind the file, such as paged-kv server --model MODEL")
@@ -113,7 +113,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     """Replay as recorded, where the trace says how, and with the other parameters."""
     # Imported here because loading mlx-lm takes seconds.
     from paged_kv.integrations.replay.replay import replay
-    from paged_kv.trace.requests import read_trace
+    from paged_kv.trace import read_trace
 
     trace = read_trace(arguments.file)
     max_bytes = arguments.max_kv_bytes or trace.max_bytes

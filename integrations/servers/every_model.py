@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Unpack
 
 from mlx.nn.layers.base import Module
 
+from paged_kv.checks import format_size
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.prompt_caches import paged_caches
 from paged_kv.integrations.cache_library import language_model
@@ -30,7 +31,6 @@ from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, factories_for_all
 from paged_kv.integrations.trials import require_trusted
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.sizes import format_size
 
 SCHEDULERS = {"rapid_mlx.scheduler": "rapid-mlx 0.16.10", "vllm_mlx.scheduler": "vllm-mlx 0.6.0"}
 """The modules of schedulers, and the versions that were tested."""

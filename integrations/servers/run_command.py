@@ -15,10 +15,9 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from paged_kv.commands.arguments import examples
 from paged_kv.commands.interrupts import raised
 from paged_kv.integrations.cache_options import FOR_EVERY_MODEL
-from paged_kv.options import add_options, parsed_options
+from paged_kv.options import add_options, examples, parsed_options
 
 
 def add_run_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

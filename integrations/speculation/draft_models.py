@@ -11,7 +11,6 @@ from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
-from paged_kv.commands.model_names import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
@@ -21,6 +20,7 @@ from paged_kv.integrations.speculation.head_draft import HeadDraft
 from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
+from paged_kv.options import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
 
 
 def load_draft_model(

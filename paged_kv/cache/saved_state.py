@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.checks import counted
 from paged_kv.kernels.pages.page_format import (
     FP16,
     PAGE_SIZE,
@@ -34,7 +35,6 @@ from paged_kv.kernels.pages.page_format import (
 )
 from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.page_pool import PagePool, open_pools
-from paged_kv.sizes import counted
 from paged_kv.steps.sequence import Sequence
 
 

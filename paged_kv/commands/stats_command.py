@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from paged_kv.commands.arguments import examples, path, positive, require_writable, seconds
 from paged_kv.commands.interrupts import raised
 from paged_kv.extras import extra_module
-from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.processes import running_process, running_processes
+from paged_kv.monitor.processes import ProcessView, running_process, running_processes
+from paged_kv.options import examples, path, positive, require_writable, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.commands.arguments import examples, path
-from paged_kv.sizes import counted, format_size
+from paged_kv.checks import counted, format_size
+from paged_kv.options import examples, path
 from paged_kv.store.options import StoreOptions, default_folder, store_size, tier
 
 if TYPE_CHECKING:

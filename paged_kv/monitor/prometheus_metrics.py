@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from paged_kv.allocator.allocator_stats import Column
-from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.monitor.processes import PoolView, ProcessView
 from paged_kv.pool.stats import COLUMNS
 
 

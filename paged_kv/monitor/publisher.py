@@ -23,8 +23,10 @@ from contextlib import suppress
 from operator import add
 from pathlib import Path
 
-from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
 from paged_kv.monitor.processes import (
+    PoolView,
+    ProcessView,
+    SequenceView,
     is_later,
     last_question,
     make_runtime_folder,

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paged_kv.allocator.block_allocator import CACHED, FREE, SHARED, USED
-from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.monitor.processes import PoolView, ProcessView
 from paged_kv.monitor.stats_table import WORDS, coarse
 from paged_kv.pool.stats import COLUMNS, PoolStats, no_stats
 

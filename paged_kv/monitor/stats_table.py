@@ -14,10 +14,10 @@ from rich.text import Text
 
 from paged_kv.allocator.allocator_stats import Column, Unit
 from paged_kv.allocator.block_allocator import CACHED, FREE, SHARED, USED, SlabMap
-from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
+from paged_kv.checks import counted, format_size
+from paged_kv.monitor.processes import PoolView, ProcessView, SequenceView
 from paged_kv.pool.stats import COLUMNS, PoolStats, byte_rows
 from paged_kv.ranks import RankMemory
-from paged_kv.sizes import counted, format_size
 
 # The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}

@@ -25,9 +25,9 @@ from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
 from paged_kv.allocator.slabs import FormatSlabs
+from paged_kv.checks import format_size
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
-from paged_kv.sizes import format_size
 
 Words = npt.NDArray[np.uint16]
 # Reads that a disk is given at a time.

@@ -24,9 +24,8 @@ from functools import cached_property
 import mlx.core as mx
 
 from paged_kv.allocator.ring import Ring
-from paged_kv.checks import described
+from paged_kv.checks import counted, described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry
-from paged_kv.sizes import counted
 
 DEFAULT_WRITE_CHUNK = 256
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from paged_kv.allocator.prefixes.eviction import BETTER_OF_TWO, EvictionPolicy, Use
 from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
-from paged_kv.checks import described, whole_number
-from paged_kv.commands.arguments import budget, path, positive
-from paged_kv.options import Options, option
-from paged_kv.sizes import size_in_bytes
+from paged_kv.checks import described, size_in_bytes, whole_number
+from paged_kv.options import Options, budget, option, path, positive
 
 if TYPE_CHECKING:
     from paged_kv.kernels.pages.backend import Backend

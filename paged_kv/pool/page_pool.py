@@ -16,17 +16,17 @@ from weakref import WeakSet
 
 import mlx.core as mx
 
+from paged_kv import new_pool_listeners
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.allocator.block_allocator import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, locked
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import OutOfWindowBlocks
-from paged_kv.checks import described, whole_number
+from paged_kv.checks import counted, described, format_size, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, LayerGeometry, page_format_named
-from paged_kv.listeners import new_pool_listeners
 from paged_kv.offload.offloading import OFFLOADED, Offloading, OldestOffloaded
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.layer_kinds import AppendedRows, Window, checked_windows
@@ -40,7 +40,6 @@ from paged_kv.pool.options import (
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
 from paged_kv.ranks import ALONE, Ranks
-from paged_kv.sizes import counted, format_size
 
 logger = logging.getLogger("paged_kv")
 

@@ -20,7 +20,7 @@ from paged_kv.allocator.allocator_stats import (
     counter,
     number,
 )
-from paged_kv.sizes import format_size
+from paged_kv.checks import format_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.allocator.block_allocator import BlockTable
+from paged_kv.checks import counted
 from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sizes import counted
 from paged_kv.steps.blocks import full_blocks, make_room
 from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow

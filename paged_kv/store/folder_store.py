@@ -25,7 +25,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from paged_kv.sizes import format_size
+from paged_kv.checks import format_size
 from paged_kv.store.blob_store import Blob, BlobStore, Finding, Outcome, Written, evicted
 from paged_kv.store.entry_file import SUFFIX, Buffer
 from paged_kv.store.folder import LOCK, TAG, Folder, is_temporary, unusable

@@ -22,10 +22,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from paged_kv.checks import file_path, whole_number
-from paged_kv.commands.arguments import path, positive
-from paged_kv.options import Options, option
-from paged_kv.sizes import parse_size, size_in_bytes
+from paged_kv.checks import file_path, parse_size, size_in_bytes, whole_number
+from paged_kv.options import Options, option, path, positive
 
 DEFAULT_STORE_BYTES = "50GB"
 MIN_BYTES = 8 << 20

@@ -18,11 +18,11 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.commands.model_names import NO_DRAFT_MODEL
+from paged_kv.checks import MOST_BYTES, format_size
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.options import NO_DRAFT_MODEL
 from paged_kv.server.options import ServerOptions
-from paged_kv.sizes import MOST_BYTES, format_size
 
 
 def require_sufficient_budget(options: ServerOptions) -> None:

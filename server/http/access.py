@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
-from paged_kv.commands.arguments import PriorityRange, priorities
+from paged_kv.options import PriorityRange, priorities
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 
 ENVIRONMENT = "env:"

@@ -2,12 +2,21 @@
 
 import argparse
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
 from paged_kv.integrations.cache_options import CacheKeywords, CacheOptions
 from paged_kv.integrations.generation.options import GenerateOptions
-from paged_kv.options import Options, _meanings, add_options, option, parsed_options, part
+from paged_kv.options import (
+    Options,
+    _meanings,
+    add_options,
+    option,
+    parsed_options,
+    part,
+    require_writable,
+)
 from paged_kv.server.options import ServerOptions
 
 
@@ -84,3 +93,11 @@ def test_docstrings_say_what_each_option_means(kind: type[Options]) -> None:
 def test_a_factory_takes_every_option_as_a_keyword_too() -> None:
     keywords = {name: each.__forward_arg__ for name, each in CacheKeywords.__annotations__.items()}
     assert keywords == {each.name: each.type for each in fields(CacheOptions)}
+
+
+def test_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old").write_text("mine")
+    require_writable(tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "mine"

@@ -112,10 +112,8 @@ ROOMS = {
 ARROWS = {room: set(others.split()) for room, others in ROOMS.items()}
 # Files of paged_kv that every room may import, those of arrays and of integers only `lru`.
 SMALL = {
-    *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
-    *("paged_kv.listeners", "paged_kv.lru", "paged_kv.ranks", "paged_kv.sizes"),
-    *("paged_kv.__version__", "paged_kv.options", "paged_kv.commands.arguments"),
-    "paged_kv.openblas",
+    *("paged_kv.checks", "paged_kv.extras", "paged_kv.lru", "paged_kv.openblas"),
+    *("paged_kv.options", "paged_kv.ranks", "paged_kv.__version__", "paged_kv.new_pool_listeners"),
 }
 KNOWS_NOTHING = ("allocator", "kernels")
 # Files of paged_kv that name the rooms above them.
@@ -258,7 +256,7 @@ def test_linked_rooms_have_no_init(room: str) -> None:
         ("allocator", "from paged_kv import *", "paged_kv.*"),
         ("kernels.pages", "import paged_kv.allocator.slabs", "paged_kv.allocator.slabs"),
         ("kernels", "from . import page", ".page"),
-        ("kernels", "import paged_kv.sizes", "paged_kv.sizes"),
+        ("kernels", "import paged_kv.checks", "paged_kv.checks"),
         ("store", "import mlx.core", "mlx.core"),
         ("pool", "import paged_kv.steps.sequence", "paged_kv.steps.sequence"),
         ("cache", "from kernels import page", "kernels.page"),
@@ -277,7 +275,7 @@ def test_planted_violation_is_found(room: str, source: str, name: str) -> None:
         ("allocator", "from paged_kv.allocator.errors import PoolExhausted"),
         ("store", "import numpy\nfrom paged_kv.store.keys import Link"),
         ("kernels", "import mlx.core as mx\nfrom paged_kv.kernels.gpu import order"),
-        ("pool", "from paged_kv.allocator import slabs\nfrom paged_kv.sizes import size_in_bytes"),
+        ("pool", "from paged_kv.allocator import slabs\nfrom paged_kv.checks import size_in_bytes"),
         ("integrations", "import mlx_lm\nfrom paged_kv.pool.page_pool import PagePool"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from paged_kv import embedded_model
 from paged_kv.command_line import main
-from paged_kv.commands.model_names import named_model
-from paged_kv.embedded import embedded_model
+from paged_kv.options import named_model
 from paged_kv.server.completions.model_names import typed_name
 from paged_kv.server.http import request_body
 from paged_kv.server.lifecycle import ready_line

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.embedded import embedded_model
+from paged_kv import embedded_model
 from tests.support.launched_ranks import LAUNCH_S, launched, output_of
 from tests.support.patience import wait_until
 from tests.support.ports import free_port

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paged_kv import PagedCacheFactory
-from paged_kv.admission.prompt_turns import PART_STEPS
+from paged_kv.admission.scheduler import PART_STEPS
 from paged_kv.integrations.batching import prompt_choice
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.rows import Responses, WaitingQueue, step_with

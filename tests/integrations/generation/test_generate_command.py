@@ -10,9 +10,8 @@ import pytest
 from mlx_lm import generate
 from mlx_lm.sample_utils import make_sampler
 
-from paged_kv import PagedCacheFactory, generate_samples
+from paged_kv import PagedCacheFactory, embedded_model, generate_samples
 from paged_kv.command_line import main
-from paged_kv.embedded import embedded_model
 from paged_kv.extras import install_command
 from paged_kv.integrations.generation import generate_command, text_generation
 from paged_kv.integrations.generation.options import GenerateOptions

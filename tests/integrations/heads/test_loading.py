@@ -10,7 +10,6 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv import HeadDraft, PagedCacheFactory
-from paged_kv.commands.model_names import AUTO_HEAD
 from paged_kv.integrations.heads.loading import FAMILIES, has_own_head, load_head, load_mtp_head
 from paged_kv.integrations.heads.prediction_head import (
     Eagle3Head,
@@ -20,6 +19,7 @@ from paged_kv.integrations.heads.prediction_head import (
     llama_head,
 )
 from paged_kv.integrations.speculation.draft_models import load_draft_model, make_draft
+from paged_kv.options import AUTO_HEAD
 from tests.support.zoo import small_model
 
 SHAPE: dict[str, Any] = {

@@ -6,8 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from paged_kv import HeadDraft, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.embedded import embedded_model
+from paged_kv import HeadDraft, PagedCacheFactory, SpeculativeBatchGenerator, embedded_model
 from paged_kv.integrations.heads.loading import load_own_head
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from tests.support.generation import assert_same_runs, runs_of

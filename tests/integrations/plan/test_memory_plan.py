@@ -11,9 +11,9 @@ from mlx_lm import load
 from mlx_lm.utils import save_config
 
 from paged_kv import PagedCacheFactory
-from paged_kv.embedded import embedded_model
 from paged_kv.integrations import paged_cache_factory, working_memory
 from paged_kv.integrations.plan.memory_plan import MemoryPlan, Planner, Workload
+from paged_kv.options import embedded_model
 from tests.support.zoo import ZOO, small_model
 
 WORKLOAD = Workload(context=1024, sessions=8, page_format="fp16", step=512)

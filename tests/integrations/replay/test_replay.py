@@ -15,7 +15,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.prefixes.eviction import LeastFrequentlyUsed, LeastRecentlyUsed
 from paged_kv.command_line import main
 from paged_kv.integrations.replay.replay import Outcome, replay
-from paged_kv.trace.requests import Trace, TracedLayers, TracedRequest, read_trace
+from paged_kv.trace import Trace, TracedLayers, TracedRequest, read_trace
 from tests.support.folders import ROOT
 from tests.support.zoo import small_model
 

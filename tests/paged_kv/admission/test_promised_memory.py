@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.admission.growth import Growth, has_room
+from paged_kv.admission.pool_size import Growth, has_room
 from paged_kv.cache.saved_state import page_views
 from paged_kv.pool.layer_kinds import Window
 from paged_kv.prefix.prefix_cache import PrefixCache

@@ -81,7 +81,7 @@ def interrupted(argv: list[str], event: str, folder: Path) -> tuple[int, str, st
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["script", "module"])
-@pytest.mark.parametrize("name", ["signal", "paged_kv.command_line", "paged_kv.sizes"])
+@pytest.mark.parametrize("name", ["signal", "paged_kv.command_line", "paged_kv.checks"])
 def test_the_first_lines_and_imports_end(program: list[str], name: str, tmp_path: Path) -> None:
     event = f"import '{name}'"  # The quotes are those of a whole name.
     assert interrupted([*program, *GENERATE], event, tmp_path) == (130, "", "")

@@ -15,8 +15,7 @@ from paged_kv import PagedKVCache, PagePool
 from paged_kv.command_line import main
 from paged_kv.monitor import processes, stats_table
 from paged_kv.monitor import publisher as publishing
-from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.processes import make_runtime_folder, runtime_folder
+from paged_kv.monitor.processes import ProcessView, make_runtime_folder, runtime_folder
 from paged_kv.monitor.publisher import Publisher, publisher, view_process
 from tests.support.layer_caches import caches_of
 from tests.support.patience import wait_until

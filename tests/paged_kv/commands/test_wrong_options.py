@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paged_kv import embedded_model
 from paged_kv.command_line import main
-from paged_kv.embedded import embedded_model
 from paged_kv.monitor.publisher import Publisher
 from tests.support.store_entries import open_store
 

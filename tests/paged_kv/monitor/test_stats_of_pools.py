@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from paged_kv.allocator.allocator_stats import FormatStats
-from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.monitor.processes import PoolView, ProcessView
 from paged_kv.monitor.stats_table import pool_tables
 from paged_kv.pool.stats import COLUMNS, GroupStats, PoolStats
 from paged_kv.server import status_page

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paged_kv.server.engine import generation_thread
-from paged_kv.trace.requests import read_trace
+from paged_kv.trace import read_trace
 from tests.support.patience import wait_until
 from tests.support.running_server import PagedRunningServer, paged_server
 

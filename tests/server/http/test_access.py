@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
-from paged_kv.commands.arguments import PriorityRange
+from paged_kv.options import PriorityRange
 from paged_kv.server.engine.prompt_fetcher import OtherServer
 from paged_kv.server.http import access
 from paged_kv.server.http.access import (
