@@ -33,8 +33,7 @@ from paged_kv.integrations.bench.turns import ratio, spread
 from paged_kv.integrations.compiled import recordings
 from paged_kv.kernels import backends
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.gpu.kernels import DONE
-from paged_kv.kernels.gpu.order import Chain
+from paged_kv.kernels.gpu.kernels import DONE, Chain
 from paged_kv.pool.page_pool import PagePool
 
 LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64

@@ -23,8 +23,7 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
-from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Order, Output
 from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory

@@ -1,6 +1,6 @@
 """Reads and writes pages with GPU kernels, which write in place.
 
-Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
+Everything here is lazy. kernels/gpu/kernels.py makes reads wait for writes and writes for reads.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,8 +15,7 @@ import numpy as np
 from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, bind, bound_slabs, parameters
 from paged_kv.kernels.gpu.attention import PagedAttention
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Maker, Output
-from paged_kv.kernels.gpu.order import Chain, Order
+from paged_kv.kernels.gpu.kernels import DONE, Chain, GpuKernels, Launch, Maker, Order, Output
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend, StepRecorder, summarise
 from paged_kv.kernels.pages.choice import (

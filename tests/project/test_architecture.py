@@ -157,7 +157,7 @@ MODULES = modules()
 
 
 def room_of(module: str) -> str:
-    """The room of a module: for "kernels.gpu.order" it is "kernels.gpu"."""
+    """The room of a module: for "kernels.gpu.kernels" it is "kernels.gpu"."""
     return module if module in ARROWS else module.rpartition(".")[0]
 
 
@@ -274,7 +274,7 @@ def test_planted_violation_is_found(room: str, source: str, name: str) -> None:
         ("allocator", "from sortedcontainers import SortedSet"),
         ("allocator", "from paged_kv.allocator.errors import PoolExhausted"),
         ("store", "import numpy\nfrom paged_kv.store.keys import Link"),
-        ("kernels", "import mlx.core as mx\nfrom paged_kv.kernels.gpu import order"),
+        ("kernels", "import mlx.core as mx\nfrom paged_kv.kernels.gpu import text"),
         ("pool", "from paged_kv.allocator import slabs\nfrom paged_kv.checks import size_in_bytes"),
         ("integrations", "import mlx_lm\nfrom paged_kv.pool.page_pool import PagePool"),
     ],

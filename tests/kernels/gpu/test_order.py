@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu import backend as gpu_backend
-from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.kernels import Order
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from tests.support.arrays import normal

@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv import PagePool
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.gpu.order import Chain
+from paged_kv.kernels.gpu.kernels import Chain
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import untouched
