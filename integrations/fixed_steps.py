@@ -156,7 +156,9 @@ def _cut(batch: Batch, rows: int) -> Iterator[_Rows]:
 def _empty_row(beside: Sequence) -> Sequence:
     empty = Sequence(beside.pool, beside.page_format)
     empty.model_version = beside.model_version
-    empty.layers = LayerProgress([Progress(padding=_NoTokens())] * beside.pool.num_layers)
+    empty.layers = LayerProgress(
+        beside.pool, [Progress(padding=_NoTokens())] * beside.pool.num_layers
+    )
     return empty
 
 

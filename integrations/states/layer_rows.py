@@ -264,7 +264,7 @@ class LayerRows(CacheList):
         # Empty lists do not survive the file.
         for sequence, row in zip(first.sequences, state.get("inputs") or [], strict=False):
             for layer, name, inputs in row or []:
-                sequence.record_inputs(int(layer), name, inputs)
+                sequence.layers.record_inputs(int(layer), name, inputs)
         return cls(*caches)
 
     def extract(self, idx: int) -> LayerRows:
@@ -317,7 +317,7 @@ class LayerRows(CacheList):
     def _kept_inputs(self, sequence: Sequence) -> list[tuple[int, str, GroupInputs]]:
         """What this layer's open groups are computed from, by layer of the pool and name."""
         layers = {each.layer for each in self.caches}
-        inputs = sequence.bounds.inputs
+        inputs = sequence.layers.inputs
         return [(*key, kept) for key, kept in inputs.items() if key[0] in layers and kept]
 
     def _latest(self, length: int) -> mx.array | None:
@@ -388,7 +388,7 @@ class LayerRows(CacheList):
     def _inputs(self, cache: PagedKVCache, rows: AppendedRows, given: RowInput) -> mx.array:
         """The inputs of the open group, [1, tokens, dim]."""
         count = self._known(cache, given.name) % rows.rate
-        kept = cache.sequences[0].bounds.inputs.get((cache.layer, given.name))
+        kept = cache.sequences[0].layers.inputs.get((cache.layer, given.name))
         if count and kept is not None:
             array = GrowingArray(kept.last(count))
         else:
@@ -399,7 +399,7 @@ class LayerRows(CacheList):
     def _append_inputs(self, cache: PagedKVCache, given: RowInput, array: mx.array) -> None:
         """Keep what the step adds to open groups."""
         new = self._noted.pop(given.name, array)
-        cache.sequences[0].record_inputs(cache.layer, given.name, new)
+        cache.sequences[0].layers.record_inputs(cache.layer, given.name, new)
         self._assigned.add(given.name)
 
     @property

@@ -210,7 +210,7 @@ class PagedKVCache:
             )
         pairs = list(zip(self.sequences, counts, strict=True))
         for sequence, count in pairs:
-            sequence.require_rollback(self.layer, count)
+            sequence.layers.require_rollback(self.layer, count)
         return [sequence.trim(self.layer, count) for sequence, count in pairs]
 
     def prepare(

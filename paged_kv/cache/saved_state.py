@@ -98,7 +98,7 @@ def load_pages(
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:
     """The sequence's blocks that hold tokens of a layer."""
     group, tokens = pool.group_of(layer), sequence.progress(layer).tokens
-    held = _pages_held(pool, layer, tokens, sequence.written(group))
+    held = _pages_held(pool, layer, tokens, sequence.layers.written(group))
     return sequence.blocks(group)[:held]
 
 
@@ -154,7 +154,7 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
         {
             "uid": sequence.uid,
             "context_len": sequence.progress(layer).tokens,
-            "written_len": sequence.written(pool.group_of(layer)),
+            "written_len": sequence.layers.written(pool.group_of(layer)),
             "page_format": sequence.page_format.name,
             "model": ModelIdentity(sequence),
             "formats": page_formats(pool, layer, sequence),

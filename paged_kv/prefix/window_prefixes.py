@@ -43,7 +43,7 @@ def held_slots(
         if (page + 1) * PAGE_SIZE <= num_tokens and out_of_window.block is not None:
             yield page, WindowSlots(out_of_window, 0, PAGE_SIZE, is_end=False)
     ring, blocks = window.ring, sequence.blocks(group)
-    first_held = window.first_held(sequence.written(group))
+    first_held = window.first_held(sequence.layers.written(group))
     for page in range(-(-num_tokens // PAGE_SIZE)):
         first = 0 if page < ring.head else max(0, first_held - page * PAGE_SIZE)
         last = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)

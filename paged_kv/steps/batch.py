@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.blocks import full_blocks, make_room
+from paged_kv.steps.blocks import common_len, make_room
 from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow
 from paged_kv.steps.step import Step
@@ -258,11 +258,14 @@ def _full_blocks(
     sequences: list[Sequence], group: LayerGroup, name: str
 ) -> dict[BlockTable, list[int]]:
     """The full blocks of each table that get that format."""
-    tables = {sequence.table(group): full_blocks(sequence, group) for sequence in sequences}
-    return {
-        table: [block for page, block in enumerate(blocks) if table.full_format(page) == name]
-        for table, blocks in tables.items()
-    }
+    found = {}
+    for sequence in sequences:
+        table = sequence.table(group)
+        blocks = table.full_blocks(common_len(sequence, group))
+        found[table] = [
+            block for page, block in enumerate(blocks) if table.full_format(page) == name
+        ]
+    return found
 
 
 def _unwritten_step(layer: int, sequences: Iterable[Sequence]) -> Unwritten | None:

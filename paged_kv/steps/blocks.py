@@ -96,13 +96,12 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
 
 def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
     unreserved = [each for each in step_writes if not each.write.is_reserved]
-    recode_full_pages(pool.reclaimer, unreserved)
-    for group, sequence, write in unreserved:
-        cache_overwritten(pool.out_of_window, group, sequence, write.end)
-    scratch = _reserve_scratch(pool, step_writes)
+    _recode_full_pages(pool.reclaimer, unreserved)
     writes: dict[LayerGroup, list[Write]] = {}
-    for group, _, write in unreserved:
+    for group, sequence, write in unreserved:
+        _cache_overwritten(pool.out_of_window, group, sequence, write.end)
         writes.setdefault(group, []).append(write)
+    scratch = _reserve_scratch(pool, step_writes)
     pool.reclaimer.reserve(writes)
     return scratch
 
@@ -171,7 +170,7 @@ def _make_frames(pool: PagePool, offloading: Offloading, rows: list[StepRow]) ->
     offloading.most_tried = wanted
 
 
-def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:
+def _recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:
     """Recode the full pages before each write, in its group, to the formats of their sequence.
 
     Raises:
@@ -194,22 +193,14 @@ def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
     """Recode all full pages of a sequence, as its next step would.
 
     Raises:
-        PoolExhausted, ThreadConflict: see `recode_full_pages`.
+        PoolExhausted, ThreadConflict: see `_recode_full_pages`.
     """
-    groups = [group for group in pool.groups if group.is_open and group.window is None]
-    ends = {group: common_len(sequence, group) for group in groups}
-    recode_full_pages(
-        pool.reclaimer,
-        [
-            SequenceWrite(group, sequence, Write(sequence.table(group), end, end))
-            for group, end in ends.items()
-        ],
-    )
-
-
-def full_blocks(sequence: Sequence, group: LayerGroup) -> tuple[int, ...]:
-    """A sequence's blocks whose pages are full in all layers of a group."""
-    return sequence.table(group).full_blocks(common_len(sequence, group))
+    writes = []
+    for group in pool.groups:
+        if group.is_open and group.window is None:
+            end = common_len(sequence, group)
+            writes.append(SequenceWrite(group, sequence, Write(sequence.table(group), end, end)))
+    _recode_full_pages(pool.reclaimer, writes)
 
 
 def common_len(sequence: Sequence, group: LayerGroup) -> int:
@@ -238,7 +229,7 @@ def make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: 
     reclaimer.make_room(lambda: {group: {page_format: count}})
 
 
-def cache_overwritten(
+def _cache_overwritten(
     blocks: OutOfWindowBlocks, group: LayerGroup, sequence: Sequence, end: int
 ) -> None:
     """Cache the pages that a write up to `end` begins to overwrite, if the ring holds all of their
@@ -246,7 +237,7 @@ def cache_overwritten(
     window = group.window
     if window is None or not sequence.caches_out_of_window:
         return
-    written, ring = sequence.written(group), window.ring
+    written, ring = sequence.layers.written(group), window.ring
     for begun in range(-(-written // PAGE_SIZE), -(-end // PAGE_SIZE)):
         page = begun - ring.entries
         if page >= ring.head and (page + 1) * PAGE_SIZE <= written:
@@ -265,25 +256,22 @@ def is_read_first(window: Window, rows: list[StepRow], count: int) -> bool:
     )
 
 
-def reserve_skipped(
-    reclaimer: Reclaimer, groups: list[LayerGroup], sequence: Sequence, end: int
-) -> None:
-    """In groups with a window, allocate a block for each page that a step up to `end` completes and
-    overwrites, while memory suffices."""
-    if not sequence.caches_out_of_window:
-        return
-    start = sequence.length
-    for group in groups:
-        window = group.window
-        # While a layer's size is unknown, mapping more now might exceed the budget later.
-        if window is None or not group.knows_all_layers:
-            continue
-        first_held = window.first_held(sequence.written(group))
-        for page in _skipped_pages(window, start, end):
-            if page * PAGE_SIZE >= min(start, first_held):
-                out_of_window = reclaimer.spare_block(group)
-                if out_of_window is not None:
-                    sequence.out_of_window.setdefault(group, {})[page] = out_of_window
+def reserve_skipped(pool: PagePool, rows: list[StepRow]) -> None:
+    """In groups with a window, allocate a block for each page that a step completes and overwrites,
+    so that no ring ever holds it, while memory suffices."""
+    for sequence, _, (end, *_) in rows:
+        start = sequence.length
+        for group in pool.groups if sequence.caches_out_of_window else ():
+            window = group.window
+            # While a layer's size is unknown, mapping more now might exceed the budget later.
+            if window is None or not group.knows_all_layers:
+                continue
+            first_held = window.first_held(sequence.layers.written(group))
+            for page in _skipped_pages(window, start, end):
+                if page * PAGE_SIZE >= min(start, first_held):
+                    out_of_window = pool.reclaimer.spare_block(group)
+                    if out_of_window is not None:
+                        sequence.out_of_window.setdefault(group, {})[page] = out_of_window
 
 
 def _skipped_pages(window: Window, start: int, end: int) -> range:

@@ -17,7 +17,7 @@ operation needs it in pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -80,7 +80,6 @@ class Progress(NamedTuple):
     """How far one layer of a sequence is.
 
     Attributes:
-        tokens: the number of its tokens.
         latest: tokens of the latest step; 0 once no query can attend to it.
         padding: the padding of the coming steps, and that of the latest one.
     """
@@ -104,64 +103,12 @@ class Progress(NamedTuple):
 
 
 class StepProgress(NamedTuple):
-    """A step that goes from layer to layer.
-
-    Attributes:
-        layers: those that take it.
-        waiting: those of them that have not taken it yet. The step changes it.
-        after: how far the others are.
-    """
+    """A step that goes from layer to layer: the layers that take it, those of them that have not
+    taken it yet, a set that the step changes, and how far the others are."""
 
     layers: Set[int]
     waiting: Set[int]
     after: Progress
-
-
-class LayerProgress:
-    """How far the layers of a sequence are.
-
-    Attributes:
-        settled: the progress of each layer, without the step.
-        step: the step that layers may have taken since; None if there is none.
-    """
-
-    __slots__ = ("settled", "step")
-
-    def __init__(self, settled: list[Progress]) -> None:
-        self.settled = settled
-        self.step: StepProgress | None = None
-
-    def of(self, layer: int) -> Progress:
-        """The progress of one layer."""
-        step = self.step
-        if step is not None and layer in step.layers and layer not in step.waiting:
-            return step.after
-        return self.settled[layer]
-
-    def longest(self, layers: Iterable[int] | None = None) -> int:
-        """The tokens of the layer that has most, of all or of `layers`."""
-        step, num_layers = self.step, len(self.settled)
-        if step is not None and not step.waiting and len(step.layers) == num_layers:
-            return step.after.tokens  # all have taken it
-        layers = range(num_layers) if layers is None else layers
-        return max([self.of(layer).tokens for layer in layers])
-
-    def level_with(self, layer: int) -> Set[int]:
-        """The layers that take the same step next as this one does."""
-        places = [(each.tokens, each.padding) for each in map(self.of, range(len(self.settled)))]
-        return frozenset([at for at, place in enumerate(places) if place == places[layer]])
-
-    def set(self, layer: int, progress: Progress) -> None:
-        """Change how far one layer is."""
-        self.settle()
-        self.settled[layer] = progress
-
-    def settle(self) -> None:
-        """End the step: layers that wait stay where they are."""
-        step, self.step = self.step, None
-        if step is not None:
-            for layer in step.layers - step.waiting:
-                self.settled[layer] = step.after
 
 
 @dataclass(eq=False)
@@ -277,82 +224,122 @@ class GroupInputs:
         raise AssertionError(f"the inputs of {count} tokens were asked for, {known} are kept")
 
 
-@dataclass(frozen=True)
-class RollbackBounds:
-    """What bounds the rollback of a sequence. It never changes in place: an undo and forks need the
-    former one.
+class LayerProgress:
+    """How far the layers of a sequence are, and how far they can be rolled back.
+
+    `trimmed` and `inputs` never change in place: an undo and forks need the former ones.
 
     Attributes:
-        pool: the sequence's pool.
+        settled: the progress of each layer, without the step.
+        step: the step that layers may have taken since; None if there is none.
+        states_len: the sequence's tokens, if no layer has pages.
         trimmed: by group with a window, the most tokens that any layer had before a trim: the ring
             has overwritten tokens too far before so many.
         inputs: of layers that append rows, what open groups are computed from, by layer and name.
     """
 
-    pool: PagePool
-    trimmed: Mapping[LayerGroup, int] = field(default_factory=dict)
-    inputs: Mapping[tuple[int, str], GroupInputs] = field(default_factory=dict)
+    __slots__ = ("inputs", "pool", "settled", "states_len", "step", "trimmed")
 
-    def written(self, group: LayerGroup, layers: LayerProgress) -> int:
+    def __init__(self, pool: PagePool, settled: list[Progress]) -> None:
+        self.pool = pool
+        self.settled = settled
+        self.step: StepProgress | None = None
+        self.states_len = 0
+        self.trimmed: Mapping[LayerGroup, int] = {}
+        self.inputs: Mapping[tuple[int, str], GroupInputs] = {}
+
+    @property
+    def length(self) -> int:
+        """The tokens of the layer that has most; without such layers, of the states."""
+        return self.longest() if self.settled else self.states_len
+
+    def of(self, layer: int) -> Progress:
+        """The progress of one layer."""
+        step = self.step
+        if step is not None and layer in step.layers and layer not in step.waiting:
+            return step.after
+        return self.settled[layer]
+
+    def longest(self, layers: Iterable[int] | None = None) -> int:
+        """The tokens of the layer that has most, of all or of `layers`."""
+        step, num_layers = self.step, len(self.settled)
+        if step is not None and not step.waiting and len(step.layers) == num_layers:
+            return step.after.tokens  # all have taken it
+        layers = range(num_layers) if layers is None else layers
+        return max([self.of(layer).tokens for layer in layers])
+
+    def level_with(self, layer: int) -> Set[int]:
+        """The layers that take the same step next as this one does."""
+        places = [(each.tokens, each.padding) for each in map(self.of, range(len(self.settled)))]
+        return frozenset([at for at, place in enumerate(places) if place == places[layer]])
+
+    def set(self, layer: int, progress: Progress) -> None:
+        """Change how far one layer is."""
+        self.settle()
+        self.settled[layer] = progress
+
+    def settle(self) -> None:
+        """End the step: layers that wait stay where they are."""
+        step, self.step = self.step, None
+        if step is not None:
+            for layer in step.layers - step.waiting:
+                self.settled[layer] = step.after
+
+    def written(self, group: LayerGroup) -> int:
         """The most tokens that any layer of a group with a window ever had."""
-        return max(self.trimmed.get(group, 0), layers.longest(group.layers))
+        return max(self.trimmed.get(group, 0), self.longest(group.layers))
 
-    def after_trim(self, group: LayerGroup, tokens: int) -> RollbackBounds:
-        """The bounds after a trim of a layer that had so many tokens."""
-        if group.window is None or tokens <= self.trimmed.get(group, 0):
-            return self
-        return replace(self, trimmed={**self.trimmed, group: tokens})
+    def record_trim(self, group: LayerGroup, tokens: int) -> None:
+        """Record that a layer of a group which had so many tokens was trimmed."""
+        if group.window is not None and tokens > self.trimmed.get(group, 0):
+            self.trimmed = {**self.trimmed, group: tokens}
 
-    def with_inputs(self, layer: int, name: str, inputs: mx.array) -> RollbackBounds:
-        """The bounds after a step that adds these inputs to open groups. They are kept for as many
-        tokens as rings can roll back."""
+    def record_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
+        """Keep what a step adds to open groups, for as many tokens as rings can roll back."""
         chunks = [window.write_chunk for window in self.pool.windows.values()]
         most = self.pool.rows[layer].rate + min(chunks, default=DEFAULT_WRITE_CHUNK)
         kept = self.inputs.get((layer, name), GroupInputs()).followed_by(inputs, most)
         self.pool.unwritten.add(kept)
-        return replace(self, inputs={**self.inputs, (layer, name): kept})
+        self.inputs = {**self.inputs, (layer, name): kept}
 
-    def without_last_inputs(self, layer: int, count: int) -> RollbackBounds:
-        """The bounds without the inputs of a layer's last `count` tokens."""
-        inputs = {
+    def drop_inputs(self, layer: int, count: int) -> None:
+        """Keep the inputs of a layer's last `count` tokens no longer."""
+        self.inputs = {
             key: inputs.without_last(count) if key[0] == layer else inputs
             for key, inputs in self.inputs.items()
         }
-        return replace(self, inputs=inputs)
 
-    def most(self, layers: LayerProgress, length: int) -> int:
-        """The most tokens that can be trimmed of a sequence of that length."""
-        windows, rows = self.pool.windows, self.pool.rows
-        in_rings = [
-            layers.of(each).tokens - self._shortest_of_ring(each, layers) for each in windows
-        ]
-        in_rows = [length - self._shortest_of_rows(each, layers) for each in rows]
+    def most_to_trim(self) -> int:
+        """The most tokens that can be trimmed."""
+        windows, rows, length = self.pool.windows, self.pool.rows, self.length
+        in_rings = [self.of(each).tokens - self._shortest_of_ring(each) for each in windows]
+        in_rows = [length - self._shortest_of_rows(each) for each in rows]
         return max(0, min([length, *in_rings, *in_rows]))
 
-    def require(self, count: int, layer: int, layers: LayerProgress, length: int) -> None:
+    def require_rollback(self, layer: int, count: int) -> None:
         """Require that the last `count` tokens of a layer can be trimmed.
 
         Raises:
             RollbackError: the ring of this or another layer has overwritten tokens that would be
                 needed, or inputs that would be needed are not kept.
         """
-        target = max(0, layers.of(layer).tokens - count)
+        target = max(0, self.of(layer).tokens - count)
         for other in self.pool.windows:
-            if target < min(self._shortest_of_ring(other, layers), layers.of(other).tokens):
-                raise RollbackError(count, self.most(layers, length))
+            if target < min(self._shortest_of_ring(other), self.of(other).tokens):
+                raise RollbackError(count, self.most_to_trim())
         for other, rows in self.pool.rows.items():
-            if target % rows.rate and target < self._shortest_of_rows(other, layers):
-                raise RollbackError(count, self.most(layers, length))
+            if target % rows.rate and target < self._shortest_of_rows(other):
+                raise RollbackError(count, self.most_to_trim())
 
-    def _shortest_of_ring(self, layer: int, layers: LayerProgress) -> int:
+    def _shortest_of_ring(self, layer: int) -> int:
         """The shortest length to which a layer with a window can be trimmed."""
-        written = self.written(self.pool.group_of(layer), layers)
+        written = self.written(self.pool.group_of(layer))
         return self.pool.windows[layer].shortest_rollback(written)
 
-    def _shortest_of_rows(self, layer: int, layers: LayerProgress) -> int:
+    def _shortest_of_rows(self, layer: int) -> int:
         """The shortest length to which a layer that appends rows can be trimmed wherever its group
         is open."""
-        rows, length = self.pool.rows[layer], layers.of(layer).tokens
+        rows, length = self.pool.rows[layer], self.of(layer).tokens
         kept = [len(self.inputs.get((layer, each.name), ())) for each in rows.inputs]
         first = length - min(kept, default=length)
         return -(-first // rows.rate) * rows.rate

@@ -15,13 +15,13 @@ contents, which pages do not get so: it is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from threading import current_thread
 from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
+from paged_kv.kernels.pages.attention_metadata import Attention, Unwritten
 from paged_kv.kernels.pages.choice import chooses
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -39,13 +39,9 @@ from paged_kv.steps.step import GroupStep, Seen, Step
 class PagedRead:
     """All keys and values of one layer at one step, as pages.
 
-    Args:
-        step: the latest step.
-        group_step: its part in the layer's group.
-        pages: the layer's pages.
-        step_tokens: the step's keys and values, if `group_step.needs_step`.
-
     Attributes:
+        group_step: the part of the step in the layer's group.
+        step_tokens: the step's keys and values, if `group_step.needs_step`.
         unwritten: those of them that no page holds.
     """
 
@@ -113,19 +109,18 @@ class PagedRead:
         wider: Attention | None,
     ) -> mx.array:
         """Attention to latents, in parts of the step, or by queries that see different windows."""
-        step, unwritten = self.group_step, self.unwritten
-        attend = self.pages.attend
+        step, unwritten, attend = self.group_step, self.unwritten, self.pages.attend
         if step.parts and self.step_tokens is not None:
-            outputs = [
-                attend(
-                    queries[:, :, at],
-                    metadata,
-                    attention,
-                    unwritten,
-                    None if position_queries is None else position_queries[:, :, at],
-                )
-                for at, metadata in self._rewrite(*self.step_tokens)
-            ]
+            keys, values = self.step_tokens
+            outputs = []
+            # Write the parts once more, so that each finds its own page in 16 bits: a part is
+            # written in the block of the one before.
+            for at, metadata, resumed, _ in step.parts:
+                self.pages.copy(resumed)
+                self.pages.write_later(keys[:, :, at], values[:, :, at], metadata)
+                positions = None if position_queries is None else position_queries[:, :, at]
+                found = attend(queries[:, :, at], metadata, attention, unwritten, positions)
+                outputs.append(found)
             return mx.concatenate(outputs, axis=2)
         output = attend(queries, step.metadata, attention, unwritten, position_queries)
         if wider is None:
@@ -135,19 +130,9 @@ class PagedRead:
         return mx.concatenate([output[:, :, :1], others[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
-        """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
-        so that nothing is quantised that a query's own page holds."""
+        """As `gather`: the step's own as they were given, if it has parts, so that nothing is
+        quantised that a query's own page holds."""
         return self.pages.gather(self.group_step.metadata, self.step_tokens)
-
-    def _rewrite(
-        self, keys: mx.array, values: mx.array
-    ) -> Iterator[tuple[slice, AttentionMetadata]]:
-        """Write the parts of the step once more, so that each finds its own page in 16 bits: a part
-        is written in the block of the one before."""
-        for tokens, metadata, resumed, _ in self.group_step.parts:
-            self.pages.copy(resumed)
-            self.pages.write_later(keys[:, :, tokens], values[:, :, tokens], metadata)
-            yield tokens, metadata
 
     def gather(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily.
@@ -189,13 +174,8 @@ class PagedRead:
 
 
 class GatheredRead(PagedRead):
-    """A read that also has its keys and values as lazily gathered arrays.
-
-    Args:
-        read: the read.
-        counted: whether a gather counts as a fallback of attention; not if code looks at keys and
-            values itself.
-    """
+    """A read that also has its keys and values as lazily gathered arrays. With `counted`, a gather
+    counts as a fallback of attention; not if code looks at keys and values itself."""
 
     __slots__ = ("_is_attended", "_thread", "counted", "gathered")
 
@@ -232,12 +212,8 @@ class GatheredRead(PagedRead):
 
 
 class _PagedArray(ReadArray):
-    """Numbers of a read, which attention can read from its pages.
-
-    Attributes:
-        read: the read.
-        tiles: how often the heads of the pages follow each other in this array.
-    """
+    """Numbers of a read, which attention can read from its pages. The heads of the pages follow
+    each other `tiles` times."""
 
     read: PagedRead
     tiles = 1
@@ -248,21 +224,21 @@ class _PagedArray(ReadArray):
         super().__setitem__(index, value)
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
-        """Of a dtype that holds the same numbers, an array that still stands for its read."""
+        """Still stands for its read if the dtype holds the same numbers."""
         cast = super().astype(dtype, stream)
         return self._followed_by(cast, 1) if dtype in (self.dtype, mx.float32) else cast
 
     def tiled(self, result: mx.array, repetitions: Any) -> mx.array:
-        """`result`, which is mx.tile(self, repetitions), as an array that still stands for its read
-        if only heads were repeated."""
+        """`result`, which is mx.tile(self, repetitions); still stands for its read if only heads
+        were repeated."""
         if not isinstance(repetitions, list | tuple) or len(repetitions) != 4:
             return result
         tokens_stay = (repetitions[0], *repetitions[2:]) == (1, 1, 1)
         return self._followed_by(result, repetitions[1]) if tokens_stay else result
 
     def grouped(self, result: mx.array, axis: Any) -> mx.array:
-        """`result`, which is mx.expand_dims(self, axis), as an array that still stands for its read
-        if the axis is that of grouped queries."""
+        """`result`, which is mx.expand_dims(self, axis); still stands for its read if the axis is
+        that of grouped queries."""
         if self.is_changed or not self.is_as_held or axis != 2:
             return result
         return GroupedArray.of(result, self.read, holds_values=self.holds_values)
@@ -329,8 +305,7 @@ class PagedValues(_PagedArray):
 
 
 def gathered_arrays(read: PagedRead, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
-    """Keys and values that stand for the pages of a read, and are gathered when computed; see
-    `GatheredRead`."""
+    """Keys and values that are gathered when computed; see `GatheredRead`."""
     gathered = GatheredRead(read, counted=counted)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered

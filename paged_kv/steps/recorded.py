@@ -9,6 +9,7 @@ gets a `RecordedStep` in its place, and so arrays of MLX's graph, or such as can
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -40,7 +41,7 @@ class NotRecordable(Exception):
 
 
 class RecordableLayer(NamedTuple):
-    """A layer of a pool, and what records the operations of its backend."""
+    """A layer, and what records the operations of its backend."""
 
     number: int
     group: LayerGroup
@@ -69,34 +70,25 @@ def recordable_layers(pool: PagePool) -> list[RecordableLayer]:
     return layers
 
 
+@dataclass(eq=False)
 class RecordableStep:
-    """A step that a recording can take.
+    """A step that a recording can take: the layers that take it, and the part and the block tables
+    of each group."""
 
-    Attributes:
-        step: the step.
-        layers: the layers that take it.
-        group_steps: the part of each group.
-        tables: the block tables of each group.
-        key: all that a recording of it depends on, besides the layers.
-    """
+    step: Step
+    layers: list[RecordableLayer]
+    group_steps: dict[LayerGroup, GroupStep]
+    tables: dict[LayerGroup, Tables]
 
-    def __init__(
-        self,
-        step: Step,
-        layers: list[RecordableLayer],
-        group_steps: dict[LayerGroup, GroupStep],
-        tables: dict[LayerGroup, Tables],
-    ) -> None:
-        self.step = step
-        self.layers = layers
-        self.group_steps = group_steps
-        self.tables = tables
-        first = {group: (pages, recorder) for _, group, pages, recorder in reversed(layers)}
-        self.key: Hashable = (
-            step.shape,
+    @property
+    def key(self) -> Hashable:
+        """All that a recording of it depends on, besides the layers."""
+        first = {group: (pages, recorder) for _, group, pages, recorder in reversed(self.layers)}
+        return (
+            self.step.shape,
             *[
                 (each.key, self.leaves_out(group), first[group][1].key(first[group][0], each))
-                for group, each in tables.items()
+                for group, each in self.tables.items()
             ],
         )
 
@@ -168,13 +160,8 @@ class RecordableStep:
 
 
 class RecordedStep:
-    """Takes the place of a step while it is recorded.
-
-    Args:
-        recordable: the step.
-        arrays: MLX's own in the place of the step's. Python numbers are those of a step behind
-            `FAR_TOKENS`.
-    """
+    """Takes the place of a step while it is recorded, with arrays of MLX's in the place of the
+    step's. Python numbers are those of a step behind `FAR_TOKENS`."""
 
     def __init__(self, recordable: RecordableStep, arrays: list[mx.array]) -> None:
         step, given = recordable.step, iter(arrays)
@@ -186,12 +173,7 @@ class RecordedStep:
         rows = [StepRow(row.sequence, far, far.after(1)) for row in step.rows]
         self._step = Step(step.pool, rows, 1, step.layers)  # No sequence takes part in it.
         self._groups = {
-            group: _recorded(
-                recordable,
-                group,
-                _in_window(rows, group.window),
-                tables.with_arrays(given),
-            )
+            group: _recorded(recordable, group, rows, tables.with_arrays(given))
             for group, tables in recordable.tables.items()
         }
         self._layers: dict[int, RecordableLayer] = {}
@@ -307,7 +289,7 @@ def _recorded(
     recordable: RecordableStep, group: LayerGroup, rows: list[StepRow], tables: Tables
 ) -> GroupStep:
     """A group's part of a step whose tables are those."""
-    group_step = GroupStep(group, rows, read_first=False, count=1)
+    group_step = GroupStep(group, _in_window(rows, group.window), 1, read_first=False)
     metadata: AttentionMetadata = group_step.metadata
     # Pages that it fills are summarised after it, and what it leaves out is counted then.
     metadata.memo.update({TABLES: tables, WRITABLE: True, filled_key(1): []})

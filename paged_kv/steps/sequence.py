@@ -21,10 +21,10 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.progress import (
     NO_PADDING,
+    GroupInputs,
     LayerProgress,
     Padding,
     Progress,
-    RollbackBounds,
     StepProgress,
     UnwrittenStep,
     write_to_ring,
@@ -44,7 +44,7 @@ class OpenStep(Protocol):
 class _Before(NamedTuple):
     """What a sequence had before its current step."""
 
-    bounds: RollbackBounds
+    inputs: Mapping[tuple[int, str], GroupInputs]
     unwritten: dict[int, UnwrittenStep]
 
 
@@ -60,12 +60,8 @@ class BatchStates:
 
 
 class PromptStates(NamedTuple):
-    """The states of one sequence when its prompt ended, after so many tokens.
-
-    Attributes:
-        num_tokens: its tokens.
-        batch: the states of its batch, of which it is the `row`-th of `batch_size` sequences.
-    """
+    """The states of one sequence when its prompt ended, after so many tokens: those of its batch,
+    of which it is the `row`-th of `batch_size` sequences."""
 
     num_tokens: int
     batch: BatchStates
@@ -73,7 +69,6 @@ class PromptStates(NamedTuple):
     batch_size: int
 
     def states(self) -> list[Any]:
-        """Those of the sequence alone."""
         if self.batch_size == 1:
             return self.batch.caches
         return deepcopy([each.extract(self.row) for each in self.batch.caches])
@@ -88,7 +83,7 @@ class LayerwiseSequences:
         self._made: list[tuple[Thread, list[weakref.ref[Sequence]], set[int]]] = []
 
     def get(self, layer: int, count: int, make: Callable[[], Sequence]) -> list[Sequence]:
-        """Those that a layer gets, `count` in number."""
+        """The `count` sequences that a layer gets."""
         me = current_thread()
         for thread, refs, layers in self._made:
             known = [each for ref in refs if (each := ref()) is not None]
@@ -102,7 +97,7 @@ class LayerwiseSequences:
         return made
 
     def clear(self) -> None:
-        """Give no layer those that were made so far."""
+        """Let all layers get others."""
         self._made.clear()
 
 
@@ -128,8 +123,7 @@ class Sequence:
             one piece: in any sequence that begins with them they have the same bits.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
-        layers: how far each layer is.
-        bounds: how far the sequence can be rolled back.
+        layers: how far each layer is, and can be rolled back.
         of_head: what a prediction head keeps of the latest tokens, or None; forks share it.
         hooks: what stays replaced in the model's modules while the sequence exists.
         tables: the sequence's block tables; `table` makes those of other groups.
@@ -149,9 +143,7 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        self.layers = LayerProgress([Progress()] * pool.num_layers)
-        self.bounds = RollbackBounds(pool)
-        self._states_len = 0
+        self.layers = LayerProgress(pool, [Progress()] * pool.num_layers)
         self.of_head: Any = None
         self.unwritten: dict[int, UnwrittenStep] = {}
         self.prompt_tokens = 0
@@ -167,15 +159,13 @@ class Sequence:
 
     @property
     def context_lens(self) -> list[int]:
-        """Number of tokens, per layer."""
+        """The number of tokens of each layer."""
         return [self.progress(layer).tokens for layer in range(self.pool.num_layers)]
 
     @property
     def length(self) -> int:
-        """Number of tokens of the layer that has most; without such layers, of the states."""
-        if not self.pool.num_layers:
-            return self._states_len
-        return self.layers.longest()
+        """See `LayerProgress.length`."""
+        return self.layers.length
 
     def record_version(self, version: int) -> None:
         """Record the version of the model that computes the next tokens."""
@@ -190,19 +180,19 @@ class Sequence:
             self.canonical_tokens = end
 
     def progress(self, layer: int) -> Progress:
-        """How far a layer is."""
+        """See `LayerProgress.of`."""
         return self.layers.of(layer)
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
-        """The sequence's block table in a group, which must be open."""
+        """The block table in a group, which must be open."""
         if group not in self.tables:
             self.tables[group] = group.new_table(self.page_format)
             self.tables[group].owner = self.uid
         return self.tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
-        """The sequence's blocks in a group, in table order."""
+        """The blocks in a group, in table order."""
         table = self.tables.get(group)
         return () if table is None else table.blocks
 
@@ -231,7 +221,7 @@ class Sequence:
         if row.after.tokens > row.before.tokens:
             self._forks.clear()
         self._step = weakref.ref(step)
-        self._before = _Before(self.bounds, self.unwritten)
+        self._before = _Before(self.layers.inputs, self.unwritten)
         self.layers.step = StepProgress(step.layers, step.waiting, row.after)
 
     def close_step(self) -> None:
@@ -248,7 +238,8 @@ class Sequence:
         if self._step is None or self._step() is not step:
             return False
         before = self._before
-        self.bounds = self._bounds_after_undo(before)
+        self._record_overwritten(before)
+        self.layers.inputs = before.inputs
         self.layers.step = None
         self.close_step()
         self.canonical_tokens = min(self.canonical_tokens, self.length)
@@ -261,16 +252,14 @@ class Sequence:
         }
         return True
 
-    def _bounds_after_undo(self, before: _Before) -> RollbackBounds:
-        """The bounds before the current step, which may have written to rings."""
-        bounds = before.bounds
+    def _record_overwritten(self, before: _Before) -> None:
+        """Record what the current step has written over in rings: no undo brings it back."""
         for layer in self.pool.windows:
             tokens = self.layers.settled[layer].tokens
             is_unwritten = self.unwritten.get(layer) not in (None, before.unwritten.get(layer))
             if 0 < tokens < self.progress(layer).tokens and not is_unwritten:
                 group = self.pool.group_of(layer)
-                bounds = bounds.after_trim(group, self.written(group))
-        return bounds
+                self.layers.record_trim(group, self.layers.written(group))
 
     @locked
     def commit(self, layers: Set[int] | None = None) -> None:
@@ -307,12 +296,12 @@ class Sequence:
         """Record that a layer was filled from a saved sequence."""
         self.close_step()
         self.layers.set(layer, Progress(context_len))
-        self.bounds = self.bounds.after_trim(self.pool.group_of(layer), written_len)
+        self.layers.record_trim(self.pool.group_of(layer), written_len)
 
     @property
     def rollback(self) -> int:
         """The most tokens that can be trimmed: all, unless a ring has overwritten some."""
-        return self.bounds.most(self.layers, self.length)
+        return self.layers.most_to_trim()
 
     def trim(self, layer: int, count: int) -> int:
         """Remove the last `count` tokens of one layer, or all if it has fewer; returns how many.
@@ -323,23 +312,19 @@ class Sequence:
             RollbackError: the ring of this or another layer has overwritten tokens that would be
                 needed; nothing was changed.
         """
-        self.require_rollback(layer, count)
+        self.layers.require_rollback(layer, count)
         self.close_step()
         self.commit()
         tokens, _, padding = self.progress(layer)
         count = min(count, tokens)
-        group = self.pool.group_of(layer)
-        self.bounds = self.bounds.after_trim(group, tokens).without_last_inputs(layer, count)
+        self.layers.record_trim(self.pool.group_of(layer), tokens)
+        self.layers.drop_inputs(layer, count)
         self.layers.set(layer, Progress(tokens - count, 0, padding))
         self.canonical_tokens = min(self.canonical_tokens, tokens - count)
         if self.prompt_states is not None and tokens - count < self.prompt_states.num_tokens:
             self.prompt_states = None
         self.shrink()
         return count
-
-    def require_rollback(self, layer: int, count: int) -> None:
-        """Raise the RollbackError of `trim`, if any."""
-        self.bounds.require(count, layer, self.layers, self.length)
 
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set the padding of the coming steps in one layer."""
@@ -374,20 +359,15 @@ class Sequence:
         """Set the number of tokens in every layer, after `adopt`. `written` gives the number of
         tokens that the rings of some groups count as written."""
         self.close_step()
-        self._states_len = num_tokens
+        self.layers.states_len = num_tokens
         for group in self.pool.groups:
             for layer in group.pages:
                 self.layers.set(layer, self.progress(layer)._replace(tokens=num_tokens))
-            self.bounds = self.bounds.after_trim(group, written.get(group, 0))
+            self.layers.record_trim(group, written.get(group, 0))
         self.shrink()
-
-    def written(self, group: LayerGroup) -> int:
-        """The most tokens that any layer of a group with a window ever had."""
-        return self.bounds.written(group, self.layers)
 
     @locked
     def _copy(self) -> Sequence:
-        """A new sequence that shares all present blocks with this one."""
         self.close_step()
         self.commit()
         copy = Sequence(self.pool, self.page_format)
@@ -398,18 +378,14 @@ class Sequence:
         copy.is_converting, copy.hooks = self.is_converting, self.hooks
         # No query can attend to the latest step.
         settled = [Progress(tokens, 0, padding) for tokens, _, padding in self.layers.settled]
-        copy.layers = LayerProgress(settled)
-        copy.bounds = self.bounds
+        copy.layers = LayerProgress(self.pool, settled)
+        copy.layers.trimmed, copy.layers.inputs = self.layers.trimmed, self.layers.inputs
         copy.of_head = self.of_head
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)
             copy.tables[group].owner = copy.uid
         return copy
-
-    def record_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
-        """Keep what a step adds to open groups."""
-        self.bounds = self.bounds.with_inputs(layer, name, inputs)
 
     @locked
     def shrink(self) -> None:
@@ -418,7 +394,7 @@ class Sequence:
         self._forks.clear()
         for group, table in self.tables.items():
             window, tokens = group.window, self.layers.longest(group.layers)
-            if window is not None and window.first_held(self.written(group)):
+            if window is not None and window.first_held(self.layers.written(group)):
                 table.rewind(tokens)
             else:
                 table.truncate(tokens)

@@ -40,7 +40,6 @@ class Step:
     pool's lock.
 
     Args:
-        pool: the sequences' pool.
         rows: the step in each sequence.
         count: S, padding included; 0 to read the tokens that were written.
         layers: the layers that take the step; all have the same tokens.
@@ -129,7 +128,9 @@ class Step:
             pages = pages or group.open_layer(layer, LayerGeometry.of(keys, values))
             step = self.group_steps()[layer]
         if self._keeps_skipped:
-            self._reserve_skipped()
+            # Not before the first write: only a step that is written fills them.
+            self._keeps_skipped = False
+            reserve_skipped(self.pool, self.rows)
         given = keys.shape, values.shape, keys.dtype, values.dtype
         arrays = step.placeholders.get(id(pages.geometry))
         if arrays is None or arrays.given != given:
@@ -158,7 +159,7 @@ class Step:
         step = self._groups.get(layer)
         if step is None:
             group = self.pool.group_of(layer)
-            step = self._groups[layer] = GroupStep(group, self.rows, read_first=read_first)
+            step = self._groups[layer] = GroupStep(group, self.rows, 0, read_first=read_first)
         return step
 
     def group_steps(self) -> dict[int, GroupStep]:
@@ -169,39 +170,28 @@ class Step:
         Raises:
             PoolExhausted: the budget does not hold the step's blocks.
         """
-        pool, steps, count = self.pool, self._groups, self.shape[1]
-        opened = 0
+        pool, rows, steps = self.pool, self.rows, self._groups
+        is_new, opened = not steps, 0
         for group in pool.groups:
-            if not steps and not group.knows_all_layers and self._has_tokens():
+            if is_new and not group.knows_all_layers and any(row.sequence.length for row in rows):
                 group.record_second_step()
             opened += group.is_open
         if opened != self._reserved_groups:
-            for row in self.rows:
+            for row in rows:
                 if row.sequence.unwritten:
                     row.sequence.write_unwritten(self.waiting)
-            self.scratch = reserve(pool, self.rows)
+            self.scratch = reserve(pool, rows)
             self._reserved_groups = opened
             steps.clear()
+        count = self.shape[1]
         for group in pool.groups:
             if group.is_open and group.layers[0] not in steps:
                 window = group.window
-                read_first = window is not None and is_read_first(window, self.rows, count)
+                read_first = window is not None and is_read_first(window, rows, count)
                 scratch = None if self.scratch is None else self.scratch.get(group)
-                step = GroupStep(
-                    group, self.rows, read_first=read_first, count=count, scratch=scratch
-                )
+                step = GroupStep(group, rows, count, read_first=read_first, scratch=scratch)
                 steps.update(dict.fromkeys(group.layers, step))
         return steps
-
-    def _reserve_skipped(self) -> None:
-        """Allocate blocks for pages that rings never hold, before the first write: only a step that
-        is written fills them."""
-        self._keeps_skipped = False
-        for row in self.rows:
-            reserve_skipped(self.pool.reclaimer, self.pool.groups, row.sequence, row.after.tokens)
-
-    def _has_tokens(self) -> bool:
-        return any(row.sequence.length for row in self.rows)
 
 
 class Placeholders(NamedTuple):
@@ -226,10 +216,8 @@ class GroupStep:
     holds it.
 
     Args:
-        group: the layers.
-        rows: the step's rows.
-        read_first: whether the step's queries attend before any page holds it.
         count: S of a step that is to be written, 0 of one that is only read.
+        read_first: whether the step's queries attend before any page holds it.
         scratch: the scratch blocks of the group, see `step_parts`.
 
     Attributes:
@@ -249,9 +237,9 @@ class GroupStep:
         self,
         group: LayerGroup,
         rows: list[StepRow],
+        count: int,
         *,
         read_first: bool,
-        count: int = 0,
         scratch: Mapping[str, BlockTable] | None = None,
     ) -> None:
         self.group = group
@@ -275,7 +263,7 @@ class GroupStep:
         self.needs_step = self.read_first or bool(self.parts)
 
     def follow_moves(self) -> None:
-        """Find where the tokens are if pages have moved; what each layer does asks by itself."""
+        """Find where the tokens are if pages have moved."""
         if self.moves != self.group.moves:
             self.locate()
 

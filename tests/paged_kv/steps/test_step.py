@@ -181,5 +181,5 @@ def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
 
 
 def test_layers_with_as_many_tokens_take_the_same_step() -> None:
-    layers = LayerProgress([Progress(5), Progress(0), Progress(5, latest=2)])
+    layers = LayerProgress(PagePool(3), [Progress(5), Progress(0), Progress(5, latest=2)])
     assert [layers.level_with(0), layers.level_with(1)] == [{0, 2}, {1}]

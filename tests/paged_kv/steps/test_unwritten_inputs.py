@@ -22,7 +22,7 @@ def sequence_of(length: int, kept: int) -> Sequence:
     rows = AppendedRows("rows", RATE, 8, mx.float32, (RowInput(INPUT, 1, mx.float32),))
     sequence = Sequence(PagePool(1, rows={0: rows}, max_bytes=1 << 20))
     sequence.restore(0, length, length)
-    sequence.record_inputs(0, INPUT, tokens(length - kept, length))
+    sequence.layers.record_inputs(0, INPUT, tokens(length - kept, length))
     return sequence
 
 

@@ -311,7 +311,7 @@ def _formats_now(cache: PagedKVCache, tokens: int) -> list[str | None]:
     names = page_formats(cache.pool, cache.layer, sequence)
     if window is None:
         return [names[at // 256] for at in range(tokens)]
-    first_held = window.first_held(sequence.written(cache.pool.group_of(cache.layer)))
+    first_held = window.first_held(sequence.layers.written(cache.pool.group_of(cache.layer)))
     return [
         names[window.ring.entry(at // 256)] if at >= first_held else None for at in range(tokens)
     ]

@@ -119,7 +119,7 @@ class PromptRules(BatchRules):
         batch = Batch(layers, [], home)
         (sequence,) = batch.paged[0].sequences
         pool = sequence.pool
-        written = [sequence.written(pool.group_of(layer)) for layer in range(pool.num_layers)]
+        written = [sequence.layers.written(pool.group_of(at)) for at in range(pool.num_layers)]
         batch.rows = [Row.begun(home.formats, written, prompt[:cached], rewritten)]
         return batch
 
