@@ -345,7 +345,7 @@ def _step_of(
     for each in paged:
         if type(each) is not PagedKVCache:
             raise NotRecordable(f"a {type(each).__name__} answers in numbers")
-        if each.has_dependency:
+        if each.dependency is not None:
             raise NotRecordable("it lets keys or values in its cache wait for other arrays")
         if each.batch is not batch:
             return None

@@ -40,6 +40,8 @@ class PagedKVCache:
 
     Attributes:
         batch: those sequences and their current step, which all layers share.
+        dependency: what the next write depends on, as arrays were assigned to `keys` or `values`;
+            None if nothing was.
 
     Raises:
         TypeError: `pool` is no pool, or a sequence belongs to another pool.
@@ -59,7 +61,7 @@ class PagedKVCache:
         self.pool = pool
         self.layer = layer
         self.batch = Batch.of(pool, rows)
-        self._dependency: mx.array | None = None
+        self.dependency: mx.array | None = None
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -76,11 +78,6 @@ class PagedKVCache:
             if layer in step.layers:
                 return step.offset_after
         return offset_of([sequence.progress(layer).offset for sequence in self.sequences])
-
-    @property
-    def has_dependency(self) -> bool:
-        """Whether an array was assigned to `keys` or `values` that the next write depends on."""
-        return self._dependency is not None
 
     def size(self) -> int:
         """Tokens of the longest sequence."""
@@ -101,15 +98,15 @@ class PagedKVCache:
             ValueError: shapes or dtypes do not fit this layer.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        if self._dependency is not None:
-            keys = mx.depends(keys, self._dependency)
+        if self.dependency is not None:
+            keys = mx.depends(keys, self.dependency)
         step, layer = self.batch.step, self.layer
         is_begun = step is not None and step.is_open and layer in step.waiting
         if step is not None and is_begun and step.shape == keys.shape[::2]:
             arrays = write(step, layer, keys, values)
         else:
             arrays = self._append(keys, values)
-        self._dependency = None
+        self.dependency = None
         return arrays
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -132,7 +129,7 @@ class PagedKVCache:
         """All keys so far. What an assigned array depends on is computed no later than the next
         write: models assign `mx.depends(cache.keys, x)` to keep x in the graph. New
         contents are refused with a ValueError."""
-        return self._dependent(self._looked_at()[0])
+        return self._looked_at()[0]
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
@@ -141,7 +138,7 @@ class PagedKVCache:
     @property
     def values(self) -> mx.array:
         """All values so far; assign as to `keys`."""
-        return self._dependent(self._looked_at()[1])
+        return self._looked_at()[1]
 
     @values.setter
     def values(self, values: mx.array) -> None:
@@ -149,7 +146,7 @@ class PagedKVCache:
 
     def depend_on(self, caches: Iterable[PagedKVCache]) -> None:
         """Let the next write depend on whatever those of other caches depend on."""
-        self._dependency = joined([self._dependency, *[each._dependency for each in caches]])
+        self.dependency = joined([self.dependency, *[each.dependency for each in caches]])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -241,7 +238,14 @@ class PagedKVCache:
         ):
             if numbers is not None and len(numbers) != batch:
                 raise ValueError(f"{name} needs one number per sequence ({batch}), got {numbers}")
-        self._require_empty(left_padding or [0] * batch)
+        # Padding would lie between tokens. mlx-lm's caches refuse it too.
+        for row, count in enumerate(left_padding or ()):
+            if count and (length := self.sequences[row].progress(self.layer).tokens):
+                raise ValueError(
+                    f"left_padding must be 0 for a sequence that has tokens: sequence {row} has "
+                    f"{length} and was given {count}: pad on the right, with lengths and "
+                    "right_padding"
+                )
         is_padded = right_padding is not None and any(right_padding)
         for row, sequence in enumerate(self.sequences):
             padding = sequence.progress(self.layer).padding
@@ -365,7 +369,7 @@ class PagedKVCache:
         the next write shows in them, or has to copy a slab.
         """
         state = saved_state(self.pool, self.layer, list(self.sequences))
-        return state if self._dependency is None else {**state, "depends_on": self._dependency}
+        return state if self.dependency is None else {**state, "depends_on": self.dependency}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PagedKVCache:
@@ -382,14 +386,12 @@ class PagedKVCache:
         pool, layer, sequences = restore_layer(state)
         return cls(pool, layer, sequences)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """A fork: it shares all pages until one of the two writes."""
-        forks = [sequence.fork(self.layer) for sequence in self.sequences]
-        return self._with(forks, [self])
-
     def __copy__(self) -> PagedKVCache:
-        """As `deepcopy`: what is written to a copy, or trimmed, is not to show in the other."""
-        return self.__deepcopy__({})
+        """A fork: it shares all pages until one of the two writes."""
+        return self._with([sequence.fork(self.layer) for sequence in self.sequences], [self])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         lengths = [sequence.progress(self.layer).tokens for sequence in self.sequences]
@@ -401,27 +403,17 @@ class PagedKVCache:
         cache.depend_on(sources)
         return cache
 
-    def _looked_at(self) -> tuple[PagedKeys, PagedValues]:
+    def _looked_at(self) -> list[mx.array]:
         """As `keys_and_values`, which count as gathered for attention only within a model."""
-        return self.batch.read(self.layer, counted=this_thread.in_model)
+        arrays = self.batch.read(self.layer, counted=this_thread.in_model)
+        if self.dependency is None:
+            return list(arrays)
+        return [depending(array, [self.dependency]) for array in arrays]
 
     def _depend_on_assigned(self, array: mx.array) -> None:
         # Without a factory nobody knows when a model runs.
         found = dependencies_of(array, is_checked=self.pool.versions is not None)
-        self._dependency = joined([self._dependency, *found])
-
-    def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:
-        return array if self._dependency is None else depending(array, [self._dependency])
-
-    def _require_empty(self, left_padding: list[int]) -> None:
-        """Refuse left padding after tokens, as mlx-lm's caches do: it would lie between tokens."""
-        for row, (sequence, count) in enumerate(zip(self.sequences, left_padding, strict=True)):
-            if count and (length := sequence.progress(self.layer).tokens):
-                raise ValueError(
-                    f"left_padding must be 0 for a sequence that has tokens: sequence {row} has "
-                    f"{length} and was given {count}: pad on the right, with lengths and "
-                    "right_padding"
-                )
+        self.dependency = joined([self.dependency, *found])
 
     def _distinct(self, sequences: list[Sequence]) -> list[Sequence]:
         """The sequences, with a fork for each repeated one: each row is written separately."""
@@ -441,7 +433,7 @@ class PagedKVCache:
 
 
 class PagedChunkedKVCache(PagedKVCache):
-    """One layer of some sequences, with the members of mlx-lm's `ChunkedKVCache`.
+    """One layer that attends by chunks, with the members of mlx-lm's `ChunkedKVCache`.
 
     The pages are a ring that holds a chunk's length of tokens. The model makes the mask from
     `start_position` and `offset`, two numbers, so it takes one sequence of a batch at a time.

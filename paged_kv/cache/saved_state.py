@@ -29,7 +29,6 @@ from paged_kv.kernels.pages.page_format import (
     FP16,
     PAGE_SIZE,
     LayerGeometry,
-    PageFormat,
     PageLayout,
     page_format_named,
 )
@@ -51,48 +50,6 @@ def page_formats(pool: PagePool, layer: int, sequence: Sequence) -> list[str]:
     """The formats of the pages of `page_views`."""
     group = pool.group_of(layer)
     return [group.content_format(block) for block in _held(pool, layer, sequence)]
-
-
-def load_pages(
-    pool: PagePool,
-    layer: int,
-    sequence: Sequence,
-    geometry: LayerGeometry,
-    context_len: int,
-    written_len: int,
-    formats: list[str],
-    contents: list[mx.array],
-) -> None:
-    """Fill an empty layer of a sequence with pages of `page_views`, in the formats of
-    `page_formats`. If the pool requantised the group's blocks since its first layer was filled,
-    these pages are requantised too.
-
-    Raises:
-        ValueError: the pages do not fit the layer, or are not as many as the tokens need.
-        PoolExhausted: the budget does not hold them; nothing was changed.
-    """
-    group = pool.group_of(layer)
-    with pool.lock:
-        pages = group.open_layer(layer, geometry)
-        layouts = [PageLayout(page_format_named(name), geometry) for name in formats]
-        shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
-        needed = _pages_held(pool, layer, context_len, written_len)
-        found = [tuple(content.shape) for content in contents]
-        if len(formats) != needed or found != shapes:
-            raise ValueError(
-                f"layer {layer} needs {counted(needed, 'page')} for "
-                f"{counted(context_len, 'token')}, of shapes {shapes} in words, got {found}"
-            )
-        table = sequence.table(group)
-        pool.append_blocks(group, table, formats[len(table.blocks) :])
-        pages.load(
-            {
-                block: layout.recoded(content, pages.layout_of(block))
-                for block, layout, content in zip(table.blocks, layouts, contents, strict=False)
-            }
-        )
-        sequence.restore(layer, context_len, written_len)
-        table.rewind(context_len)
 
 
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:
@@ -139,6 +96,8 @@ VERSION = 4
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Fields of a geometry.
+_NUMBERS, _TYPES = ("k_heads", "k_dim", "v_heads", "v_dim"), ("k_dtype", "v_dtype")
 
 # The latest sequence restored from each saved uid, while it is referenced elsewhere, and its
 # restored layers.
@@ -177,10 +136,16 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
     """Copy the pages of a saved layer into a pool; returns the pool, layer and sequences.
 
     Raises:
-        ValueError: another version saved the state.
+        ValueError: another version saved the state, or its pages do not fit the layer, or are not
+            as many as the tokens need.
         PoolExhausted: the pool's budget does not hold the pages.
     """
-    _require_version(state)
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"the saved cache has format version {version!r}, and this paged_kv reads {VERSION}: "
+            "compute the prompt again and save it with this version"
+        )
     layer, rows = int(state["layer"]), state["rows"]
     geometry = _geometry_from(state["geometry"])
     pool = _pool_for(state, rows[0], layer, geometry)
@@ -189,27 +154,45 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
         sequence.page_format = page_format_named(row["page_format"])
         sequence.model_version = _version_of(pool, row.get("model", ""))
         if geometry is not None:
-            # Empty lists do not survive the file.
-            formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
-            lengths = int(row["context_len"]), int(row["written_len"])
-            load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
-            sequence.is_converting |= _is_converting(sequence.page_format, formats)
+            _load_pages(pool, layer, sequence, geometry, row)
     return pool, layer, sequences
 
 
-def _is_converting(page_format: PageFormat, formats: list[str]) -> bool:
-    """Whether pages are left that have neither 16 bits nor the format of full pages."""
-    first, others = {FP16.name, page_format.first.name}, {FP16.name, page_format.name}
-    return not first.issuperset(formats[:1]) or not others.issuperset(formats[1:])
-
-
-def _require_version(state: dict[str, Any]) -> None:
-    version = state.get("version") if isinstance(state, dict) else None
-    if version != VERSION:
-        raise ValueError(
-            f"the saved cache has format version {version!r}, and this paged_kv reads {VERSION}: "
-            "compute the prompt again and save it with this version"
+def _load_pages(
+    pool: PagePool, layer: int, sequence: Sequence, geometry: LayerGeometry, row: dict[str, Any]
+) -> None:
+    """Fill an empty layer of a sequence with saved pages. If the pool requantised the group's
+    blocks since its first layer was filled, these pages are requantised too."""
+    # Empty lists do not survive the file.
+    formats, contents = list(row.get("formats") or []), list(row.get("pages") or [])
+    context_len, written_len = int(row["context_len"]), int(row["written_len"])
+    group = pool.group_of(layer)
+    with pool.lock:
+        pages = group.open_layer(layer, geometry)
+        layouts = [PageLayout(page_format_named(name), geometry) for name in formats]
+        shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
+        needed = _pages_held(pool, layer, context_len, written_len)
+        found = [tuple(content.shape) for content in contents]
+        if len(formats) != needed or found != shapes:
+            raise ValueError(
+                f"layer {layer} needs {counted(needed, 'page')} for "
+                f"{counted(context_len, 'token')}, of shapes {shapes} in words, got {found}"
+            )
+        table = sequence.table(group)
+        pool.append_blocks(group, table, formats[len(table.blocks) :])
+        pages.load(
+            {
+                block: layout.recoded(content, pages.layout_of(block))
+                for block, layout, content in zip(table.blocks, layouts, contents, strict=False)
+            }
         )
+        sequence.restore(layer, context_len, written_len)
+        table.rewind(context_len)
+    # Pages may be left that have neither 16 bits nor the format of full pages.
+    full = sequence.page_format
+    is_first_done = {FP16.name, full.first.name}.issuperset(formats[:1])
+    is_done = is_first_done and {FP16.name, full.name}.issuperset(formats[1:])
+    sequence.is_converting |= not is_done
 
 
 def _pool_for(
@@ -225,25 +208,24 @@ def _pool_for(
 
     def fit(pool: PagePool) -> tuple[bool, bool, bool, int]:
         is_same_model = _version_of(pool, row.get("model", "")) is not None
-        is_alike = is_same_model or pool.geometry(layer) is not None
-        return is_same_model, is_alike, pool.page_format.name == page_format, pool.serial
+        is_known = is_same_model or pool.geometry(layer) is not None
+        return is_same_model, is_known, pool.page_format.name == page_format, pool.serial
+
+    def is_alike(other: LayerGeometry | None) -> bool:
+        """Whether the pages can be those of a layer; pages may be summarised or not."""
+        if geometry is None or other is None:
+            return True
+        return replace(geometry, has_summaries=other.has_summaries) == other
 
     fitting = [
         pool
         for pool in open_pools.items()
         if (pool.num_layers, pool.windows) == (num_layers, windows)
-        and _are_alike(pool.geometry(layer), geometry)
+        and is_alike(pool.geometry(layer))
     ]
     return max(fitting, key=fit, default=None) or PagePool(
         num_layers, windows=windows, page_format=page_format, name="loaded prompt cache"
     )
-
-
-def _are_alike(one: LayerGeometry | None, other: LayerGeometry | None) -> bool:
-    """Whether pages of one geometry can be those of the other; pages may be summarised or not."""
-    if one is None or other is None:
-        return True
-    return replace(one, has_summaries=other.has_summaries) == other
 
 
 def _version_of(pool: PagePool, identity: str) -> int | None:
@@ -268,26 +250,14 @@ def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:
 def _geometry_state(geometry: LayerGeometry | None) -> dict[str, Any] | None:
     if geometry is None:
         return None
-    return {
-        "k_heads": geometry.k_heads,
-        "k_dim": geometry.k_dim,
-        "k_dtype": _NAMES[geometry.k_dtype],
-        "v_heads": geometry.v_heads,
-        "v_dim": geometry.v_dim,
-        "v_dtype": _NAMES[geometry.v_dtype],
-        "has_summaries": geometry.has_summaries,
-    }
+    fields = {name: getattr(geometry, name) for name in (*_NUMBERS, *_TYPES, "has_summaries")}
+    return fields | {name: _NAMES[fields[name]] for name in _TYPES}
 
 
 def _geometry_from(state: dict[str, Any] | None) -> LayerGeometry | None:
     if state is None:
         return None
-    return LayerGeometry(
-        k_heads=int(state["k_heads"]),
-        k_dim=int(state["k_dim"]),
-        k_dtype=_DTYPES[state["k_dtype"]],
-        v_heads=int(state["v_heads"]),
-        v_dim=int(state["v_dim"]),
-        v_dtype=_DTYPES[state["v_dtype"]],
-        has_summaries=bool(state.get("has_summaries")),  # files of earlier versions say nothing
-    )
+    fields: dict[str, Any] = {name: int(state[name]) for name in _NUMBERS}
+    fields |= {name: _DTYPES[state[name]] for name in _TYPES}
+    # Files of earlier versions do not say whether there are summaries.
+    return LayerGeometry(**fields, has_summaries=bool(state.get("has_summaries")))

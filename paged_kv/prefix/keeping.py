@@ -7,6 +7,7 @@ the salt on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,11 +37,7 @@ class StorePolicy(Enum):
 @dataclass(frozen=True)
 class MarkedSalt:
     """A salt that says what may be kept of a prompt, which shares what is cached with all other
-    prompts of the salt in it.
-
-    Attributes:
-        salt: the inner salt, which may be marked too.
-    """
+    prompts of the salt in it. That one may be marked too."""
 
     policy: ClassVar[StorePolicy]
     salt: Hashable = None
@@ -99,7 +96,6 @@ class Rate:
     _seconds: float = 0.0
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Take in a measurement."""
         self._tokens = _FADING * self._tokens + tokens
         self._seconds = _FADING * self._seconds + seconds
 
@@ -119,18 +115,14 @@ class Rates:
 
     computing: Rate = field(default_factory=Rate)
     decoding: Rate = field(default_factory=Rate)
-    _reading: dict[str, Rate] = field(default_factory=dict)
-
-    def reading(self, tier: str) -> Rate:
-        """The rate of a tier."""
-        return self._reading.setdefault(tier, Rate())
+    reading: defaultdict[str, Rate] = field(default_factory=lambda: defaultdict(Rate))
 
     def is_reading_quicker(self, tokens: int, tier: str) -> bool:
         """Whether to read so many tokens from a tier instead of computing them. What was not
         measured yet is read: that measures it."""
         computing = self.computing.seconds_for(tokens)
-        reading = self.reading(tier).seconds_for(tokens)
+        reading = self.reading[tier].seconds_for(tokens)
         if computing is None or reading is None or reading <= computing:
             return True
-        self.reading(tier).forgive()
+        self.reading[tier].forgive()
         return False

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -42,15 +41,9 @@ from paged_kv.steps.sequence import Sequence
 SNAPSHOT_SHARE = 4
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """A cached prefix of a prompt.
-
-    Attributes:
-        sequence: a new sequence that holds it.
-        num_tokens: its length.
-        states: the states of layers that are not paged; None if there is no snapshot.
-    """
+class Prefix(NamedTuple):
+    """A cached prefix of a prompt: a new sequence that holds it, its length, and the states of
+    layers that are not paged; None if there is no snapshot."""
 
     sequence: Sequence
     num_tokens: int
@@ -58,19 +51,14 @@ class Prefix:
 
 
 class Expected(NamedTuple):
-    """What a prompt would find.
-
-    Attributes:
-        num_tokens: the length of its longest cached prefix.
-        in_use: tokens of its first full pages that sequences hold: these take no memory.
-    """
+    """What a prompt would find: the length of its longest cached prefix, and the tokens of its
+    first full pages that sequences hold: these take no memory."""
 
     num_tokens: int
     in_use: int
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """The position from which all layers can resume, with the rings and snapshot that they need."""
 
     num_tokens: int
@@ -81,13 +69,9 @@ class _Start:
 class PrefixCache:
     """The cached prefixes of one pool.
 
-    Args:
-        pool: holds the pages.
+    Attributes:
         has_states: whether the model has layers whose caches are not paged.
         ranks: the processes that share the model.
-
-    Attributes:
-        has_states, ranks: as given.
         snapshots: the states of those layers.
         rates: how quickly prompts are computed, and read from a lower tier.
         lower: keeps inserted prefixes too, and is asked for missing ones.

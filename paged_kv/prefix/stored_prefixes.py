@@ -22,9 +22,9 @@ import json
 import time
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -71,8 +71,6 @@ class StoredPrefixes:
         prefixes: the prefix cache to store. Its pool must know all layers.
         store: the page store; the caller closes it.
         identify: returns the identity of a namespace's pages; None if they are not to be stored.
-        codec: packs states.
-        options: which prefixes to write.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class StoredPrefixes:
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
                 if not offer.is_prefetched:
-                    reading = self._prefixes.rates.reading(offer.tier)
+                    reading = self._prefixes.rates.reading[offer.tier]
                     reading.record(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
                 self._store.record_found(found - known, offer.tier)
@@ -309,15 +307,8 @@ class StoredPrefixes:
                 pages.load(dict(zip(table.blocks[first:], arrays, strict=True)))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """An entry to store.
-
-    Attributes:
-        place: its key.
-        nbytes: its approximate size.
-        entry: makes it.
-    """
+class _Part(NamedTuple):
+    """An entry to store: its key, its approximate size, and what makes it."""
 
     place: EntryPlace
     nbytes: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.prefix_node import Node, OutOfWindowBlock, WindowSlots
@@ -15,14 +15,9 @@ from paged_kv.pool.layer_kinds import Window
 from paged_kv.steps.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class WindowPrefix:
-    """A ring from which a sequence can resume in a group with a window.
-
-    Attributes:
-        pages: in the order of its block table.
-        written: the most tokens that such a ring was written with.
-    """
+class WindowPrefix(NamedTuple):
+    """A ring from which a sequence can resume in a group with a window: its pages in the order of
+    its block table, and the most tokens that such a ring was written with."""
 
     pages: tuple[OutOfWindowBlock, ...]
     written: int
@@ -85,12 +80,12 @@ def window_prefix(
     unless all of its pages are cached."""
     last = -(-num_tokens // PAGE_SIZE) - 1
     slots = num_tokens - last * PAGE_SIZE
-    rings = (
-        _ring_with(newest, nodes, num_tokens, window, allocator)
-        for newest in nodes[last].slots_of(allocator)
-        if newest.last >= slots
-    )
-    return next((ring for ring in rings if ring is not None), None)
+    for newest in nodes[last].slots_of(allocator):
+        if newest.last >= slots:
+            ring = _ring_with(newest, nodes, num_tokens, window, allocator)
+            if ring is not None:
+                return ring
+    return None
 
 
 def _ring_with(

@@ -208,7 +208,7 @@ class PromptFetcher:
         fetch.is_cancelled.set()
         self._prefetched.discard(fetch.keys)
         if fetch.seconds:
-            rate = self._factory.prefixes.rates.reading(fetch.tier)
+            rate = self._factory.prefixes.rates.reading[fetch.tier]
             rate.record(fetch.tokens, fetch.seconds)
 
     # What follows runs on other threads.

@@ -6,7 +6,7 @@ from paged_kv.prefix.keeping import Rates
 def rates(computing_s: float, reading_s: float) -> Rates:
     both = Rates()
     both.computing.record(100, computing_s)
-    both.reading("folder").record(100, reading_s)
+    both.reading["folder"].record(100, reading_s)
     return both
 
 
@@ -17,7 +17,7 @@ def test_the_quicker_is_chosen_for_each_tier_and_what_was_not_measured_is_read()
     assert both.is_reading_quicker(50, "redis")
     only_read = Rates()
     assert only_read.is_reading_quicker(1, "folder")
-    only_read.reading("folder").record(1, 100.0)
+    only_read.reading["folder"].record(1, 100.0)
     assert only_read.is_reading_quicker(1, "folder")
 
 
