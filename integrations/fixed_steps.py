@@ -95,7 +95,10 @@ def fixed_steps(
     first = paged_caches(caches)[0]
     lengths = [each.progress(first.layer).tokens for each in first.sequences]
     is_decode, began = tokens.shape[1] == 1, next(step_numbers)
-    steps = _decode_steps(first.batch, is_ragged) if is_decode else _prompt_steps(first.batch)
+    if is_decode:
+        steps = _decode_steps(first.batch, is_ragged)
+    else:
+        steps = [_Rows((each,), [row], 1) for row, each in enumerate(first.sequences)]
     found: list[mx.array | None] = []
     parts: list[list[Any]] = []
     try:
@@ -105,10 +108,15 @@ def fixed_steps(
             own = tokens[mx.array(each.numbers)]
             logits = step(own, cache=part) if is_decode else _in_pages(step, own, part)
             found.append(None if logits is None else logits[: each.used])
-            _remove_empty_rows(part, each)
+            if each.used < len(each.numbers):
+                for cache in leaves(part):
+                    if not isinstance(cache, PagedKVCache):
+                        cache.filter(list(range(each.used)))
     except BaseException:
-        for part in parts:
-            _undo_since(began, part)
+        for cache in paged_caches([each for part in parts for each in part]):
+            begun = cache.batch.step
+            if begun is not None and begun.number > began:
+                begun.undo()
         for cache in paged_caches(caches):
             now = [each.progress(cache.layer).tokens for each in cache.sequences]
             cache.trim_per_sequence([a - b for a, b in zip(now, lengths, strict=True)])
@@ -162,10 +170,6 @@ def _empty_row(beside: Sequence) -> Sequence:
     return empty
 
 
-def _prompt_steps(batch: Batch) -> list[_Rows]:
-    return [_Rows((each,), [row], 1) for row, each in enumerate(batch.sequences)]
-
-
 def _part_of(cache: Any, rows: _Rows) -> Any:
     """The cache of the rows of a step: of pages a view, of others a copy without padding."""
     if is_list(cache):
@@ -211,18 +215,3 @@ def _in_pages(step: Step, tokens: mx.array, caches: list[Any]) -> mx.array | Non
         sequence.record_piece(at, border)
         at = border
     return mx.concatenate(found, axis=1) if found else None
-
-
-def _remove_empty_rows(part: list[Any], rows: _Rows) -> None:
-    """Let the caches without pages hold no more rows than are used."""
-    for cache in leaves(part):
-        if not isinstance(cache, PagedKVCache) and rows.used < len(rows.numbers):
-            cache.filter(list(range(rows.used)))
-
-
-def _undo_since(began: int, part: list[Any]) -> None:
-    """Undo the step of some rows if it has begun since another one had that number."""
-    for cache in paged_caches(part):
-        step = cache.batch.step
-        if step is not None and step.number > began:
-            step.undo()

@@ -63,11 +63,7 @@ def compile_steps(version: ModelVersion, pool: PagePool, *, on_trial: bool) -> R
 def hook_calls(kind: Any) -> Undo:
     """Replace a class's call, until what is returned was called for each time that it was
     replaced."""
-    return _hooked.hold(kind, partial(_hook, kind))
-
-
-def _hook(kind: Any) -> Undo:
-    return replace_call(kind, _call_of(kind))
+    return _hooked.hold(kind, lambda: replace_call(kind, _call_of(kind)))
 
 
 class _Caches:
@@ -81,7 +77,7 @@ class _Caches:
         first: the factory's first.
         pool: of the first, if it has pages.
         known: all of them.
-        others: what those held before that have no pages.
+        others: those that have no pages.
         are_separate: whether some are of a model that takes one sequence at a time.
     """
 
@@ -91,7 +87,15 @@ class _Caches:
         self.pool: PagePool | None = first.pool if isinstance(first, PagedKVCache) else None
         self.known = known
         self.are_separate = any(isinstance(each, SeparateCaches) for each in others)
-        self.others = [_SavedCache(each) for each in others]
+        self.others = others
+        # What a cache writes into its arrays lies behind the tokens that it holds.
+        self._before = [
+            {
+                name: value.copy() if type(value) in (list, dict, set) else value
+                for name, value in vars(each).items()
+            }
+            for each in others
+        ]
         self._began = 0
         self._was_in_model = False
 
@@ -125,8 +129,9 @@ class _Caches:
             step = each.batch.step if isinstance(each, PagedKVCache) else None
             if step is not None and step.number > self._began:
                 step.undo()
-        for held in self.others:
-            held.put_back()
+        for cache, attributes in zip(self.others, self._before, strict=True):
+            vars(cache).clear()
+            vars(cache).update(attributes)
 
     def note_step(self, tokens: mx.array | None, given: Any) -> None:
         """Note what recurrent layers took in, and remember their states. Models with images may get
@@ -136,8 +141,14 @@ class _Caches:
         if not self.others or tokens is None or tokens.shape[-1] == 1:
             return
         if tokens.shape[-1] > MOST_KEPT:
-            for held in self.others:
-                held.part_from_step()
+            # States are parts of arrays with all tokens of the step, which they would keep: MLX
+            # copies only what is a small part.
+            for cache in self.others:
+                if isinstance(cache, ArraysCache):
+                    cache.cache = [
+                        mx.contiguous(state) if isinstance(state, mx.array) else state
+                        for state in cache.cache
+                    ]
         _remember_states(self.first, given)
 
 
@@ -168,9 +179,9 @@ def _call_of(kind: Any) -> Any:
             elif pool is not None and (is_separate or pool.rows or caches.are_separate):
                 output = _separately(partial(stock, model), args, options, tokens, caches)
             elif pool is not None and len(args) == 1 and options.keys() == {"cache"}:
-                recordings = _recordings_of(model, pool)
-                if recordings is not None and tokens.shape[1:] == (1,):
-                    output = recordings.take(kind, partial(own, model), tokens, given)
+                taken = _recordings.get(pool)
+                if taken is not None and taken.model is model and tokens.shape[1:] == (1,):
+                    output = taken.take(kind, partial(own, model), tokens, given)
             if output is None:
                 output = stock(model, *args, **options)
         caches.note_step(tokens, given)
@@ -195,11 +206,6 @@ def _of_tokens(stock: Any, model: Module, others: tuple[Any, ...], options: Any)
             "computed in fixed steps: leave them out, or make the factory without reproducible"
         )
     return partial(stock, model)
-
-
-def _recordings_of(model: Module, pool: PagePool) -> Recordings | None:
-    recordings = _recordings.get(pool)
-    return None if recordings is None or recordings.model is not model else recordings
 
 
 def _separately(
@@ -253,31 +259,6 @@ def _remember_states(first: PagedKVCache | CountedArraysCache, caches: Iterable[
         length, prompt = sequence.length, sequence.prompt_tokens
         if not prompt or length <= prompt:  # Later tokens are drafts.
             sequence.prompt_states = PromptStates(length, batch, row, len(first.sequences))
-
-
-class _SavedCache:
-    """What a cache without pages holds before a call."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        # What a cache writes into its arrays lies behind the tokens that it holds.
-        self._attributes = {
-            name: value.copy() if type(value) in (list, dict, set) else value
-            for name, value in vars(cache).items()
-        }
-
-    def part_from_step(self) -> None:
-        """Copy states that are parts of arrays with all tokens of the step, which they would keep:
-        MLX copies only what is a small part."""
-        if isinstance(self._cache, ArraysCache):
-            states = self._cache.cache
-            self._cache.cache = [
-                mx.contiguous(state) if isinstance(state, mx.array) else state for state in states
-            ]
-
-    def put_back(self) -> None:
-        vars(self._cache).clear()
-        vars(self._cache).update(self._attributes)
 
 
 def _with_inner(caches: Iterable[Any]) -> Iterator[Any]:

@@ -47,14 +47,15 @@ class SharedChanges:
             if not self._counts[key]:
                 self._undo[key] = change()
             self._counts[key] += 1
-        return partial(self._release, key)
 
-    def _release(self, key: Hashable) -> None:
-        with _lock:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
-                self._undo.pop(key)()
+        def release() -> None:
+            with _lock:
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
+                    self._undo.pop(key)()
+
+        return release
 
 
 class Replacements:
@@ -85,29 +86,31 @@ class Replacements:
             if replacement is not None:
                 replaced[name] = value, replacement
                 setattr(module, name, replacement)
-        return partial(_put_back, module, replaced)
+
+        def put_back() -> None:
+            for name, (stock, replacement) in replaced.items():
+                if vars(module).get(name) is replacement:  # nobody has changed it since
+                    setattr(module, name, stock)
+
+        return put_back
 
     def _replacement(self, value: Any, copies: dict[ModuleType, ModuleType]) -> Any:
         if isinstance(value, ModuleType):
-            return self._copy_of(value, copies) if self._is_changed(value) else None
+            # The module, or one within it, defines a function that is replaced.
+            inner, defining = f"{value.__name__}.", self._defining
+            is_changed = value in defining or any(
+                each.__name__.startswith(inner) for each in defining
+            )
+            return self._copy_of(value, copies) if is_changed else None
         stock, replacement = self._functions.get(id(value), (None, None))
         return replacement if stock is value else None
-
-    def _is_changed(self, module: ModuleType) -> bool:
-        """Whether the module, or one within it, defines a function that is replaced."""
-        names = [each.__name__ for each in self._defining]
-        within = f"{module.__name__}."
-        return module in self._defining or any(each.startswith(within) for each in names)
 
     def _copy_of(self, module: ModuleType, copies: dict[ModuleType, ModuleType]) -> ModuleType:
         """A module with the replacements, and with copies of the modules in it that have any."""
         if module not in copies:
             copy = copies[module] = ModuleType(module.__name__, module.__doc__)
             vars(copy).update(vars(module))
-            for name, value in vars(module).items():
-                replacement = self._replacement(value, copies)
-                if replacement is not None:
-                    setattr(copy, name, replacement)
+            self._replace(copy, copies)
         return copies[module]
 
 
@@ -115,24 +118,16 @@ def replace_call(kind: Any, call: Callable[..., Any]) -> Undo:
     """Replace a class's `__call__`, where Python looks it up, until what is returned is called."""
     own = vars(kind).get("__call__")
     kind.__call__ = call
-    return partial(_put_call_back, kind, call, own)
 
+    def put_back() -> None:
+        if vars(kind).get("__call__") is not call:
+            return  # somebody has replaced ours
+        if own is None:
+            del kind.__call__
+        else:
+            kind.__call__ = own
 
-def _put_call_back(kind: Any, call: Any, own: Any) -> None:
-    """Put back a class's own call, or let it inherit one; unless somebody has replaced ours."""
-    if vars(kind).get("__call__") is not call:
-        return
-    if own is None:
-        del kind.__call__
-    else:
-        kind.__call__ = own
-
-
-def _put_back(module: Names, replaced: Mapping[str, tuple[Any, Any]]) -> None:
-    """Put back all names that nobody has changed since."""
-    for name, (stock, replacement) in replaced.items():
-        if vars(module).get(name) is replacement:
-            setattr(module, name, stock)
+    return put_back
 
 
 class ModelHooks:
@@ -177,17 +172,11 @@ def modules_of(model: Module) -> list[ModuleType]:
             continue
         if module is not None:
             found[name] = module
-            waiting.update(each for each in _named_in(module) if each.startswith(_LIBRARIES))
+            values = list(vars(module).values())
+            named = {each.__name__ for each in values if isinstance(each, ModuleType)}
+            named |= {each.__module__ for each in values if isinstance(each, FunctionType | type)}
+            waiting.update(each for each in named if each.startswith(_LIBRARIES))
     return list(found.values())
-
-
-def _named_in(module: ModuleType) -> Iterator[str]:
-    """The modules that the names in a module come from."""
-    for value in list(vars(module).values()):
-        if isinstance(value, ModuleType):
-            yield value.__name__
-        elif isinstance(value, FunctionType | type):
-            yield value.__module__
 
 
 def _parts_of(model: Module) -> Iterator[Module]:
@@ -238,14 +227,12 @@ class Hooks:
         self._methods = [(owner, each, getattr(owner, each.__name__)) for owner, each in methods]
 
     def install(self) -> None:
-        """Put the replacements in their places."""
         for stock, replacement in self._functions.items():
             rebind(stock, replacement)
         for owner, replacement, _ in self._methods:
             setattr(owner, replacement.__name__, replacement)
 
     def remove(self) -> None:
-        """Put the library's own back."""
         for stock, replacement in self._functions.items():
             rebind(replacement, stock)
         for owner, replacement, stock in self._methods:

@@ -52,17 +52,15 @@ class RecordedCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """See `PagedKVCache.make_mask`; no array that it returns can be computed."""
+        """No array that it returns can be computed."""
         if N != 1:
             raise NotRecordable(f"it asks for a mask of {N} tokens in a step of one")
         return self._step.mask(self._layer, return_array=return_array, window_size=window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """See `PagedKVCache.update_and_fetch`."""
         return self._step.write(self._layer, keys, values)
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
-        """See `PagedKVCache.keys_and_values`."""
         return self._step.read(self._layer)
 
 
@@ -275,7 +273,9 @@ class ModelContents:
         self._places = [
             (container, key)
             for container in self._containers
-            for key, value in _items(container)
+            for key, value in (
+                dict.items(container) if isinstance(container, dict) else enumerate(container)
+            )
             if isinstance(value, mx.array)
         ]
 
@@ -291,7 +291,7 @@ class ModelContents:
     def with_arrays(self, arrays: Iterable[mx.array]) -> Iterator[Replaced]:
         """Let these arrays stand in the places of the model's own, and put back whatever is
         replaced within; the list tells it afterwards."""
-        before = [_copy(each) for each in self._containers]
+        before = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]
         replaced: Replaced = []
         try:
             for (container, key), array in zip(self._places, arrays, strict=True):
@@ -301,10 +301,19 @@ class ModelContents:
                 yield replaced
             finally:
                 for was, container in zip(within, self._containers, strict=True):
-                    replaced += _differences(was, list(values(container)))
+                    now = list(values(container))
+                    if len(was) == len(now):
+                        pairs = zip(was, now, strict=True)
+                        replaced += [(one, other) for one, other in pairs if one is not other]
+                    else:
+                        replaced.append((was, now))
         finally:
             for container, contents in zip(self._containers, before, strict=True):
-                _restore(container, contents)
+                if isinstance(container, dict):
+                    container.clear()
+                    dict.update(container, contents)  # a module's own does more
+                else:
+                    container[:] = contents
 
 
 def are_equal(replaced: Replaced) -> mx.array:
@@ -342,28 +351,6 @@ def has_attributes(value: Any) -> bool:
 
 def values(container: Any) -> Iterable[Any]:
     return dict.values(container) if isinstance(container, dict) else container
-
-
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return dict.items(container) if isinstance(container, dict) else enumerate(container)
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _restore(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        container.clear()
-        dict.update(container, contents)  # a module's own does more
-    else:
-        container[:] = contents
-
-
-def _differences(was: list[Any], now: list[Any]) -> Replaced:
-    if len(was) != len(now):
-        return [(was, now)]
-    return [(one, other) for one, other in zip(was, now, strict=True) if one is not other]
 
 
 def _is_equal(one: Any, other: Any) -> mx.array | bool:

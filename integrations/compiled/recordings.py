@@ -8,11 +8,10 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -103,6 +102,15 @@ MOST_KEPT = 16
 FREE_CHANGES, LEAST_REPEATED = 8, 75
 
 
+class _Call(NamedTuple):
+    """A call of a model; see `Recordings.take`."""
+
+    entry: type[Module]
+    call: ModelCall
+    tokens: mx.array
+    caches: list[Any]
+
+
 class Recordings:
     """The recorded steps of one model and one pool.
 
@@ -164,19 +172,17 @@ class Recordings:
         if self.reason is not None or self._is_comparing:
             return None
         if self._head is None:
-            return self._take_model(entry, call, tokens, caches)
+            return self._take_model(_Call(entry, call, tokens, caches))
         with self._head.step(tokens, caches[-1]):
-            return self._take_model(entry, call, tokens, caches[:-1])
+            return self._take_model(_Call(entry, call, tokens, caches[:-1]))
 
-    def _take_model(
-        self, entry: type[Module], call: ModelCall, tokens: mx.array, caches: list[Any]
-    ) -> mx.array | None:
+    def _take_model(self, asked: _Call) -> mx.array | None:
         """The step in the model's layers."""
-        paged = [each for each in leaves(caches) if isinstance(each, PagedKVCache)]
+        paged = [each for each in leaves(asked.caches) if isinstance(each, PagedKVCache)]
         with paged[0].pool.lock:
             try:
                 layers = self._layers_of(paged[0].pool)
-                step = _step_of(tokens, paged, layers) if layers else None
+                step = _step_of(asked.tokens, paged, layers) if layers else None
             except NotRecordable as error:
                 self._give_up(error)
                 return None
@@ -184,59 +190,49 @@ class Recordings:
                 return None
             with step:
                 recordable = RecordableStep.of(step, layers)
-                if recordable is None:
-                    return None
-                return self._take(entry, call, tokens, caches, recordable)
+                return None if recordable is None else self._take(asked, recordable)
 
-    def _take(
-        self,
-        entry: type[Module],
-        call: ModelCall,
-        tokens: mx.array,
-        caches: list[Any],
-        step: RecordableStep,
-    ) -> mx.array | None:
+    def _take(self, asked: _Call, step: RecordableStep) -> mx.array | None:
         if self._recorded_version != self._version():
             self._reset_for_change()
             if self.reason is not None:
                 return None
         if self._trial is not None:
-            mx.eval(tokens)  # what is computed before the step is no part of its time
+            mx.eval(asked.tokens)  # what is computed before the step is no part of its time
         began = perf_counter()
         if self._contents is None:
             self._contents = ModelContents(self.model)
-        states = unpaged(caches)
+        states = unpaged(asked.caches)
         # MLX computes a recording in the stream that it was recorded in.
         place = get_ident(), str(mx.default_stream(mx.default_device()))
-        stock_tokens, tokens = tokens, tokens.astype(mx.int32)  # samplers have different dtypes
-        key = entry, step.key, place, str(others_of(states)) if states else None
+        tokens = asked.tokens.astype(mx.int32)  # samplers have different dtypes
+        key = asked.entry, step.key, place, str(others_of(states)) if states else None
         recording = self._kept.use(key)
         is_first = recording is None
         if recording is None:
-            recording = self._record(entry, call, tokens, caches, step)
+            recording = self._record(asked._replace(tokens=tokens), step, self._contents)
             if recording is None:
                 return None
             self._kept[key] = recording
         try:
-            found = recording(tokens, caches, step)
+            found = recording(tokens, asked.caches, step)
         except LookupError:  # an array of the model was removed
             found = None
         if found is None:
             self._reset_for_change()
             return None
         self.repeated += 1
-        comparisons = self._comparisons[entry, place, tokens.shape]
+        comparisons = self._comparisons[asked.entry, place, tokens.shape]
         if not comparisons.is_due(is_first=is_first) and self._trial is None:
             record_outputs(self._modules, found.outputs)
-            return found.keep(caches, step)
-        python = partial(call, stock_tokens, cache=caches)
-        return self._compared(comparisons, found, python, step, None if is_first else began)
+            return found.keep(asked.caches, step)
+        return self._compared(comparisons, found, asked, step, None if is_first else began)
 
     def _compared(
         self,
         comparisons: Comparisons,
         found: Repeated,
-        python: Callable[[], mx.array],
+        asked: _Call,
         step: RecordableStep,
         began: float | None,
     ) -> mx.array | None:
@@ -252,7 +248,7 @@ class Recordings:
         self.compared += 1
         self._is_comparing = True
         try:
-            logits = python()
+            logits = asked.call(asked.tokens, cache=asked.caches)
         finally:
             self._is_comparing = False
         if self._trial is not None and began is not None:
@@ -262,26 +258,17 @@ class Recordings:
         if comparisons.is_wrong(are_alike(found.logits, logits, dtypes)):
             self._give_up(NotRecordable("a repeated step had other logits than one by Python"))
         elif self._trial is not None and len(self._trial) >= TRIAL_STEPS:
-            self._end_trial(median(self._trial))
+            time, self._trial = median(self._trial), None
+            if time >= 1:
+                self._give_up(NotRecordable(f"they took {time:.2f} times as long as Python's"))
         return logits
 
-    def _end_trial(self, relative_time: float) -> None:
-        self._trial = None
-        if relative_time >= 1:
-            self._give_up(NotRecordable(f"they took {relative_time:.2f} times as long as Python's"))
-
     def _record(
-        self,
-        entry: type[Module],
-        call: ModelCall,
-        tokens: mx.array,
-        caches: list[Any],
-        step: RecordableStep,
+        self, asked: _Call, step: RecordableStep, contents: ModelContents
     ) -> Recording | None:
-        contents = self._contents
-        assert contents is not None
         if not compiling_is_on():
             return None
+        _, call, tokens, caches = asked
         try:
             recording = Recording(call, tokens, caches, step, contents, self._modules)
         except ThreadConflict:
@@ -322,11 +309,8 @@ class Recordings:
         self._kept.clear()
         # Whatever was wrong before any step had logits of a recording has done no harm.
         level = logging.WARNING if self.repeated > self.compared else logging.INFO
-        logger.log(level, "%s: decode steps are not compiled: %s", _name(self.model), self.reason)
-
-
-def _name(model: Module) -> str:
-    return type(model).__module__.rpartition(".")[2]
+        name = type(self.model).__module__.rpartition(".")[2]
+        logger.log(level, "%s: decode steps are not compiled: %s", name, self.reason)
 
 
 def _step_of(

@@ -170,8 +170,8 @@ class LeftPaddedCache(PagedKVCache):
     _tokens_before = 0
 
     def empty(self) -> bool:
-        """Whether nothing was written, and no padding is announced: models make caches of their own
-        for the rows of an empty batch."""
+        """Also false if padding is announced: models make caches of their own for the rows of an
+        empty batch."""
         paddings = [each.progress(self.layer).padding for each in self.sequences]
         return super().empty() and not any(each.left for each in paddings)
 
@@ -198,16 +198,13 @@ class LeftPaddedCache(PagedKVCache):
             for source, sequence in zip(sources, merged.sequences, strict=True)
             if isinstance(source, LeftPaddedCache)
         ]
-        columns = max((row._columns() for row, _ in rows), default=0)
+        steps = ((row, row.size() - row._tokens_before) for row, _ in rows)
+        # As many as the step had, of rows that took tokens.
+        columns = max((row._padding_before + new for row, new in steps if new), default=0)
         for row, sequence in rows:
             if row._padding_before > columns:
                 sequence.prepare(merged.layer, Padding(left=row._padding_before - columns))
         return merged
-
-    def _columns(self) -> int:
-        """How many columns the step of an extracted row had; 0 if the row took no tokens."""
-        new_tokens = self.size() - self._tokens_before
-        return self._padding_before + new_tokens if new_tokens else 0
 
 
 class MaskingCache(LeftPaddedCache):

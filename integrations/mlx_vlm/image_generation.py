@@ -240,9 +240,10 @@ class ImageGeneration(TextGeneration):
                 "--image does not work with several processes for one model: generate without "
                 "mlx.launch"
             )
-        return loaded(path_or_repo, self._load)
 
-    def _load(self, path_or_repo: str) -> tuple[Any, Any]:
-        found = load_model(downloaded(path_or_repo))
-        self._prompts = found.prompts
-        return found.model, found.tokenizer
+        def load_both(path_or_repo: str) -> tuple[Any, Any]:
+            found = load_model(downloaded(path_or_repo))
+            self._prompts = found.prompts
+            return found.model, found.tokenizer
+
+        return loaded(path_or_repo, load_both)

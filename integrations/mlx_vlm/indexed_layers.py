@@ -34,53 +34,46 @@ class IndexedLayer(CacheList):
     """The cache of a layer of qwen4_exp or minimax_m3_vl: that of its keys and values, in pages,
     and mlx-vlm's own, of which the index alone is used."""
 
+    caches: tuple[Any, ...]
+
     @property
     def offset(self) -> Any:
-        """The position of the next token."""
         return self.caches[0].offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """See `PagedKVCache`."""
-        fetched: tuple[mx.array, mx.array] = self.caches[0].update_and_fetch(keys, values)
-        return fetched
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self.caches[0].update_and_fetch(keys, values)
 
     def make_mask(self, *args: Any, **options: Any) -> Any:
-        """See `PagedKVCache`."""
         return self.caches[0].make_mask(*args, **options)
 
     def extract(self, idx: int) -> CacheList:
-        """The layer of one sequence."""
         return type(self)(*[each.extract(idx) for each in self.caches])
 
 
 class Qwen4Layer(IndexedLayer):
     """A layer of qwen4_exp."""
 
-    def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+    def update_indexer(self, keys: mx.array, positions: mx.array) -> Any:
         """Append the index keys [1, S, dim] of the next S tokens and their positions, [1, S] or
         [3, 1, S]; returns those of all."""
-        all_so_far: tuple[mx.array, mx.array] = self.caches[1].update_indexer(keys, positions)
-        return all_so_far
+        return self.caches[1].update_indexer(keys, positions)
 
     def is_trimmable(self) -> bool:
-        """False: other layers of the model are recurrent."""
-        return False
+        return False  # other layers of the model are recurrent
 
     @property
-    def index_block_keys(self) -> mx.array | None:
+    def index_block_keys(self) -> Any:
         """Of each 4 tokens, [1, 1, blocks, dim]."""
-        keys: mx.array | None = self.caches[1].index_block_keys
-        return keys
+        return self.caches[1].index_block_keys
 
     @index_block_keys.setter
     def index_block_keys(self, keys: mx.array) -> None:
         self.caches[1].index_block_keys = keys
 
     @property
-    def index_block_ratio(self) -> int | None:
+    def index_block_ratio(self) -> Any:
         """How many tokens a block has."""
-        ratio: int | None = self.caches[1].index_block_ratio
-        return ratio
+        return self.caches[1].index_block_ratio
 
     @index_block_ratio.setter
     def index_block_ratio(self, ratio: int) -> None:
@@ -91,23 +84,18 @@ class MiniMaxLayer(IndexedLayer):
     """A layer of minimax_m3_vl. What is trimmed of its pages leaves the index with the next
     step."""
 
-    def is_trimmable(self) -> bool:
-        """See `PagedKVCache`."""
-        trimmable: bool = self.caches[0].is_trimmable()
-        return trimmable
+    def is_trimmable(self) -> Any:
+        return self.caches[0].is_trimmable()
 
-    def trim(self, n: int) -> int:
-        """See `PagedKVCache`."""
-        trimmed: int = self.caches[0].trim(n)
-        return trimmed
+    def trim(self, n: int) -> Any:
+        return self.caches[0].trim(n)
 
-    def update_index_and_fetch(self, keys: mx.array) -> mx.array:
+    def update_index_and_fetch(self, keys: mx.array) -> Any:
         """Append the index keys [1, heads, S, dim] of the S tokens that were written last; returns
         those of all."""
         index = self.caches[1]
         index.index_offset = min(index.index_offset, self.caches[0].size() - keys.shape[2])
-        all_so_far: mx.array = index.update_index_and_fetch(keys)
-        return all_so_far
+        return index.update_index_and_fetch(keys)
 
 
 let_load(Qwen4Layer)
@@ -179,19 +167,16 @@ def qwen4_attention() -> Replacements:
             mask = None if is_decode else "causal"
             return paged_attention(queries, keys, values, cached, scale, mask)
         if is_decode:
-            tokens = _tokens_of(blocks[:, 0], size, length)[:, None, :, None]
+            # The tokens of the chosen blocks, and those behind the last whole block.
+            begins = mx.sort(blocks[:, 0], axis=-1)[..., None] * size
+            whole = (begins + mx.arange(size)).reshape(1, -1)
+            rest = mx.arange(length - length % size, length)[None]
+            tokens = mx.concatenate([whole, rest], axis=1)[:, None, :, None]
             chosen = keys.taken_along(tokens, 2), values.taken_along(tokens, 2)
             return paged_attention(queries, *chosen, cached, scale, None)
         return stock(queries, *keys.read.gather(), blocks, ends, **options)
 
     return Replacements({stock: attend})
-
-
-def _tokens_of(blocks: mx.array, size: int, length: int) -> mx.array:
-    """The tokens of chosen blocks [1, K] and those behind the last whole block, [1, tokens]."""
-    begins = mx.sort(blocks, axis=-1)[..., None] * size
-    whole = (begins + mx.arange(size)).reshape(1, -1)
-    return mx.concatenate([whole, mx.arange(length - length % size, length)[None]], axis=1)
 
 
 @cache

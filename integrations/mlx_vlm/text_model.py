@@ -53,12 +53,10 @@ class TextModel(Module):
 
     @property
     def layers(self) -> list[Any]:
-        """The decoder's layers."""
         found: list[Any] = self.decoder.layers
         return found
 
     def make_cache(self) -> list[Any]:
-        """mlx-vlm's own prompt cache."""
         return stock_make_prompt_cache(self.decoder)
 
     def reads_in_parts(self, tokens: mx.array, inputs: dict[str, Any]) -> bool:
@@ -87,17 +85,14 @@ class TextModel(Module):
         A token's position is the number of tokens before it, whatever prompt came before.
         """
         for each in leaves(cache or []):
-            _look_for_padding_on_the_right(each)
+            # mlx-lm pads prompts of a batch on the right, and tells their lengths. mlx-vlm's
+            # recurrent layers do not look at the lengths in a new batch, which has a left padding
+            # of 0.
+            if getattr(each, "lengths", None) is not None and hasattr(each, "left_padding"):
+                each.left_padding = None
         self.set_positions({"_rope_deltas": mx.zeros((inputs.shape[0], 1), mx.int32)})
         logits: mx.array = self.decoder(inputs, cache=cache).logits
         return logits
-
-
-def _look_for_padding_on_the_right(cache: Any) -> None:
-    """mlx-lm pads prompts of a batch on the right, and tells their lengths. mlx-vlm's recurrent
-    layers do not look at the lengths in a new batch, which has a left padding of 0."""
-    if getattr(cache, "lengths", None) is not None and hasattr(cache, "left_padding"):
-        cache.left_padding = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,8 @@ class PromptSteps:
         model.set_positions({})
         # Text behind all images is computed as generated tokens are, once its positions are known.
         is_text = self.start > 0 and prompt.media_end <= self.start
-        if not (is_text and self._find_positions(prompt.mask, inputs)):
+        whole, tokens = model.whole, self._tokens
+        if not (is_text and _prime_cached_prefix_rope_state(whole, tokens, prompt.mask, inputs)):
             self._embed(prompt, inputs)
         self._positions = model.positions()
 
@@ -168,14 +164,13 @@ class PromptSteps:
         elif self.in_parts:
             logits = self._read(start, inputs, cache)
         else:
-            logits = self._read_whole(cache)
+            # The first part computes all of the prompt. The last part finds it computed.
+            if self._output is None:
+                self._output = self._compute(self._tokens, cache, inputs_embeds=self._embeddings)
+            is_last = self._done >= self._tokens.shape[1]
+            logits = self._finish(self._output) if is_last else _last_logits(self._output)
         self._positions = self._model.positions()
         return logits
-
-    def _find_positions(self, mask: mx.array | None, inputs: dict[str, Any]) -> bool:
-        """Let the decoder note the positions of the prompt; false if it cannot."""
-        whole = self._model.whole
-        return bool(_prime_cached_prefix_rope_state(whole, self._tokens, mask, inputs))
 
     def _embed(self, prompt: MediaPrompt, inputs: dict[str, Any]) -> None:
         """Compute the embeddings of all tokens, and what else the decoder needs."""
@@ -200,14 +195,6 @@ class PromptSteps:
             return self._finish(self._compute(inputs, cache, inputs_embeds=part))
         output = self._compute(inputs, cache, inputs_embeds=part, n_to_process=inputs.shape[1])
         return _last_logits(output)
-
-    def _read_whole(self, cache: list[Any]) -> mx.array:
-        """Compute all of the prompt with its first part. Its last part finds it computed."""
-        if self._output is None:
-            self._output = self._compute(self._tokens, cache, inputs_embeds=self._embeddings)
-        if self._done >= self._tokens.shape[1]:
-            return self._finish(self._output)
-        return _last_logits(self._output)
 
     def _compute(self, inputs: mx.array, cache: list[Any], **more: Any) -> Any:
         decoder = self._model.decoder

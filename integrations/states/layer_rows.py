@@ -135,13 +135,6 @@ class RowArray(GrowingArray):
     read: GatheredRead
     layout: AppendedRows
 
-    @classmethod
-    def of(cls, read: GatheredRead, layout: AppendedRows, count: int) -> RowArray:
-        keys, values = [each[:, :, : count * layout.rate] for each in read.gathered]
-        array = cls(layout.rows(keys, values))
-        array.read, array.layout = read, layout
-        return array
-
     def grown(self, arrays: Any, axis: int) -> None:
         # The cache writes the new rows, and never computes the array of all.
         self.read.leave_unread()
@@ -275,15 +268,23 @@ class LayerRows(CacheList):
 
     def __getattr__(self, name: str) -> Any:
         for cache, rows, given in self._named(name):
-            return self._rows(cache, rows) if given is None else self._inputs(cache, rows, given)
+            if given is not None:
+                return self._inputs(cache, rows, given)
+            early, written = self._early.get(name), self._written_rows(cache, rows)
+            if early is None or written is None:
+                return written if early is None else early
+            return mx.concatenate([mx.array(written), early], axis=1)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         for cache, rows, given in self._named(name):
+            new = self._noted.pop(name, value)
             if given is None:
-                self._append_rows(cache, rows, value)
+                self._append_rows(cache, rows, new)
             else:
-                self._append_inputs(cache, given, value)
+                # What the step adds to open groups.
+                cache.sequences[0].layers.record_inputs(cache.layer, name, new)
+                self._assigned.add(name)
             return
         super().__setattr__(name, value)
 
@@ -337,28 +338,23 @@ class LayerRows(CacheList):
         pages.lazy_reads.leave(gathered, metadata, current_thread())
         return self._layout(cache).rows(*[each[:, :, -count:] for each in gathered])
 
-    def _rows(self, cache: PagedKVCache, rows: AppendedRows) -> mx.array | None:
-        """All rows of closed groups; None before the first."""
-        early = self._early.get(rows.name)
-        written = self._written_rows(cache, rows)
-        if early is None or written is None:
-            return written if early is None else early
-        return mx.concatenate([mx.array(written), early], axis=1)
-
     def _written_rows(self, cache: PagedKVCache, rows: AppendedRows) -> RowArray | None:
+        """The rows of closed groups in pages; None before the first."""
         count = self._known(cache, rows.name) // rows.rate
         if not count:
             return None
         with cache.pool.lock:
             read = GatheredRead(cache.batch.page_read(cache.layer), counted=False)
-        array = RowArray.of(read, rows, count)
+        keys, values = [each[:, :, : count * rows.rate] for each in read.gathered]
+        array = RowArray(rows.rows(keys, values))
+        array.read, array.layout = read, rows
         array.note = partial(self._noted.__setitem__, rows.name)
         return array
 
-    def _append_rows(self, cache: PagedKVCache, rows: AppendedRows, array: mx.array) -> None:
+    def _append_rows(self, cache: PagedKVCache, rows: AppendedRows, new: mx.array) -> None:
         """Write the rows of the groups that the step closes; those of the next step once it begins:
         a rank has rows of the ranks before it earlier than its own."""
-        new, step = self._noted.pop(rows.name, array), self._open_step
+        step = self._open_step
         is_early = step is None or rows.name in self._assigned or not _closed(step, rows)
         if step is None or is_early:
             self._early[rows.name] = new
@@ -389,18 +385,10 @@ class LayerRows(CacheList):
         """The inputs of the open group, [1, tokens, dim]."""
         count = self._known(cache, given.name) % rows.rate
         kept = cache.sequences[0].layers.inputs.get((cache.layer, given.name))
-        if count and kept is not None:
-            array = GrowingArray(kept.last(count))
-        else:
-            array = GrowingArray(mx.zeros((1, 0, given.dim), given.dtype))
+        none = mx.zeros((1, 0, given.dim), given.dtype)
+        array = GrowingArray(kept.last(count) if count and kept is not None else none)
         array.note = partial(self._noted.__setitem__, given.name)
         return array
-
-    def _append_inputs(self, cache: PagedKVCache, given: RowInput, array: mx.array) -> None:
-        """Keep what the step adds to open groups."""
-        new = self._noted.pop(given.name, array)
-        cache.sequences[0].layers.record_inputs(cache.layer, given.name, new)
-        self._assigned.add(given.name)
 
     @property
     def _open_step(self) -> Step | None:

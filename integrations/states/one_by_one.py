@@ -61,42 +61,34 @@ class SeparateCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sequences' caches."""
         return sum(each.nbytes for each in self.rows)
 
     def size(self) -> int:
-        """0, as for the library's caches of states: pages know the length."""
-        return 0
+        return 0  # as for the library's caches of states: pages know the length
 
     def empty(self) -> bool:
-        """Whether no sequence has a state."""
         return all(each.empty() for each in self.rows)
 
     def is_trimmable(self) -> bool:
-        """False: states hold what tokens came to."""
-        return False
+        return False  # states hold what tokens came to
 
     def prepare(self, **padding: Any) -> None:
         """Nothing: padding is not computed."""
 
     def finalize(self) -> None:
-        """Nothing, as for `prepare`."""
+        pass
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep these sequences, in this order."""
         self.rows = [self.rows[at] for at in integers(batch_indices)]
 
     def extend(self, other: SeparateCaches) -> None:
-        """Append the other's sequences."""
         self.rows = [*self.rows, *other.rows]
 
     def extract(self, idx: int) -> SeparateCaches:
-        """One sequence."""
         return SeparateCaches(self.rows[idx])
 
     @classmethod
     def merge(cls, caches: list[SeparateCaches]) -> SeparateCaches:
-        """The sequences of all."""
         return cls(*[row for each in caches for row in each.rows])
 
 
@@ -185,26 +177,15 @@ def one_by_one(
     steps = zip(first.sequences, counts, strict=True)
     # Now, for all of them: what the budget does not hold is known before the first is computed.
     reserve(first.pool, [each.next_step(first.layer, count) for each, count in steps])
-    if first.pool.ranks.size > 1:
-        step = _computed(step)
-    found = [
-        step(tokens[at : at + 1, :count], cache=rows[at]) if count else None
-        for at, count in enumerate(counts)
-    ]
+    found: list[mx.array | None] = []
+    for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        found.append(step(tokens[at : at + 1, :count], cache=row) if count else None)
+        if count and first.pool.ranks.size > 1:
+            # Ranks exchange what belongs to one sequence before they begin with the next one, so
+            # that all do so in the same order.
+            mx.eval([each.state for each in row])
     vocabulary = next(each for each in found if each is not None)
     return mx.concatenate([padded(each, num_tokens, vocabulary) for each in found])
-
-
-def _computed(step: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A step that is computed at once: ranks exchange what belongs to one sequence before they
-    begin with the next one, so that all do so in the same order."""
-
-    def computed(tokens: mx.array, cache: list[Any]) -> mx.array:
-        logits = step(tokens, cache=cache)
-        mx.eval([each.state for each in cache])
-        return logits
-
-    return computed
 
 
 def row_of(cache: Any, row: int) -> Any:
