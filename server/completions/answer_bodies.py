@@ -1,7 +1,10 @@
-"""OpenAI's completions and chat completions: bodies of requests, answers and events."""
+"""OpenAI's completions and chat completions: bodies of requests, answers and events, and log
+probabilities in the form of OpenAI, and for prompts of vLLM."""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,10 +14,47 @@ from typing import Any
 from mlx_lm.server import get_system_fingerprint
 
 from paged_kv.server.completions.interface import Answers, APIRequest, Call, Choice, Object, Usage
-from paged_kv.server.completions.prompt_logprobs import Logprobs, bounded, described
-from paged_kv.server.engine.jobs import Token
+from paged_kv.server.engine.jobs import ScoredToken, Token
 from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.schema import DEFAULT_MODEL, Body, ChatBody, TextBody
+
+# OpenAI's log probability of an impossible token: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
+
+class Logprobs:
+    """The descriptions of one answer's tokens.
+
+    Args:
+        tokenizer: gives the texts of tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Log probabilities name the same tokens again and again.
+        self.text_of = functools.cache(self._decoded)
+
+    def of(self, token: Token) -> dict[str, Any]:
+        """A generated token and the likeliest ones in its place."""
+        top = [self._described(each.token, each.logprob) for each in token.top]
+        return {**self._described(token.token, token.logprob), "top_logprobs": top}
+
+    def _described(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.text_of(token)
+        # The tokenizer does not give the bytes of a token that is a part of a character.
+        octets = None if "\ufffd" in text else list(text.encode())
+        return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
+
+    def _decoded(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+
+def bounded(logprob: float | None) -> float | None:
+    """A log probability that JSON can hold, at least LEAST_LOGPROB."""
+    if logprob is None:
+        return None
+    return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
 
 
 def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
@@ -85,10 +125,23 @@ class OpenAIAnswers(Answers):
         raise NotImplementedError
 
     def _of_prompt(self, choice: Choice) -> Object:
+        """A prompt's log probabilities in vLLM's form: for each token but the first one, those of
+        itself and of the likeliest ones, by their ids."""
         if choice.prompt is None:
             return {}
-        listed = described(choice.prompt, self._prompt_count, self._of_tokens.text_of)
-        return {"prompt_logprobs": listed}
+
+        def described(token: int, logprob: float | None, rank: int | None) -> Object:
+            text = self._of_tokens.text_of(token)
+            return {"logprob": bounded(logprob), "rank": rank, "decoded_token": text}
+
+        def listed(each: ScoredToken) -> Object | None:
+            if each.logprob is None:
+                return None
+            top = enumerate(each.top[: self._prompt_count], 1)
+            likely = {str(it.token): described(it.token, it.logprob, rank) for rank, it in top}
+            return {str(each.token): described(each.token, each.logprob, each.rank)} | likely
+
+        return {"prompt_logprobs": list(map(listed, choice.prompt))}
 
     def _logprobs(self, choice: Choice) -> Object:
         """Log probabilities of each token, in the form of chat completions."""

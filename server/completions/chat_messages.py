@@ -1,13 +1,21 @@
-"""The chats that requests of other interfaces become, with messages and tools as chat templates
-read them."""
+"""Chat messages: what requests of other interfaces become, what parts they may have, and the images
+in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from http.client import HTTPException
+from time import monotonic
 from typing import Any
+from urllib.request import urlopen
+
+from mlx_lm import server
 
 from paged_kv.server.completions.interface import Object
-from paged_kv.server.http.api_errors import wrong_value
+from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
@@ -19,6 +27,14 @@ from paged_kv.server.http.schema import (
     ResponseFormat,
     SharedFields,
 )
+
+# More frames than most models take of a video. A processor makes megabytes of the smallest image.
+MOST_IMAGES = 64
+
+# For all images of a request that are given by URLs.
+FETCH_S = 30.0
+
+_KINDS = ("text", "image_url", "input_image", "image")
 
 
 def chat_request(body: SharedFields, **own: Any) -> ChatBody:
@@ -122,3 +138,148 @@ def _with_first(shown: list[Object], images: list[Object], message: Object) -> O
     content = message["content"]
     parts = [text_part(content)] if isinstance(content, str) else content
     return {**message, "content": [*images, *parts]}
+
+
+def copied(messages: Sequence[Any]) -> list[Any]:
+    """Messages to change, with the arguments of calls as objects: mlx-lm puts texts in the place of
+    contents. All else is shared: a copy of millions of objects would take seconds."""
+    return [_copied_message(message) for message in messages]
+
+
+def _copied_message(message: dict[str, Any]) -> dict[str, Any]:
+    copy = {**message}
+    if isinstance(content := copy.get("content"), list):
+        copy["content"] = [{**part} for part in content]
+    if calls := copy.get("tool_calls"):
+        copy["tool_calls"] = [_copied_call(call) for call in calls]
+    return copy
+
+
+def _copied_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """The arguments of a call. Those that are cut or no object stay readable as a text in one: a
+    broken call must not end a conversation, and templates go through the names of arguments."""
+    try:
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        parsed = given
+    return parsed if isinstance(parsed, dict) else {"arguments": given} if parsed else {}
+
+
+def require_parts(
+    messages: Sequence[Any], *, why_no_images: str | None, urls_allowed: bool
+) -> None:
+    """Check that each part is a text, or an image that this server may read.
+
+    Raises:
+        APIError: 400, one is neither, or there are too many images.
+    """
+    images = 0
+    contents = [message.get("content") for message in messages]
+    for part in (part for each in contents if isinstance(each, list) for part in each):
+        kind = part.get("type")
+        if kind not in _KINDS:
+            raise _wrong(f"a part of a message is of type {kind!r}: send texts and images only")
+        if kind == "text":
+            if not isinstance(part.get("text"), str):
+                raise _wrong("a part of type 'text' has no string as its text")
+            continue
+        if why_no_images is not None:
+            raise _wrong(why_no_images)
+        images += 1
+        if images > MOST_IMAGES:
+            raise _wrong(f"at most {MOST_IMAGES} images are possible in one request")
+        url = server._image_url(part)
+        if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
+            raise _wrong("an image must be given as a data URL")
+        if not (url.startswith("data:") or urls_allowed):
+            raise _wrong(
+                "this server fetches no images: send a data URL, or start it with "
+                "--allow-image-urls"
+            )
+
+
+def require_no_marks(messages: Sequence[Any], marks: Iterable[str]) -> None:
+    """Check that no text of a message holds a mark that stands for an image.
+
+    Raises:
+        APIError: 400, one does.
+    """
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        # A template may put texts together.
+        joined = "".join(part["text"] for part in parts if part.get("type") == "text")
+        texts = json.dumps(message, ensure_ascii=False) + joined
+        for mark in marks:
+            if mark in texts:
+                raise typed_mark(mark, "messages")
+
+
+def typed_mark(mark: str, param: str) -> APIError:
+    """400: a text holds a mark that stands for an image."""
+    return wrong_value(
+        f"a text holds {mark!r}, which stands for images or sounds in prompts of this model: leave "
+        "it out, and send images as parts of a message",
+        param,
+    )
+
+
+def inline_image_urls(messages: Sequence[Any], most_bytes: int) -> None:
+    """Fetch the images that are given by http URLs, and put data URLs in their place.
+
+    Raises:
+        APIError: 400, they cannot be fetched, are too long or take too long.
+    """
+    deadline = monotonic() + FETCH_S
+    for part in server._image_parts(list(messages)):
+        url = str(server._image_url(part))
+        if url.startswith(("http://", "https://")):
+            content = base64.b64encode(_fetched(url, most_bytes, deadline)).decode()
+            part.clear()
+            part.update(type="image_url", image_url={"url": f"data:;base64,{content}"})
+            most_bytes -= len(content)
+
+
+def image_files(messages: Sequence[Any]) -> list[bytes]:
+    """The files in the data URLs of all image parts, in order.
+
+    Raises:
+        APIError: 400, one is not base64.
+    """
+    return [_decoded(str(server._image_url(part))) for part in server._image_parts(list(messages))]
+
+
+def _fetched(url: str, most_bytes: int, deadline: float) -> bytes:
+    content = bytearray()
+    try:
+        with urlopen(url, timeout=max(0.001, deadline - monotonic())) as response:
+            while part := response.read1(1 << 16):
+                content += part
+                if len(content) > most_bytes:
+                    raise _wrong("the images of a request have more bytes than --max-body-bytes")
+                if monotonic() > deadline:
+                    raise TimeoutError(f"all images of a request have {FETCH_S:g} s")
+    except (OSError, ValueError, HTTPException) as error:
+        raise _wrong(f"the image at {shortened(url)} cannot be fetched: {error}") from error
+    return bytes(content)
+
+
+def _decoded(url: str) -> bytes:
+    head, _, content = url.partition(",")
+    if not head.endswith(";base64"):
+        raise _wrong("the data URL of an image must be base64: data:image/png;base64,...")
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise _wrong(f"the data URL of an image is not base64: {error}") from error
+
+
+def _wrong(message: str) -> APIError:
+    return wrong_value(message, "messages")

@@ -17,9 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.interface import Answers, APIRequest, Object, Reader, renamed
-from paged_kv.server.completions.next_turn import next_turn
 from paged_kv.server.completions.output_constraint import prepare_grammars
-from paged_kv.server.completions.request_jobs import make_jobs
+from paged_kv.server.completions.request_jobs import make_jobs, next_turn
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
 from paged_kv.server.engine.choice_text import stop_machine
@@ -217,7 +216,7 @@ def _answers(state: RequestState) -> Answers:
 def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
     for number, job in enumerate(jobs):
         try:
-            job.prompt = job.read(loaded)
+            job.prompt = job.read(job, loaded)
         except APIError:
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,8 +19,7 @@ from paged_kv.integrations.batching.prompt_segments import cut_at, cut_for_snaps
 from paged_kv.integrations.mlx_lm_internals import tokenized
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.server.completions.interface import Mark
-from paged_kv.server.completions.message_parts import (
+from paged_kv.server.completions.chat_messages import (
     copied,
     image_files,
     inline_image_urls,
@@ -27,6 +27,7 @@ from paged_kv.server.completions.message_parts import (
     require_parts,
     typed_mark,
 )
+from paged_kv.server.completions.interface import Mark
 from paged_kv.server.engine.chat_templates import KeptTokens, only_renders, template_text
 from paged_kv.server.engine.jobs import HeldPrompt, Prompt
 from paged_kv.server.engine.paged_model_provider import LoadedModel
@@ -36,30 +37,33 @@ from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.options import ServerOptions
 
 
-def _continues(body: ChatBody) -> bool:
-    """Whether the answer to a chat continues its last message: unless the request says something
-    else, one of the assistant's with a text and without calls.
+def _continued(body: ChatBody) -> str | None:
+    """The text of a chat's last message, if the answer continues it: unless the request says
+    something else, one of the assistant's with a text and without calls.
 
     Raises:
         APIError: 400, the last message is to be continued and is no such message.
     """
-    last = body.messages[-1]
-    is_open = last["role"] == "assistant" and not last.get("tool_calls") and bool(_last_text(body))
-    if body.continue_final_message is None:
-        return is_open and body.add_generation_prompt is not True
-    if body.continue_final_message and not is_open:
+    last, is_continued = body.messages[-1], body.continue_final_message
+    content: Any = last.get("content") or ""
+    if not isinstance(content, str):  # as mlx-lm writes parts together
+        content = "".join(part.get("text") or "" for part in content if part["type"] == "text")
+    is_open = last["role"] == "assistant" and not last.get("tool_calls") and bool(content)
+    if is_continued is None:
+        is_continued = is_open and body.add_generation_prompt is not True
+    elif is_continued and not is_open:
         raise wrong_value(
             "continue_final_message: the last message must be the assistant's, with a text and "
             "without tool_calls",
             "continue_final_message",
         )
-    if body.continue_final_message and body.add_generation_prompt:
+    elif is_continued and body.add_generation_prompt:
         raise wrong_value(
             "continue_final_message and add_generation_prompt: an answer cannot continue the last "
             "message and begin another: leave out one of the two",
             "continue_final_message",
         )
-    return body.continue_final_message
+    return content if is_continued else None
 
 
 # A tokenizer takes 260 bytes of memory for each token, or 2 GB for a body of 8 MB: longer texts are
@@ -73,8 +77,8 @@ _AT_LEAST = " (no more was counted)"
 
 
 class LimitedTokenizer:
-    """A tokenizer of mlx-lm that refuses the texts of prompts that are too long, before it makes
-    tokens of them.
+    """A tokenizer of mlx-lm for one prompt. It refuses texts that are too long, before it makes
+    tokens of them, and can end chats within their last message, or behind it.
 
     Args:
         loaded: the model.
@@ -82,9 +86,8 @@ class LimitedTokenizer:
         param: the field that holds the prompt.
         salt: of the prompt; tokens that others' chats have left serve only the same.
         is_counted: whether the prompt is only counted, so that it may have any length.
-
-    Attributes:
-        param: as given.
+        continued: the text of a chat's last message, which the answer continues.
+        begins_turn: whether a chat says whose turn it is.
     """
 
     def __init__(
@@ -95,12 +98,15 @@ class LimitedTokenizer:
         *,
         salt: Hashable = None,
         is_counted: bool = False,
+        continued: str | None = None,
+        begins_turn: bool = True,
     ) -> None:
         self.param = param
         self._tokenizer = loaded.tokenizer
         self._kept = loaded.kept_tokens
         self._salt = salt
         self._is_counted = is_counted
+        self._continued, self._begins_turn = continued, begins_turn
         self._option: int | None = options.max_prompt_tokens
         self._most = None if is_counted else self._option or loaded.context_length
 
@@ -108,11 +114,17 @@ class LimitedTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, **named: Any) -> list[int]:
-        """The tokens of a text.
+        """The tokens of a text; of a chat without a template, in which every message is written
+        out, too.
 
         Raises:
             APIError: 400, it has too many.
         """
+        if self._continued is not None:
+            text = text[: text.rindex(self._continued) + len(self._continued)]
+        return self._limited(text, **named)
+
+    def _limited(self, text: str, **named: Any) -> list[int]:
         self._require_text(text)
         tokens: list[int] = self._tokenizer.encode(text, **named)
         return tokens
@@ -123,6 +135,10 @@ class LimitedTokenizer:
         Raises:
             APIError: 400, it has too many.
         """
+        if named.get("add_generation_prompt") and not self._begins_turn:
+            named["add_generation_prompt"] = False
+            if self._continued is not None:
+                named["continue_final_message"] = True
         render = self._tokenizer.apply_chat_template
         if tokenize and self._kept is not None and only_renders(named):
             return self._joined(self._kept, render(messages, tokenize=False, **named))
@@ -137,16 +153,14 @@ class LimitedTokenizer:
     def _joined(self, kept: KeptTokens, text: str) -> list[int]:
         """The tokens of a chat's text, by its parts."""
         tokens: list[int] = []
+        encode = partial(self._limited, add_special_tokens=False)
         for part in kept.parts(text):
             self.require(len(tokens), _AT_LEAST)
             if self._is_counted and len(part) > PIECE_CHARACTERS:
                 tokens.extend(chain.from_iterable(self._pieces(part)))
             else:
-                tokens.extend(kept.tokens(part, self._salt, self._encoded_part))
+                tokens.extend(kept.tokens(part, self._salt, encode))
         return tokens
-
-    def _encoded_part(self, part: str) -> list[int]:
-        return self.encode(part, add_special_tokens=False)
 
     def require(self, tokens: int, about: str = "") -> None:
         """Raise APIError 400 if so many tokens are too many; `about` tells how they were
@@ -176,45 +190,6 @@ class LimitedTokenizer:
             yield self._tokenizer.encode(text[start : start + PIECE_CHARACTERS])
 
 
-class ContinuingTokenizer:
-    """A tokenizer of mlx-lm whose chats end within their last message, or behind it.
-
-    Args:
-        tokenizer: mlx-lm's.
-        last: the text of the last message, which the answer continues; None if the chat ends
-            behind that message, and nothing says whose turn it is.
-    """
-
-    def __init__(self, tokenizer: Any, last: str | None) -> None:
-        self._tokenizer = tokenizer
-        self._last = last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, **named: Any) -> Any:
-        """The tokens of a chat without a template, in which every message is written out."""
-        if self._last is not None:
-            text = text[: text.rindex(self._last) + len(self._last)]
-        return self._tokenizer.encode(text, **named)
-
-    def apply_chat_template(self, messages: Sequence[Any], **named: Any) -> Any:
-        """The tokens of a chat, or its text."""
-        if named.get("add_generation_prompt"):
-            named["add_generation_prompt"] = False
-            if self._last is not None:
-                named["continue_final_message"] = True
-        return self._tokenizer.apply_chat_template(messages, **named)
-
-
-def _last_text(body: ChatBody) -> str:
-    """The text of the last message, as mlx-lm writes its parts together."""
-    content: Any = body.messages[-1].get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content if part["type"] == "text")
-
-
 def _require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions) -> None:
     """Raise APIError unless a model's prompt names the tools of a request, or the answer may be
     made without them."""
@@ -238,31 +213,28 @@ def _require_tools_shown(tokenizer: Any, body: ChatBody, options: ServerOptions)
 PUBLISHED_TOKENS = 4 * PAGE_SIZE
 
 
-def read_text(loaded: LoadedModel, prompt: str | Sequence[int], options: ServerOptions) -> Prompt:
-    """The prompt of a completion.
+def read_text(
+    loaded: LoadedModel,
+    prompt: str | Sequence[int],
+    options: ServerOptions,
+    *,
+    is_published: bool = False,
+) -> Prompt:
+    """The prompt of a completion. One that `is_published`, as another server asks for it, is cut
+    where that happens: all but its last token are full pages.
 
     Raises:
         APIError: 400, it has no tokens, too many, or some that the model does not know.
     """
     tokenizer = LimitedTokenizer(loaded, options, "prompt")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    return _checked(loaded, Prompt(tokens, [tokens]), tokenizer)
-
-
-def read_prefill(
-    loaded: LoadedModel, prompt: str | Sequence[int], options: ServerOptions
-) -> Prompt:
-    """The prompt of another server, cut where its pages are published. All but its last token are
-    full pages.
-
-    Raises:
-        APIError: as `read_text`.
-    """
-    whole = read_text(loaded, prompt, options)
-    tokens, last = whole.tokens[:-1], whole.tokens[-1:]
-    starts = range(0, len(tokens), PUBLISHED_TOKENS)
-    parts = [tokens[start : start + PUBLISHED_TOKENS] for start in starts]
-    return replace(whole, segments=[*parts, last])
+    checked = _checked(loaded, Prompt(tokens, [tokens]), tokenizer)
+    if not is_published:
+        return checked
+    pages, last = tokens[:-1], tokens[-1:]
+    starts = range(0, len(pages), PUBLISHED_TOKENS)
+    parts = [pages[start : start + PUBLISHED_TOKENS] for start in starts]
+    return replace(checked, segments=[*parts, last])
 
 
 def read_chat(
@@ -281,13 +253,12 @@ def read_chat(
         APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
             too long.
     """
-    tokenizer = LimitedTokenizer(loaded, options, "messages", salt=salt, is_counted=is_counted)
     _require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.template_variables)
     require_parts(
         body.messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
     )
-    chat = _Chat(loaded, body, options, tokenizer)
+    chat = _Chat(loaded, body, options, salt, is_counted)
     try:
         prompt = chat.prompt()
     except APIError:
@@ -297,7 +268,7 @@ def read_chat(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
     held = tuple(HeldPrompt(chat.end_of(mark, prompt), mark.seconds) for mark in marks)
-    return _checked(loaded, replace(prompt, held=held), tokenizer)
+    return _checked(loaded, replace(prompt, held=held), chat.tokenizer())
 
 
 @dataclass(frozen=True)
@@ -307,7 +278,13 @@ class _Chat:
     loaded: LoadedModel
     body: ChatBody
     options: ServerOptions
-    tokenizer: LimitedTokenizer
+    salt: Hashable
+    is_counted: bool
+
+    def tokenizer(self, **end: Any) -> LimitedTokenizer:
+        """A tokenizer for it, or for its first messages."""
+        about: Any = {"salt": self.salt, "is_counted": self.is_counted, **end}
+        return LimitedTokenizer(self.loaded, self.options, "messages", **about)
 
     def prompt(self) -> Prompt:
         """All of it."""
@@ -318,8 +295,10 @@ class _Chat:
             inline_image_urls(messages, self.options.max_body_bytes)
         if has_images and loaded.prompts is not None:
             return self._with_images(messages)
-        tokenized = self._tokenized(messages, self._continuing_tokenizer())
-        tokens, segments, _, state, vision = tokenized
+        continued = _continued(self.body)
+        begins_turn = continued is None and self.body.add_generation_prompt is not False
+        tokenizer = self.tokenizer(continued=continued, begins_turn=begins_turn)
+        tokens, segments, _, state, vision = self._tokenized(messages, tokenizer)
         if vision is None:
             return Prompt(tokens, segments, state)
         # Evaluate here: the generation thread cannot. See `ThreadConflict`.
@@ -333,7 +312,7 @@ class _Chat:
         if mark.messages >= len(messages) or prompt.media is not None:
             return len(prompt.tokens)
         try:
-            tokens, *_ = self._tokenized(self._fitted(messages[: mark.messages]), self.tokenizer)
+            tokens, *_ = self._tokenized(self._fitted(messages[: mark.messages]), self.tokenizer())
         except Exception:
             return len(prompt.tokens)
         return common_prefix(tokens, prompt.tokens)
@@ -348,7 +327,7 @@ class _Chat:
             APIError: 400, its answer is to continue the last message.
         """
         loaded, body = self.loaded, self.body
-        if _continues(body) or body.add_generation_prompt is False:
+        if _continued(body) is not None or body.add_generation_prompt is False:
             raise wrong_value(
                 "messages: with images the model continues no answers: end with a message of the "
                 "user",
@@ -358,30 +337,18 @@ class _Chat:
         server.process_message_content(messages, keep_images=True)
         variables = {**self.options.chat_template_args, **body.template_variables}
         media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
-        tokens, end = media.tokens, media.media_end
-        segments = [tokens[:end], tokens[end:]]
-        return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
-
-    def _continuing_tokenizer(self) -> Any:
-        if _continues(self.body):
-            return ContinuingTokenizer(self.tokenizer, _last_text(self.body))
-        if self.body.add_generation_prompt is False:
-            return ContinuingTokenizer(self.tokenizer, None)
-        return self.tokenizer
+        tokens, end, tokenizer = media.tokens, media.media_end, loaded.tokenizer
+        # Whether the model goes on with reasoning, as mlx-lm's server finds it out for texts.
+        is_open = tokenizer.has_thinking and (
+            tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+        )
+        state = tokenizer.response_initial_state or ("reasoning" if is_open else "normal")
+        return Prompt(tokens, [tokens[:end], tokens[end:]], str(state), media)
 
     def _tokenized(self, messages: list[Any], tokenizer: Any) -> Any:
         body, processor = self.body, self.loaded.processor
-        tools = body.tools or None
-        chat = server.CompletionRequest("chat", "", messages, tools, body.role_mapping)
+        chat = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
         return tokenized(tokenizer, processor, chat, self.options, body.template_variables)
-
-
-def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
-    """Whether the model goes on with reasoning, as mlx-lm's server finds it out for texts."""
-    is_open = tokenizer.has_thinking and (
-        tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
-    )
-    return str(tokenizer.response_initial_state or ("reasoning" if is_open else "normal"))
 
 
 def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Turns a request into jobs for the generation thread, and reads their prompts.
+"""Turns a request into jobs for the generation thread, reads their prompts, and those of the turns
+that may follow.
 
 Reader threads do this: the client chooses how long it takes.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlx_lm.server import (
     GenerationArguments,
@@ -17,21 +18,18 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.prefix.keeping import inner_salt
-from paged_kv.server.completions.interface import APIRequest
+from paged_kv.server.completions.chat_messages import thoughts, tool_call, tool_result
+from paged_kv.server.completions.interface import APIRequest, Choice, Object
 from paged_kv.server.completions.output_constraint import constraint_of
-from paged_kv.server.completions.prompt_logprobs import (
-    MOST_SCORES,
-    prompt_logprobs_of,
-    require_scorable,
-)
 from paged_kv.server.completions.prompt_reader import (
     fit_context,
     read_chat,
-    read_prefill,
     read_text,
 )
 from paged_kv.server.engine.jobs import Channel, Job, Prompt
+from paged_kv.server.engine.next_turns import NextTurn
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.engine.sampling import Ending
 from paged_kv.server.http.api_errors import wrong_value
@@ -48,6 +46,9 @@ from paged_kv.server.http.schema import (
 from paged_kv.server.options import ServerOptions
 
 Number = TypeVar("Number", int, float)
+
+# Of all prompts of a request together. Each takes about 100 bytes until the answer is written.
+MOST_SCORES = 1 << 20
 
 
 def make_jobs(
@@ -76,25 +77,14 @@ def make_jobs(
             "n",
         )
     scores = prompt_logprobs_of(body, arguments.top_logprobs if arguments.logprobs else None)
-    jobs = []
-    for number, prompt in enumerate(prompts):
-        # Each prompt leaves room for another number of tokens.
-        limits = replace(arguments)
-        reading = partial(
-            _read,
-            request=request,
-            prompt=prompt,
-            arguments=limits,
-            ending=ending,
-            scores=None if scores is None else (scores, MOST_SCORES // len(prompts)),
-            salt=inner_salt(salt),
-            options=options,
-        )
-        job = Job(
+    most_scores = MOST_SCORES // len(prompts)
+    return [
+        Job(
             request_id=request_id,
             model=model,
-            read=reading,
-            arguments=limits,
+            read=partial(_read, request, prompt, most_scores, options),
+            # Each prompt leaves room for another number of tokens.
+            arguments=replace(arguments),
             asked_tokens=arguments.max_tokens,
             ending=ending,
             prompt_logprobs=scores,
@@ -106,8 +96,8 @@ def make_jobs(
             constraint=constraint,
             priority=body.priority or 0,
         )
-        jobs.append(job)
-    return jobs
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def generation_arguments(body: Body, options: ServerOptions) -> GenerationArguments:
@@ -190,40 +180,71 @@ def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: i
         raise wrong_value(f"top_logprobs={arguments.top_logprobs}, and {known}", "top_logprobs")
 
 
+def prompt_logprobs_of(body: Body, logprobs: int | None) -> int | None:
+    """How many of the likeliest tokens to list for each token of the prompts; None if nothing is
+    to be computed of them.
+
+    Args:
+        logprobs: the same of generated tokens.
+
+    Raises:
+        APIError: 400, they cannot be streamed.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise wrong_value(
+            "prompt_logprobs: these are not streamed: leave out stream", "prompt_logprobs"
+        )
+    echoed = logprobs if isinstance(body, TextBody) and body.echo else None
+    counts = [each for each in (body.prompt_logprobs, echoed) if each is not None]
+    return max(counts, default=None)
+
+
+def require_scorable(prompt: Prompt, loaded: LoadedModel, count: int, most: int) -> None:
+    """Check that the log probabilities of a prompt can be told, `count` likely ones for each token.
+
+    Raises:
+        APIError: 400, it is not computed in a batch, or they are more than `most`.
+    """
+    if prompt.media is not None or not loaded.is_batchable:
+        raise wrong_value(
+            "prompt_logprobs: there are none of prompts with images, and none with this model",
+            "prompt_logprobs",
+        )
+    if (number := len(prompt.tokens) * (count + 1)) > most:
+        raise wrong_value(
+            f"prompt_logprobs: a prompt of {len(prompt.tokens):,} tokens with {count} likely ones "
+            f"each has {number:,} log probabilities, and at most {most:,} are possible: send "
+            "shorter or fewer prompts",
+            "prompt_logprobs",
+        )
+
+
 def _read(
-    loaded: LoadedModel,
-    *,
     request: APIRequest,
     prompt: str | list[int],
-    arguments: GenerationArguments,
-    ending: Ending,
-    scores: tuple[int, int] | None,
-    salt: Hashable,
+    most_scores: int,
     options: ServerOptions,
+    job: Job,
+    loaded: LoadedModel,
 ) -> Prompt:
-    """A job's prompt, behind which an answer fits.
+    """A job's prompt, behind which an answer fits: `max_tokens` of the job is lowered to that.
 
     Args:
         prompt: of a completion; a chat has its messages.
-        arguments: `max_tokens` is lowered to what fits.
-        scores: how many likely tokens to list for each token of the prompt, and how many log
-            probabilities it may have in all; None if none are asked for.
+        most_scores: how many log probabilities the prompt may have in all.
     """
-    require_bounds(arguments, ending, loaded.vocab_size)
-    body = request.body
+    body, is_counted = request.body, request.is_counted
+    require_bounds(job.arguments, job.ending, loaded.vocab_size)
     if isinstance(body, ChatBody):
-        param = "messages"
-        made = read_chat(
-            loaded, body, options, request.marks, salt=salt, is_counted=request.is_counted
-        )
+        param, salt = "messages", inner_salt(job.salt)
+        made = read_chat(loaded, body, options, request.marks, salt=salt, is_counted=is_counted)
     else:
         param = "prompt"
-        read = read_prefill if isinstance(body, PrefillBody) else read_text
-        made = read(loaded, prompt, options)
-    if scores is not None:
-        require_scorable(made, loaded, *scores)
-    if not request.is_counted:
-        fit_context(arguments, made, loaded, options, param)
+        made = read_text(loaded, prompt, options, is_published=isinstance(body, PrefillBody))
+    if job.prompt_logprobs is not None:
+        require_scorable(made, loaded, job.prompt_logprobs, most_scores)
+    if not is_counted:
+        fit_context(job.arguments, made, loaded, options, param)
     return made
 
 
@@ -238,3 +259,68 @@ def _logprobs(body: Body) -> tuple[bool, int]:
 
 def _either(given: Number | None, default: Number) -> Number:
     return default if given is None else given
+
+
+# What the next prompt of a chat begins with: the chat and its answer as the template writes them,
+# up to where the next message begins. That message is not known. So two chats are written, with two
+# messages of its kind that begin differently, and what both begin with is what any such message
+# follows. The kind is known: results follow calls, and otherwise the user speaks. These are
+# contents of which no tokenizer joins the beginnings to what is before them in the same way.
+_CONTENTS = ("a", "1")
+
+
+def next_turn(
+    request: APIRequest, job: Job, answer: Choice, options: ServerOptions
+) -> NextTurn | None:
+    """What to prepare behind an answer; None if its next turn cannot be known: of a completion, of
+    one of several choices, and of a chat that has images or whose last message was continued.
+
+    Args:
+        request: that was answered.
+        job: of its only prompt.
+        answer: as its client will send it back.
+    """
+    body = request.body
+    if not isinstance(body, ChatBody) or job.choices > 1 or body.has_images:
+        return None
+    if body.messages[-1]["role"] == "assistant" or body.add_generation_prompt is False:
+        return None
+    read = partial(_next_tokens, body, _message(answer), options, inner_salt(job.salt))
+    return NextTurn(job.request_id, job.model, job.salt, job.session, read)
+
+
+def _message(answer: Choice) -> Object:
+    message: Object = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message |= thoughts(answer.reasoning)
+    calls = [call for call in answer.calls if call.call_id]
+    if calls:
+        arguments = dict.fromkeys((call.index for call in calls), "")
+        for piece in answer.calls:
+            arguments[piece.index] += piece.arguments
+        message["tool_calls"] = [
+            tool_call(call.call_id, call.name, arguments[call.index]) for call in calls
+        ]
+    return message
+
+
+def _next_tokens(
+    body: ChatBody, answer: Object, options: ServerOptions, salt: Hashable, loaded: LoadedModel
+) -> list[int]:
+    """The tokens before the content of any next message. The `salt` is the one of `KeptTokens`.
+
+    Raises:
+        APIError: 400, the model's chat template refuses the chat, or it is too long.
+    """
+
+    def followed_by(content: str) -> Prompt:
+        following: list[Any] = [
+            tool_result(call["id"], content) for call in answer.get("tool_calls", ())
+        ] or [{"role": "user", "content": content}]
+        messages = [*body.messages, answer, *following]
+        return read_chat(loaded, body.model_copy(update={"messages": messages}), options, salt=salt)
+
+    first, second = map(followed_by, _CONTENTS)
+    if first.media is not None:
+        return []
+    return first.tokens[: common_prefix(first.tokens, second.tokens)]

@@ -11,13 +11,12 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 
 from paged_kv.server.completions.interface import APIRequest, Choice, Usage
-from paged_kv.server.completions.prompt_logprobs import first_part
 from paged_kv.server.completions.service import Service
 from paged_kv.server.completions.tool_calls import ChoiceCalls
 from paged_kv.server.engine.choice_text import ChoiceText, Delta
 from paged_kv.server.engine.jobs import Begun, Empty, Event, Failed, Job, Progress, Token
 from paged_kv.server.engine.paged_model_provider import LoadedModel
-from paged_kv.server.http.schema import ChatBody, TextBody
+from paged_kv.server.http.schema import Body, ChatBody, TextBody
 
 
 class RequestState:
@@ -197,3 +196,18 @@ class _BegunChoice:
     # Those with log probabilities that no part has had yet.
     tokens: list[Token] = field(default_factory=list)
     is_shown: bool = False
+
+
+def first_part(body: Body, job: Job, number: int, tokenizer: Any) -> Choice:
+    """What a choice has before its first token: of the prompt."""
+    choice = Choice(number, prompt=job.scored if body.prompt_logprobs is not None else None)
+    if isinstance(body, TextBody) and body.echo:
+        assert job.prompt is not None, "the choice has begun"
+        prompt = body.prompts[job.first_choice // job.choices]
+        choice.text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        if job.arguments.logprobs:
+            most = job.arguments.top_logprobs
+            choice.tokens = [
+                Token(number, each.token, each.logprob, each.top[:most]) for each in job.scored
+            ]
+    return choice

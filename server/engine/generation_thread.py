@@ -397,7 +397,7 @@ class GenerationThread:
             try:
                 rows = self._rows_for(job)
                 if job.prompt is None:
-                    job.prompt = job.read(rows.loaded)
+                    job.prompt = job.read(job, rows.loaded)
                 if job.computes_nothing:
                     self._end_empty(job, rows.loaded)
                     continue

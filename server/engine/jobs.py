@@ -106,7 +106,7 @@ class Job:
     Attributes:
         request_id: of the HTTP request.
         model: the model to use.
-        read: makes the prompt for that model; may be slow.
+        read: makes the prompt of the job for that model; may be slow.
         arguments: mlx-lm's generation arguments, within their bounds.
         choices: the number of continuations.
         first_choice: the number of the first choice in the request.
@@ -132,7 +132,7 @@ class Job:
 
     request_id: str
     model: ModelKey
-    read: Callable[[LoadedModel], Prompt]
+    read: Callable[[Job, LoadedModel], Prompt]
     arguments: GenerationArguments
     choices: int
     first_choice: int

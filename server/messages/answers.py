@@ -7,16 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paged_kv.server.completions.answer_items import (
+from paged_kv.server.completions.interface import (
     AnswerItems,
+    Answers,
+    Call,
+    Choice,
     ItemEnd,
     ItemStart,
+    Object,
     Part,
     Reasoning,
     Text,
+    Usage,
     of_items,
 )
-from paged_kv.server.completions.interface import Answers, Call, Choice, Object, Usage
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.http.request_log import request_id
 

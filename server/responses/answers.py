@@ -7,17 +7,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paged_kv.server.completions.answer_items import (
+from paged_kv.server.completions.answer_bodies import Logprobs
+from paged_kv.server.completions.interface import (
     AnswerItems,
+    Answers,
+    Call,
+    Choice,
     ItemEnd,
     ItemStart,
+    Object,
     Part,
     Reasoning,
     Text,
+    Usage,
     of_items,
 )
-from paged_kv.server.completions.interface import Answers, Call, Choice, Object, Usage
-from paged_kv.server.completions.prompt_logprobs import Logprobs
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.responses.tools import OfferedTool, input_of
 

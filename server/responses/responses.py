@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
+from paged_kv.server.completions.answer_bodies import Logprobs
 from paged_kv.server.completions.chat_messages import (
     chat_request,
     fitting,
@@ -20,7 +21,6 @@ from paged_kv.server.completions.chat_messages import (
     tool_result,
 )
 from paged_kv.server.completions.interface import Answers, APIRequest, Object, renamed
-from paged_kv.server.completions.prompt_logprobs import Logprobs
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.request_body import parse_body

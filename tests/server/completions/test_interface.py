@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from paged_kv.server.completions.answer_items import (
+from paged_kv.server.completions.interface import (
     AnswerItems,
+    Call,
+    Choice,
     ItemEnd,
     ItemStart,
     Part,
     Reasoning,
     Text,
 )
-from paged_kv.server.completions.interface import Call, Choice
 
 CALL = Call("1", "f", "{}")
 END = Choice(0, finish_reason="stop")
