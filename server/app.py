@@ -32,11 +32,9 @@ from paged_kv.server.completions.tokenizing import (
 from paged_kv.server.engine.prompt_fetcher import PREFILL_PATH
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, as_api_error, shortened
-from paged_kv.server.http.connection import PROBES, ExtraPlaces
-from paged_kv.server.http.request_log import HEADER, RequestLog
+from paged_kv.server.http.request_log import HEADER, PROBES, RequestLog
 from paged_kv.server.http.schema import ChatBody, PrefillBody, TextBody
 from paged_kv.server.messages import messages
-from paged_kv.server.messages.answers import error_body
 from paged_kv.server.messages.requests import MessagesBody, PromptBody
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses import responses
@@ -50,7 +48,7 @@ def make_app(service: Service) -> Starlette:
     handlers: dict[Any, Any] = {APIError: error_response, 404: unknown, 405: error_response}
     return Starlette(
         routes=[*status, Mount("/", routes=api, middleware=[_cors(service.options)])],
-        middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
+        middleware=[Middleware(RequestLog)],
         exception_handlers={**handlers, Exception: error_response},
     )
 
@@ -151,7 +149,7 @@ def error_response(request: Request, error: Exception) -> Response:
     """The answer to an exception, in the form of the route's interface."""
     answered = as_api_error(error)
     if request.url.path.startswith(messages.PATH):
-        return JSONResponse(error_body(answered), answered.status, answered.headers)
+        return JSONResponse(messages.error_body(answered), answered.status, answered.headers)
     return answered.response()
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import h11
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paged_kv.lru import LRU
 from paged_kv.server.http.api_errors import APIError, busy, wrong_value
+from paged_kv.server.http.request_log import REFUSAL
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +24,6 @@ MOST_EXTRA = 16
 
 # The time to the first question whether a client still reads; each next one takes twice as long.
 FIRST_QUESTION_S = 0.1
-
-PROBES = ("/health", "/ready")
-
-# In the state of a request on an extra connection: the error that answers it unless it is a probe.
-_REFUSAL = "refusal"
 
 # asyncio hands over 256 KiB at once. In chunks of one byte each, as a client may send a body, these
 # keep the event loop for seconds; others have their turn after each part.
@@ -134,7 +128,7 @@ class Connection(H11Protocol):
             f"{self.max_connections} connections are open, the most allowed: ask again later, or "
             "start the server with a larger --max-connections"
         )
-        self.app_state = {**self.app_state, _REFUSAL: refusal}
+        self.app_state = {**self.app_state, REFUSAL: refusal}
 
     def _ask(self) -> None:
         """Find out whether a client that has ended its side still reads. One that has left answers
@@ -180,27 +174,6 @@ class Connection(H11Protocol):
             lines = [f"HTTP/1.1 {error.status} ", *[f"{name}: {headers[name]}" for name in headers]]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
         self.transport.close()
-
-
-class ExtraPlaces:
-    """Answers only probes on connections beyond the limit, and closes these."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            await send(message)
-
-        refusal = scope.get("state", {}).get(_REFUSAL)
-        if refusal is None:
-            await self._app(scope, receive, send)
-        elif scope["path"] in PROBES:
-            await self._app(scope, receive, closing)
-        else:
-            await refusal.response()(scope, receive, closing)
 
 
 def limited(

@@ -1,4 +1,5 @@
-"""Gives every request an id, which its log lines and its answer carry.
+"""Gives every request an id, which its log lines and its answer carry, and refuses those on
+connections beyond the limit.
 
 Log lines hold what clients sent, such as paths. `OneLine` keeps that from looking like other lines,
 and from reaching a terminal as control characters.
@@ -18,6 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
+PROBES = ("/health", "/ready")
+# In the state of a request on an extra connection: the error that answers it unless it is a probe.
+REFUSAL = "refusal"
 HEADER = "X-Request-Id"
 FORMAT = "%(asctime)s - %(levelname)s - %(request_id)s%(message)s"
 
@@ -54,7 +58,8 @@ class OneLine(logging.Formatter):
 
 
 class RequestLog:
-    """Gives requests ids, and logs the answer to each.
+    """Gives requests ids, and logs the answer to each. On connections beyond the limit it answers
+    only probes, and closes these.
 
     A client may choose the id with the request header of the same name.
     """
@@ -66,19 +71,22 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = _given(scope) or uuid.uuid4().hex
-        status = 0
+        name, status = _given(scope) or uuid.uuid4().hex, 0
+        refusal = scope.get("state", {}).get(REFUSAL)
 
         async def named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = name
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers[HEADER] = name
+                if refusal is not None:
+                    headers["Connection"] = "close"
             await send(message)
 
+        is_served = refusal is None or scope["path"] in PROBES
         token, began = _current.set(name), monotonic()
         try:
-            await self._app(scope, receive, named)
+            await (self._app if is_served else refusal.response())(scope, receive, named)
         finally:
             outcome = status or "gone"
             took = monotonic() - began

@@ -35,11 +35,9 @@ from starlette.types import Message, Receive, Scope, Send
 from paged_kv.server.app import error_response
 from paged_kv.server.completions.service import SESSIONS
 from paged_kv.server.http.api_errors import APIError, busy
-from paged_kv.server.http.connection import PROBES
 from paged_kv.server.http.request_body import read_body, while_connected
-from paged_kv.server.http.request_log import HEADER
+from paged_kv.server.http.request_log import HEADER, PROBES
 from paged_kv.server.messages import messages
-from paged_kv.server.messages.answers import error_body
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, forwarded_request
 from paged_kv.server.replicas.placement import MOST_BEGINNINGS, Placement
@@ -235,7 +233,7 @@ class _Answer:
     def _event(self, error: APIError) -> tuple[bytes, bytes]:
         described, name = error.as_dict(), b"event: error\n"
         if self._path.startswith(messages.PATH):
-            described = error_body(error)
+            described = messages.error_body(error)
         elif self._path.startswith(responses.PATH):
             # As OpenAI names it: https://platform.openai.com/docs/api-reference/responses-streaming
             described = {**described["error"], "type": "error", "sequence_number": self._events}

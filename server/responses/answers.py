@@ -23,7 +23,7 @@ from paged_kv.server.completions.interface import (
     of_items,
 )
 from paged_kv.server.http.api_errors import APIError
-from paged_kv.server.responses.tools import OfferedTool, input_of
+from paged_kv.server.responses.requests import OfferedTool, input_of
 
 # What a reasoning item's `encrypted_content` begins with here. It is not encrypted: it lets clients
 # that keep the conversation themselves send the model's thoughts back.

@@ -27,8 +27,16 @@ from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.schema import ChatBody, ResponseFormat
 from paged_kv.server.responses.answers import PLAIN, ResponseAnswers
 from paged_kv.server.responses.kept_responses import KeptResponses, Turn, named
-from paged_kv.server.responses.requests import ENCRYPTED, LOGPROBS, ResponsesBody, TextConfig
-from paged_kv.server.responses.tools import OfferedTool, arguments_of, function_name, offered_tools
+from paged_kv.server.responses.requests import (
+    ENCRYPTED,
+    LOGPROBS,
+    OfferedTool,
+    ResponsesBody,
+    TextConfig,
+    arguments_of,
+    function_name,
+    offered_tools,
+)
 
 PATH = "/v1/responses"
 
