@@ -15,20 +15,19 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 
 from paged_kv.server import status_page
-from paged_kv.server.completions.answer_bodies import read_completion
-from paged_kv.server.completions.handler import CompletionHandler
-from paged_kv.server.completions.interface import Reader
-from paged_kv.server.completions.service import SESSIONS, Service
-from paged_kv.server.completions.tokenizing import (
+from paged_kv.server.completions.answer_bodies import (
     DETOKENIZE,
     TOKENIZE,
-    PromptHandler,
     listed_tokens,
+    read_completion,
     read_detokenized,
     read_tokenized,
     text_of_tokens,
     token_count,
 )
+from paged_kv.server.completions.handler import CompletionHandler, PromptHandler
+from paged_kv.server.completions.interface import Reader
+from paged_kv.server.completions.service import SESSIONS, Service
 from paged_kv.server.engine.prompt_fetcher import PREFILL_PATH
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, as_api_error, shortened

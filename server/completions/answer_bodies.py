@@ -1,5 +1,5 @@
 """OpenAI's completions and chat completions: bodies of requests, answers and events, and log
-probabilities in the form of OpenAI, and for prompts of vLLM."""
+probabilities; of vLLM those of prompts, and the tokens of texts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from mlx_lm.server import get_system_fingerprint
+from pydantic import Field, StrictInt
 
 from paged_kv.server.completions.interface import Answers, APIRequest, Call, Choice, Object, Usage
 from paged_kv.server.engine.jobs import ScoredToken, Token
-from paged_kv.server.http.request_body import parse_body
-from paged_kv.server.http.schema import DEFAULT_MODEL, Body, ChatBody, TextBody
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.http.api_errors import wrong_value
+from paged_kv.server.http.request_body import checked, parse_body, parsed_json
+from paged_kv.server.http.schema import (
+    DEFAULT_MODEL,
+    Body,
+    BodyFields,
+    ChatBody,
+    Name,
+    TextBody,
+)
+from paged_kv.server.options import ServerOptions
 
 # OpenAI's log probability of an impossible token: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
@@ -30,9 +41,8 @@ class Logprobs:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
         # Log probabilities name the same tokens again and again.
-        self.text_of = functools.cache(self._decoded)
+        self.text_of = functools.cache(lambda token: str(tokenizer.decode([token])))
 
     def of(self, token: Token) -> dict[str, Any]:
         """A generated token and the likeliest ones in its place."""
@@ -44,10 +54,6 @@ class Logprobs:
         # The tokenizer does not give the bytes of a token that is a part of a character.
         octets = None if "\ufffd" in text else list(text.encode())
         return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
-
-    def _decoded(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
 
 
 def bounded(logprob: float | None) -> float | None:
@@ -174,12 +180,11 @@ class ChatAnswers(OpenAIAnswers):
         if choice.reasoning:
             message["reasoning"] = choice.reasoning
         if choice.calls:
-            calls = [_described_call(call, is_chunk=is_chunk) for call in choice.calls]
-            message["tool_calls"] = calls
+            message["tool_calls"] = [_described_call(call, is_chunk) for call in choice.calls]
         return {"delta" if is_chunk else "message": message}
 
 
-def _described_call(call: Call, *, is_chunk: bool) -> Object:
+def _described_call(call: Call, is_chunk: bool) -> Object:
     number = {"index": call.index} if is_chunk else {}
     if not call.call_id:
         return {"function": {"arguments": call.arguments}, **number}
@@ -206,7 +211,14 @@ class TextAnswers(OpenAIAnswers):
     def _logprobs(self, choice: Choice) -> Object:
         if not self._is_listed:
             return super()._logprobs(choice)
-        texts = [self._of_tokens.text_of(token.token) for token in choice.tokens]
+        text_of = self._of_tokens.text_of
+
+        def top(token: Token) -> dict[str, float | None] | None:
+            if token.logprob is None:  # nothing comes before the first of a prompt
+                return None
+            return {text_of(each.token): bounded(each.logprob) for each in token.top}
+
+        texts = [text_of(token.token) for token in choice.tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets.get(choice.index, 0))
@@ -214,12 +226,79 @@ class TextAnswers(OpenAIAnswers):
         return {
             "tokens": texts,
             "token_logprobs": [bounded(token.logprob) for token in choice.tokens],
-            "top_logprobs": [self._top(token) for token in choice.tokens],
+            "top_logprobs": list(map(top, choice.tokens)),
             "text_offset": offsets,
         }
 
-    def _top(self, token: Token) -> dict[str, float | None] | None:
-        """The likeliest tokens in the place of one; nothing comes before the first of a prompt."""
-        if token.logprob is None:
-            return None
-        return {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
+
+# Tokens of prompts for clients, and texts of tokens, in the form that vLLM's clients know.
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+
+class TokenizedText(TextBody):
+    """A body of /tokenize with a prompt."""
+
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizedChat(ChatBody):
+    """A body of /tokenize with messages: their chat template adds the special tokens."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizedBody(BodyFields):
+    """A body of /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
+
+
+def read_tokenized(content: bytes, key: str | None) -> APIRequest:
+    """What is to become tokens, of the bytes of a body.
+
+    Raises:
+        APIError: 400, something is wrong with it.
+    """
+    fields = parsed_json(content)
+    if "messages" in fields:
+        return APIRequest(checked(fields, TokenizedChat), len(content))
+    body = checked(fields, TokenizedText)
+    if not isinstance(body.prompt, str):
+        raise wrong_value("prompt: a text is needed here", "prompt")
+    return APIRequest(body, len(content))
+
+
+def read_detokenized(content: bytes, key: str | None) -> APIRequest:
+    """What is to become text, of the bytes of a body.
+
+    Raises:
+        APIError: 400, something is wrong with it.
+    """
+    body = parse_body(content, DetokenizedBody)
+    prompt = TextBody.model_construct(model=body.model, prompt=body.tokens)
+    return APIRequest(prompt, len(content), names={"prompt": "tokens"})
+
+
+def listed_tokens(
+    options: ServerOptions, body: Body, tokens: list[int], loaded: LoadedModel
+) -> Object:
+    """The tokens of a prompt, and how many it may have."""
+    if isinstance(body, TokenizedText) and body.add_special_tokens is False:
+        tokens = loaded.tokenizer.encode(body.prompt, add_special_tokens=False)
+    texts = None
+    if isinstance(body, TokenizedText | TokenizedChat) and body.return_token_strs:
+        texts = loaded.tokenizer.convert_ids_to_tokens(tokens)
+    most = options.max_prompt_tokens or loaded.context_length
+    return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
+
+
+def text_of_tokens(body: Body, tokens: list[int], loaded: LoadedModel) -> Object:
+    """The text of tokens."""
+    return {"prompt": loaded.tokenizer.decode(tokens)}
+
+
+def token_count(body: Body, tokens: list[int], loaded: LoadedModel) -> Object:
+    """How many tokens a prompt has, in Anthropic's form."""
+    return {"input_tokens": len(tokens)}

@@ -25,7 +25,7 @@ from paged_kv.server.engine.choice_text import stop_machine
 from paged_kv.server.engine.jobs import Channel, Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.http.access import salt_of
-from paged_kv.server.http.api_errors import APIError, wrong_value
+from paged_kv.server.http.api_errors import APIError, busy, wrong_value
 from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import request_id
 from paged_kv.server.http.schema import Body, ChatBody, PrefillBody
@@ -117,10 +117,11 @@ class CompletionHandler:
             return
         async with self._running(state) as answers:
             await state.finish()
-            written = partial(json_bytes, answers.whole, state.choices, state.usage)
             scored = sum(len(each.tokens) + len(each.prompt or ()) for each in state.choices)
-            content = await self._service.workers.write(written, scored)
-            await send_json(content, send, _limit_header(state))
+            content = await self._service.workers.write(
+                lambda: _encoded(answers.whole(state.choices, state.usage)), scored
+            )
+            await _send_json(content, send, _limit_header(state))
 
     async def _stream(self, state: RequestState, stream: EventStream) -> None:
         answers: Answers | None = None
@@ -162,13 +163,10 @@ class CompletionHandler:
             await state.begin()
             answers = _answers(state)
             yield answers
-        self._prepare_next(state, answers)
-
-    def _prepare_next(self, state: RequestState, answers: Answers) -> None:
-        """Let the next turn of a chat be computed while nobody asks for anything."""
+        # Let the next turn of a chat be computed while nobody asks for anything.
         (job, *_), (choice, *_) = state.jobs, state.choices
-        answer, options = answers.sent_back(choice), self._service.options
-        turn = next_turn(state.request, job, answer, options)
+        answer = answers.sent_back(choice)
+        turn = next_turn(state.request, job, answer, self._service.options)
         if turn is not None:
             self._service.thread.prepare_next(turn)
 
@@ -222,6 +220,42 @@ def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
         except Exception as error:
             which = f"prompt {number}" if len(jobs) > 1 else "the prompt"
             raise wrong_value(f"{which} cannot be read: {error}") from error
+
+
+class PromptHandler(CompletionHandler):
+    """Answers with what is asked of a prompt, as its completion would have it.
+
+    Args:
+        service: the server's shared parts.
+        read: of the path's interface.
+        describe: makes the answer of the request's body, the prompt's tokens and their model.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        read: Reader,
+        describe: Callable[[Body, list[int], LoadedModel], Object],
+    ) -> None:
+        super().__init__(service, read)
+        self._describe = describe
+
+    async def _answer(self, state: RequestState, send: Send) -> None:
+        await self._make_ready(state)
+        (job,) = state.jobs
+        if job.prompt is None:
+            # Another model reads it when it is loaded.
+            job.arguments.max_tokens = 0
+            with self._submitted(state.jobs):
+                await state.begin()
+        loaded = self._service.thread.provider.loaded
+        if job.prompt is None or loaded is None or loaded.key != job.model:
+            raise busy("another model was loaded meanwhile: ask again")
+        body, tokens = state.request.body, job.prompt.tokens
+        content = await self._service.workers.read(
+            lambda: _encoded(self._describe(body, tokens, loaded)), state.request.nbytes
+        )
+        await _send_json(content, send)
 
 
 class EventStream:
@@ -283,19 +317,14 @@ def _head(headers: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "http.response.start", "status": 200, "headers": encoded}
 
 
-def json_bytes(describe: Callable[..., Object], *arguments: Any) -> bytes:
-    """What a function makes of arguments, in JSON."""
-    return _encoded(describe(*arguments))
-
-
 def _streamed(describe: Callable[..., Sequence[Object]], *arguments: Any) -> bytes:
     """What a function makes of arguments, as events."""
-    return b"".join(map(_event, describe(*arguments)))
-
-
-def _event(event: Object) -> bytes:
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    return b"%bdata: %b\n\n" % (name.encode(), _encoded(event))
+    events = describe(*arguments)
+    names = [f"event: {each['type']}\n" if "type" in each else "" for each in events]
+    return b"".join(
+        b"%bdata: %b\n\n" % (name.encode(), _encoded(event))
+        for name, event in zip(names, events, strict=True)
+    )
 
 
 def _encoded(described: Object) -> bytes:
@@ -310,7 +339,7 @@ def _limit_header(state: RequestState) -> dict[str, str]:
     return {} if most is None else {"X-Max-Tokens": str(most)}
 
 
-async def send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
+async def _send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
     """Answer with 200 and this JSON."""
     described = {"content-type": "application/json", "content-length": str(len(content))}
     await send(_head(described | dict(headers or {})))

@@ -29,7 +29,6 @@ class RequestState:
         stops: finds the stop texts.
 
     Attributes:
-        request, jobs: as given.
         choices: all choices, in order.
         open: the numbers of those that have not ended.
         tokenizer: the model's; None until `begin` has returned.
@@ -43,11 +42,9 @@ class RequestState:
         self.tokenizer: Any = None
         self._service = service
         self._body, self._stops = request.body, stops
-        channel = jobs[0].channel
-        assert channel is not None, "a client waits for the events"
-        self._events = channel.events
+        assert jobs[0].channel is not None, "a client waits for the events"
+        self._events = jobs[0].channel.events
         self._began = monotonic()
-        # Those that have begun.
         self._begun: dict[int, _BegunChoice] = {}
         self.open = {choice.index for choice in self.choices}
         self._has_token = False
