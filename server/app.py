@@ -62,7 +62,7 @@ def _api_routes(service: Service) -> list[Route]:
         "/v1/chat/completions": partial(read_completion, ChatBody),
         "/chat/completions": partial(read_completion, ChatBody),
         messages.PATH: partial(messages.read_messages, MessagesBody, options),
-        responses.PATH: responses.Responses(kept).read,
+        responses.PATH: partial(responses.read_responses, kept),
     }
     counted = partial(messages.read_messages, PromptBody, options)
     answered = {

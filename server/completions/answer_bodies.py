@@ -64,11 +64,8 @@ def bounded(logprob: float | None) -> float | None:
 
 
 def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
-    """What the bytes of a body of this schema ask for.
-
-    Raises:
-        APIError: 400, something is wrong with it.
-    """
+    """What the bytes of a body of this schema ask for. Raises APIError 400: something is wrong with
+    it."""
     body = parse_body(content, kind)
     answers: Callable[[str, Any], Answers] | None = None
     if isinstance(body, TextBody):
@@ -256,11 +253,8 @@ class DetokenizedBody(BodyFields):
 
 
 def read_tokenized(content: bytes, key: str | None) -> APIRequest:
-    """What is to become tokens, of the bytes of a body.
-
-    Raises:
-        APIError: 400, something is wrong with it.
-    """
+    """What is to become tokens, of the bytes of a body. Raises APIError 400: something is wrong
+    with it."""
     fields = parsed_json(content)
     if "messages" in fields:
         return APIRequest(checked(fields, TokenizedChat), len(content))
@@ -271,11 +265,8 @@ def read_tokenized(content: bytes, key: str | None) -> APIRequest:
 
 
 def read_detokenized(content: bytes, key: str | None) -> APIRequest:
-    """What is to become text, of the bytes of a body.
-
-    Raises:
-        APIError: 400, something is wrong with it.
-    """
+    """What is to become text, of the bytes of a body. Raises APIError 400: something is wrong with
+    it."""
     body = parse_body(content, DetokenizedBody)
     prompt = TextBody.model_construct(model=body.model, prompt=body.tokens)
     return APIRequest(prompt, len(content), names={"prompt": "tokens"})

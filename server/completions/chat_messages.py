@@ -175,11 +175,8 @@ def _arguments(given: Any) -> dict[str, Any]:
 def require_parts(
     messages: Sequence[Any], *, why_no_images: str | None, urls_allowed: bool
 ) -> None:
-    """Check that each part is a text, or an image that this server may read.
-
-    Raises:
-        APIError: 400, one is neither, or there are too many images.
-    """
+    """Check that each part is a text, or an image that this server may read. Raises APIError 400:
+    one is neither, or there are too many images."""
     images = 0
     contents = [message.get("content") for message in messages]
     for part in (part for each in contents if isinstance(each, list) for part in each):
@@ -206,11 +203,8 @@ def require_parts(
 
 
 def require_no_marks(messages: Sequence[Any], marks: Iterable[str]) -> None:
-    """Check that no text of a message holds a mark that stands for an image.
-
-    Raises:
-        APIError: 400, one does.
-    """
+    """Check that no text of a message holds a mark that stands for an image. Raises APIError 400:
+    one does."""
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
@@ -232,11 +226,8 @@ def typed_mark(mark: str, param: str) -> APIError:
 
 
 def inline_image_urls(messages: Sequence[Any], most_bytes: int) -> None:
-    """Fetch the images that are given by http URLs, and put data URLs in their place.
-
-    Raises:
-        APIError: 400, they cannot be fetched, are too long or take too long.
-    """
+    """Fetch the images that are given by http URLs, and put data URLs in their place. Raises
+    APIError 400: they cannot be fetched, are too long or take too long."""
     deadline = monotonic() + FETCH_S
     for part in server._image_parts(list(messages)):
         url = str(server._image_url(part))
@@ -248,11 +239,8 @@ def inline_image_urls(messages: Sequence[Any], most_bytes: int) -> None:
 
 
 def image_files(messages: Sequence[Any]) -> list[bytes]:
-    """The files in the data URLs of all image parts, in order.
-
-    Raises:
-        APIError: 400, one is not base64.
-    """
+    """The files in the data URLs of all image parts, in order. Raises APIError 400: one is not
+    base64."""
     return [_decoded(str(server._image_url(part))) for part in server._image_parts(list(messages))]
 
 

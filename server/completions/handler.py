@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -145,8 +144,6 @@ class CompletionHandler:
             if isinstance(new, str):
                 content = f": {new}\n\n".encode()
             else:
-                # What is sent is kept for the next turn, without its log probabilities.
-                state.choices[new.index].add(replace(new, tokens=[], prompt=None))
                 written = partial(_streamed, answers.on_delta, new)
                 # Log probabilities take their time.
                 workers, count = self._service.workers, len(new.tokens)

@@ -41,11 +41,8 @@ class ModelNames:
         self._listed += self._aliases
 
     def key_of(self, body: Body) -> ModelKey:
-        """The model, adapter and draft model that a request names.
-
-        Raises:
-            APIError: 404, the server does not serve such a model.
-        """
+        """The model, adapter and draft model that a request names. Raises APIError 404: the server
+        does not serve such a model."""
         model, adapter, draft = self._default
         if body.model in self._aliases and self._aliases[body.model] != model:
             model, adapter = self._aliases[body.model], None
@@ -74,11 +71,8 @@ class ModelNames:
         return [self._as_dict(name, loaded) for name in names]
 
     def described(self, name: str, loaded: LoadedModel | None) -> dict[str, Any]:
-        """One model, in the form of `listed`.
-
-        Raises:
-            APIError: 404, the server does not serve such a model.
-        """
+        """One model, in the form of `listed`. Raises APIError 404: the server does not serve such a
+        model."""
         names = {*self._names, *self._aliases}
         if name not in names and name not in (_downloaded() if self._may_switch else ()):
             self._refuse(name, "model")

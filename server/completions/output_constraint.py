@@ -33,12 +33,8 @@ from paged_kv.server.http.schema import (
 
 
 def constraint_of(body: Body) -> Constraint | CallConstraint | None:
-    """What an answer to a request must fit; None for any text.
-
-    Raises:
-        APIError: 400, two fields say it, the grammar is too long, or a tool is to be called that
-            there is not.
-    """
+    """What an answer to a request must fit; None for any text. Raises APIError 400: two fields say
+    it, the grammar is too long, or a tool is to be called that there is not."""
     answer = _of_answer(body)
     return _of_calls(body, answer) if isinstance(body, ChatBody) else answer
 
@@ -134,12 +130,9 @@ MOST_BYTES = 1 << 30
 async def prepare_grammars(
     service: Service, jobs: Sequence[Job], loaded: LoadedModel | None
 ) -> None:
-    """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
-
-    Raises:
-        APIError: 400, a grammar does not compile, or not within the limits; or the extra
-            `structured` is not installed.
-    """
+    """Compile the grammars of a request's jobs for a model; None if it is not loaded yet. Raises
+    APIError 400: a grammar does not compile, or not within the limits; or the extra `structured` is
+    not installed."""
     requested, workers = jobs[0].constraint, service.workers  # all jobs of a request have the same
     work = partial(model_constraint, requested, loaded and loaded.tokenizer)
     # The grammar of many tools takes long to write.

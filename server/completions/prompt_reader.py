@@ -39,11 +39,8 @@ from paged_kv.server.options import ServerOptions
 
 def _continued(body: ChatBody) -> str | None:
     """The text of a chat's last message, if the answer continues it: unless the request says
-    something else, one of the assistant's with a text and without calls.
-
-    Raises:
-        APIError: 400, the last message is to be continued and is no such message.
-    """
+    something else, one of the assistant's with a text and without calls. Raises APIError 400: the
+    last message is to be continued and is no such message."""
     last, is_continued = body.messages[-1], body.continue_final_message
     content: Any = last.get("content") or ""
     if not isinstance(content, str):  # as mlx-lm writes parts together
@@ -115,11 +112,7 @@ class LimitedTokenizer:
 
     def encode(self, text: str, **named: Any) -> list[int]:
         """The tokens of a text; of a chat without a template, in which every message is written
-        out, too.
-
-        Raises:
-            APIError: 400, it has too many.
-        """
+        out, too. Raises APIError 400: it has too many."""
         if self._continued is not None:
             text = text[: text.rindex(self._continued) + len(self._continued)]
         return self._limited(text, **named)
@@ -130,11 +123,7 @@ class LimitedTokenizer:
         return tokens
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool, **named: Any) -> Any:
-        """The tokens of a conversation.
-
-        Raises:
-            APIError: 400, it has too many.
-        """
+        """The tokens of a conversation. Raises APIError 400: it has too many."""
         if named.get("add_generation_prompt") and not self._begins_turn:
             named["add_generation_prompt"] = False
             if self._continued is not None:
@@ -221,11 +210,8 @@ def read_text(
     is_published: bool = False,
 ) -> Prompt:
     """The prompt of a completion. One that `is_published`, as another server asks for it, is cut
-    where that happens: all but its last token are full pages.
-
-    Raises:
-        APIError: 400, it has no tokens, too many, or some that the model does not know.
-    """
+    where that happens: all but its last token are full pages. Raises APIError 400: it has no
+    tokens, too many, or some that the model does not know."""
     tokenizer = LimitedTokenizer(loaded, options, "prompt")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     checked = _checked(loaded, Prompt(tokens, [tokens]), tokenizer)
@@ -247,12 +233,8 @@ def read_chat(
     is_counted: bool = False,
 ) -> Prompt:
     """The prompt of a conversation. `marks` say what is to stay cached of it, and one that
-    `is_counted` may have any length. Its `salt` is the one of `KeptTokens`.
-
-    Raises:
-        APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
-            too long.
-    """
+    `is_counted` may have any length. Its `salt` is the one of `KeptTokens`. Raises APIError 400:
+    the model's chat template refuses it, its images cannot be read, or it is too long."""
     _require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.template_variables)
     require_parts(
@@ -321,11 +303,8 @@ class _Chat:
         return self.loaded.roles.fitted(copied(messages), self.body.role_mapping or {})
 
     def _with_images(self, messages: list[Any]) -> Prompt:
-        """The prompt for a model of mlx-vlm.
-
-        Raises:
-            APIError: 400, its answer is to continue the last message.
-        """
+        """The prompt for a model of mlx-vlm. Raises APIError 400: its answer is to continue the
+        last message."""
         loaded, body = self.loaded, self.body
         if _continued(body) is not None or body.add_generation_prompt is False:
             raise wrong_value(
@@ -395,11 +374,8 @@ def fit_context(
     param: str,
 ) -> None:
     """Lower `max_tokens` to what the model's context holds behind a prompt. An option for longer
-    prompts says that the model takes more than its config names: then nothing is known.
-
-    Raises:
-        APIError: 400, the prompt leaves no room for a token, and some are to be generated.
-    """
+    prompts says that the model takes more than its config names: then nothing is known. Raises
+    APIError 400: the prompt leaves no room for a token, and some are to be generated."""
     length, tokens = loaded.context_length, len(prompt.tokens)
     if length is None or (options.max_prompt_tokens or 0) > length or not arguments.max_tokens:
         return

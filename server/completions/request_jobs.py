@@ -60,11 +60,8 @@ def make_jobs(
     channel: Channel,
 ) -> list[Job]:
     """The jobs of a request, one for each prompt, whose events go to the channel. No prompt is
-    tokenized yet.
-
-    Raises:
-        APIError: 400, the request asks for too many choices, or for an answer of two forms.
-    """
+    tokenized yet. Raises APIError 400: the request asks for too many choices, or for an answer of
+    two forms."""
     body, choices = request.body, request.body.n or 1
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
@@ -201,10 +198,7 @@ def prompt_logprobs_of(body: Body, logprobs: int | None) -> int | None:
 
 def require_scorable(prompt: Prompt, loaded: LoadedModel, count: int, most: int) -> None:
     """Check that the log probabilities of a prompt can be told, `count` likely ones for each token.
-
-    Raises:
-        APIError: 400, it is not computed in a batch, or they are more than `most`.
-    """
+    Raises APIError 400: it is not computed in a batch, or they are more than `most`."""
     if prompt.media is not None or not loaded.is_batchable:
         raise wrong_value(
             "prompt_logprobs: there are none of prompts with images, and none with this model",
@@ -308,10 +302,7 @@ def _next_tokens(
     body: ChatBody, answer: Object, options: ServerOptions, salt: Hashable, loaded: LoadedModel
 ) -> list[int]:
     """The tokens before the content of any next message. The `salt` is the one of `KeptTokens`.
-
-    Raises:
-        APIError: 400, the model's chat template refuses the chat, or it is too long.
-    """
+    Raises APIError 400: the model's chat template refuses the chat, or it is too long."""
 
     def followed_by(content: str) -> Prompt:
         following: list[Any] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -66,41 +66,33 @@ class RequestState:
         )
 
     async def begin(self) -> None:
-        """Wait until one of the jobs runs.
-
-        Raises:
-            APIError: a job was refused.
-        """
+        """Wait until one of the jobs runs. Raises APIError: a job was refused."""
         while not self._begun:
-            self._take(await self._events.get())
+            self._delta(await self._events.get())
 
     async def finish(self) -> None:
-        """Wait until all choices are complete.
-
-        Raises:
-            APIError: something went wrong.
-        """
-        async for new in self.deltas():
-            if isinstance(new, Choice):
-                self.choices[new.index].add(new)
+        """Wait until all choices are complete. Raises APIError: something went wrong."""
+        async for _ in self.deltas():
+            pass
 
     async def deltas(self) -> AsyncIterator[Choice | str]:
-        """New parts of choices as they come, and texts that tell of the prompts' progress.
-
-        Raises:
-            APIError: something went wrong.
-        """
+        """New parts of choices as they come, and texts that tell of the prompts' progress. Raises
+        APIError: something went wrong."""
+        is_streamed = bool(self._body.stream)
         while self.open:
             if not self._events.empty():
                 # Else the event loop would not get on before all waiting events are done.
                 await asyncio.sleep(0)
             event = await self._events.get()
-            delta = self._take(event)
+            delta = self._delta(event)
             if isinstance(event, Progress):
                 yield f"keepalive {event.done}/{event.total}"
             elif isinstance(event, Token | Empty) and delta is not None:
                 new = await self._part(event.choice, delta)
                 if not new.is_empty:
+                    # What is sent is kept for the next turn, without its log probabilities.
+                    kept = replace(new, tokens=[], prompt=None) if is_streamed else new
+                    self.choices[new.index].add(kept)
                     yield new
         self._service.metrics.whole_request.note(monotonic() - self._began)
 
@@ -120,14 +112,14 @@ class RequestState:
         if new.is_empty:
             return new
         new.tokens, begun.tokens = begun.tokens, []
-        if begun.is_shown:
+        if not self.choices[number].is_empty:
             return new
-        begun.is_shown = True
         first = first_part(self._body, begun.job, number, self.tokenizer)
         first.add(new)
         return first
 
-    def _take(self, event: Event) -> Delta | None:
+    def _delta(self, event: Event) -> Delta | None:
+        """What an event adds to a choice, if it does."""
         match event:
             case Failed(error):
                 raise error
@@ -150,17 +142,12 @@ class RequestState:
             self._service.short_hits.record(self._body, job, loaded.tokenizer)
             if self._body.tool_choice != "none":
                 tools = self._body.tools or []
+        workers, is_streamed = self._service.workers, bool(self._body.stream)
+        state, least = job.prompt.initial_state, job.ending.min_tokens
+        more = {"has_tools": bool(tools), "lists_end": lists_end}
         for number in job.numbers:
-            text = ChoiceText(
-                loaded,
-                job.prompt.initial_state,
-                self._stops,
-                job.ending.min_tokens,
-                has_tools=bool(tools),
-                lists_end=lists_end,
-            )
-            is_streamed = bool(self._body.stream)
-            calls = ChoiceCalls(self._service.workers, loaded.tokenizer, tools, is_streamed)
+            text = ChoiceText(loaded, state, self._stops, least, **more)
+            calls = ChoiceCalls(workers, loaded.tokenizer, tools, is_streamed)
             self._begun[number] = _BegunChoice(job, text, calls)
 
     def _record_token(self, token: Token) -> Delta:
@@ -192,7 +179,6 @@ class _BegunChoice:
     first_token: float = 0.0
     # Those with log probabilities that no part has had yet.
     tokens: list[Token] = field(default_factory=list)
-    is_shown: bool = False
 
 
 def first_part(body: Body, job: Job, number: int, tokenizer: Any) -> Choice:

@@ -65,15 +65,12 @@ class WorkerThreads:
         }
 
     async def read(self, work: Callable[[], Made], body_bytes: int) -> Made:
-        """The result of work for a request whose body has so many bytes."""
         return await self._run("read-long" if body_bytes > LONG_BODY_BYTES else "read-short", work)
 
     async def read_images(self, work: Callable[[], Made]) -> Made:
-        """The result of work for a request with images."""
         return await self._run("read-images", work)
 
     async def compile(self, work: Callable[[], Made]) -> Made:
-        """The result of compiling a grammar."""
         return await self._run("compile", work)
 
     async def write(self, work: Callable[[], Made], tokens: int) -> Made:
@@ -84,7 +81,6 @@ class WorkerThreads:
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], work)
 
     def close(self) -> None:
-        """Cancel work that has not begun."""
         for each in self._threads.values():
             each.shutdown(wait=False, cancel_futures=True)
 
@@ -104,7 +100,6 @@ class Ended(NamedTuple):
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it reached its limit of time."""
         return self.status == -signal.SIGALRM
 
 
@@ -172,12 +167,9 @@ class Service:
         return self.is_healthy and self.gate.is_open and self.thread.loaded.done()
 
     async def loaded(self) -> LoadedModel | None:
-        """Wait for the first model to load; returns the loaded model, if there is one.
-
-        Raises:
-            APIError: 503, the model cannot be loaded, the server is shutting down, or the
-                generation thread has died.
-        """
+        """Wait for the first model to load; returns the loaded model, if there is one. Raises
+        APIError 503: the model cannot be loaded, the server is shutting down, or the generation
+        thread has died."""
         try:
             await self.gate.while_open(asyncio.wrap_future(self.thread.loaded))
         except APIError:
@@ -189,11 +181,8 @@ class Service:
 
     async def end_session(self, name: str, salt: Hashable) -> int:
         """End a session of prompts with a salt, and free what only these have cached; returns how
-        many blocks' worth of tokens that frees.
-
-        Raises:
-            APIError: 503, or 404 if there is no such session.
-        """
+        many blocks' worth of tokens that frees. Raises APIError 503, or 404 if there is no such
+        session."""
         with self.gate.entered():
             await self.loaded()
             ended = SessionEnd(name, salt)

@@ -48,20 +48,20 @@ async def parse_calls(workers: WorkerThreads, parser: Parser, tools: Any, text: 
     """
     if len(text) <= LONG_CALL_CHARACTERS:
         return await workers.write(partial(parser, text, tools), 0)
+
+    def question() -> bytes:
+        # As `json.dumps` would hold Python's lock, and tools can be megabytes.
+        return "".join(json.JSONEncoder().iterencode([text, tools])).encode()
+
     async with workers.call_processes:
-        question = await workers.write(partial(_question, text, tools), sys.maxsize)
+        asked = await workers.write(question, sys.maxsize)
         arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
-        ended = await run_python(parse_tool_call.__file__, *arguments, question=question)
+        ended = await run_python(parse_tool_call.__file__, *arguments, question=asked)
     if ended.is_too_slow:
         raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
     if ended.status:
         raise ValueError(ended.reason)
     return json.loads(ended.output)
-
-
-def _question(text: str, tools: Any) -> bytes:
-    # As `json.dumps` would hold Python's lock, and tools can be megabytes.
-    return "".join(json.JSONEncoder().iterencode([text, tools])).encode()
 
 
 # Longer beginnings are not searched again with every token.
@@ -84,62 +84,33 @@ _HEADS: Mapping[str, Sequence[re.Pattern[str]]] = {
 }
 
 
-class Piece(NamedTuple):
-    """What was written of a call.
-
-    Attributes:
-        head: its name, and its id if the model gives it one; None if it began with another piece.
-        arguments: the pieces of a call together are JSON, if the model writes JSON.
-    """
-
-    head: dict[str, Any] | None
-    arguments: str
+# What was written of a call: its name, and its id if the model gives it one, or None if it began
+# with another piece; and a piece of its arguments. These together are JSON, if the model writes it.
+Piece = tuple[dict[str, Any] | None, str]
 
 
 class OpenCall:
-    """Reads a text of calls that grows. This one reads nothing, for forms that have no other.
+    """Reads a text of calls that grows, whose arguments are JSON.
+
+    Args:
+        heads: what may be before the arguments; without any this reads nothing.
 
     Attributes:
         has_begun: whether any piece was read.
         is_whole: whether nothing but such pieces follows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heads: Sequence[re.Pattern[str]] = ()) -> None:
         self.has_begun = self.is_whole = False
         # The text before is read.
         self._at = 0
-
-    def take(self, text: str) -> Iterator[Piece]:
-        """The pieces that are new in a text, which begins with the one before."""
-        return iter(())
-
-    def rest(self, arguments: dict[str, Any]) -> str:
-        """The last piece, by what the parser makes of the whole text."""
-        return ""
-
-
-def open_call(form: str, tools: Sequence[Mapping[str, Any]]) -> OpenCall:
-    """A reader for texts of the form of this parser."""
-    if form == "qwen3_coder":
-        return TaggedCall(tools)
-    return JSONCalls(_HEADS[form]) if form in _HEADS else OpenCall()
-
-
-class JSONCalls(OpenCall):
-    """Reads arguments that are JSON.
-
-    Args:
-        heads: what may be before them.
-    """
-
-    def __init__(self, heads: Sequence[re.Pattern[str]]) -> None:
-        super().__init__()
         self._heads = heads
         # Within the arguments: in how many objects and lists, and in which part of a text.
         self._depth = 0
         self._is_text = self._is_escaped = False
 
     def take(self, text: str) -> Iterator[Piece]:
+        """The pieces that are new in a text, which begins with the one before."""
         while self._at < len(text):
             head = None
             if not self._depth:
@@ -148,7 +119,11 @@ class JSONCalls(OpenCall):
                     return
                 self._at, head = found.end(), found.groupdict()
             self.has_begun = self.is_whole = True
-            yield Piece(head, "".join(self._read(text)))
+            yield head, "".join(self._read(text))
+
+    def rest(self, arguments: dict[str, Any]) -> str:
+        """The last piece, by what the parser makes of the whole text."""
+        return ""
 
     def _head(self, text: str) -> re.Match[str] | None:
         if len(text) - self._at > MOST_HEAD_CHARACTERS:
@@ -205,9 +180,9 @@ class TaggedCall(OpenCall):
                 return
             self.has_begun, self._at = True, found.end()
             self._texts = _texts_of(self._tools, found["name"])
-            yield Piece(found.groupdict(), "{")
+            yield found.groupdict(), "{"
         if written := "".join(self._read(text)):
-            yield Piece(None, written)
+            yield None, written
 
     def rest(self, arguments: dict[str, Any]) -> str:
         if self._is_open:
@@ -297,7 +272,10 @@ class ChoiceCalls:
         # Of a whole answer nobody reads a part. The template may show tools to a model whose calls
         # mlx-lm cannot read.
         form = parser.__module__.rpartition(".")[2] if is_streamed and parser else ""
-        self._new_call = partial(open_call, form, tools)
+        if form == "qwen3_coder":
+            self._new_call: Callable[[], OpenCall] = partial(TaggedCall, tools)
+        else:
+            self._new_call = partial(OpenCall, _HEADS.get(form, ()))
         self._open = self._new_call()
 
     async def take(self, delta: Delta) -> CallsAndText:

@@ -14,7 +14,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +49,7 @@ def read_api_keys(source: str | None, option: str = "--api-key") -> list[str]:
 
 
 def read_prefill_key(source: str | None) -> str | None:
-    """The key that `--prefill-key` names; None without the option.
-
-    Raises:
-        ValueError: it holds no key, or several.
-        OSError: the file cannot be read.
-    """
+    """The one key that `--prefill-key` names, or None. Raises as `read_api_keys`."""
     keys = read_api_keys(source, "--prefill-key")
     if len(keys) > 1:
         raise ValueError(
@@ -120,11 +115,7 @@ class Clients:
 
     def require(self, request: Request) -> str | None:
         """The name of a client's key, a salt that separates its prompts from those of others; None
-        without keys.
-
-        Raises:
-            APIError: 401, the request has none of the keys.
-        """
+        without keys. Raises APIError 401: the request has none of the keys."""
         if not self._limits:
             return None
         scheme, given = _credentials(request)
@@ -147,14 +138,8 @@ class Clients:
 
     @contextmanager
     def entered(self, client: str | None) -> Iterator[None]:
-        """Count a request that runs or waits.
-
-        Args:
-            client: the name of its key; None without keys.
-
-        Raises:
-            APIError: 429, the client has too many already.
-        """
+        """Count a request of a client, by the name of its key, that runs or waits. Raises APIError
+        429: the client has too many already."""
         most = self._of(client).requests
         if most is not None and self._inside[client] >= most:
             raise APIError(
@@ -215,7 +200,10 @@ class KnownHosts:
         # The host without its port, from "[::1]:8080", "127.0.0.1:8080" or "localhost".
         host = request.headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if "*" in self._names or name.lower() in self._names or _is_address(name):
+        if "*" in self._names or name.lower() in self._names:
+            return
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
             return
         raise APIError(
             403,
@@ -236,10 +224,9 @@ def _credentials(request: Request) -> tuple[str, str]:
 
 def _password(given: str) -> bytes:
     try:
-        _, _, password = base64.b64decode(given.encode("latin-1"), validate=True).partition(b":")
+        return base64.b64decode(given.encode("latin-1"), validate=True).partition(b":")[2]
     except binascii.Error:
         return b""
-    return password
 
 
 def _unauthorized(what_to_do: str, challenge: str) -> APIError:
@@ -253,14 +240,6 @@ def _unauthorized(what_to_do: str, challenge: str) -> APIError:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 class Gate:
@@ -279,16 +258,12 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are let in."""
         return self._refusal is None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Count a request as in progress.
-
-        Raises:
-            APIError: the error that the gate was closed with.
-        """
+        """Count a request as in progress. Raises APIError: the error that the gate was closed
+        with."""
         if self._refusal is not None:
             raise self._refusal
         self.inside += 1
@@ -320,5 +295,4 @@ class Gate:
         event.result()
 
     async def wait_until_empty(self) -> None:
-        """Wait until no request is in progress."""
         await self._empty.wait()

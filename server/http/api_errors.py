@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -82,57 +82,32 @@ def from_validation(error: ValidationError, body: Mapping[str, Any]) -> APIError
     Where a field may be several things, pydantic tells what each of them lacks. What went furthest
     into the body is the one that was meant.
     """
-    faults = [_Fault.of(each, body) for each in error.errors(include_url=False)]
-    field = faults[0].place
-    nearest = max((each for each in faults if each.is_within(field)), key=_Fault.closeness)
+    faults = error.errors(include_url=False)
+    places = [tuple(_place(each, body)) for each in faults]
+    field = places[0]
+    # Of as far faults, those count where something of the kind was sent.
+    closeness = [
+        (place[: len(field)] == field, len(place), not fault["type"].endswith("_type"))
+        for place, fault in zip(places, faults, strict=True)
+    ]
+    nearest = closeness.index(max(closeness))
+    place, fault = places[nearest], faults[nearest]
     alike = [
-        each.what
-        for each in faults
-        if (each.place, each.closeness()) == (nearest.place, nearest.closeness())
+        _what(each)
+        for each, at, close in zip(faults, places, closeness, strict=True)
+        if (at, close) == (place, closeness[nearest])
     ]
     first, *others = dict.fromkeys(alike)
-    what = " or ".join([first, *(each.removeprefix(_SHOULD_BE) for each in others)])
-    param = ".".join(map(str, nearest.place)) or None
-    return wrong_value(f"{param or 'the body'}: {what}{nearest.got}", param)
+    what = " or ".join([first, *(each.removeprefix("Input should be ") for each in others)])
+    got = "" if fault["type"] == "missing" else f", got {shortened(fault['input'])}"
+    param = ".".join(map(str, place)) or None
+    return wrong_value(f"{param or 'the body'}: {what}{got}", param)
 
 
-_SHOULD_BE = "Input should be "
-
-
-class _Fault(NamedTuple):
-    """One of pydantic's errors.
-
-    Attributes:
-        place: the names and indices that lead to it in the body.
-        what: is wrong.
-        got: what there was.
-        is_other: whether something else than this was sent, and nothing of this kind.
-    """
-
-    place: tuple[int | str, ...]
-    what: str
-    got: str
-    is_other: bool
-
-    @classmethod
-    def of(cls, error: ErrorDetails, body: Any) -> _Fault:
-        kind = error["type"]
-        is_missing = kind == "missing"
-        got = "" if is_missing else f", got {shortened(error['input'])}"
-        place = tuple(_place(error["loc"], body, is_missing=is_missing))
-        return cls(place, _what(error), got, kind.endswith("_type"))
-
-    def is_within(self, field: tuple[int | str, ...]) -> bool:
-        return self.place[: len(field)] == field
-
-    def closeness(self) -> tuple[int, bool]:
-        return len(self.place), not self.is_other
-
-
-def _place(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> Iterator[int | str]:
+def _place(fault: ErrorDetails, value: Any) -> Iterator[int | str]:
     """The parts of an error's place that are in the body. Pydantic adds the names of what a field
     may be."""
-    for part, following in pairwise([*loc, None]):
+    for part, following in pairwise([*fault["loc"], None]):
         is_last = following is None
         if isinstance(value, dict):
             is_known = part in value
@@ -144,7 +119,7 @@ def _place(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> Iterato
             is_known = isinstance(value, list) and isinstance(part, int)
         if is_known:
             value = value[part]
-        if part is not None and (is_known or (is_missing and is_last)):
+        if part is not None and (is_known or (is_last and fault["type"] == "missing")):
             yield part
 
 

@@ -70,11 +70,8 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run work for a client whose request was received completely.
-
-    Raises:
-        ClientDisconnect: the client has left, and the work was cancelled.
-    """
+    """Run work for a client whose request was received completely. Raises ClientDisconnect: the
+    client has left, and the work was cancelled."""
     left = asyncio.ensure_future(_disconnected(receive))
     working = asyncio.ensure_future(work)
     try:
@@ -89,20 +86,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 
 def parse_body(content: bytes, kind: type[Kind]) -> Kind:
-    """The bytes of a body as an object of a schema.
-
-    Raises:
-        APIError: 400, the body is not JSON, has too many values, or does not fit the schema.
-    """
+    """The bytes of a body as an object of a schema. Raises APIError 400: the body is not JSON, has
+    too many values, or does not fit the schema."""
     return checked(parsed_json(content), kind)
 
 
 def parsed_json(content: bytes) -> dict[str, Any]:
-    """The fields of a body, without those that are null, at any depth.
-
-    Raises:
-        APIError: 400, the body is not JSON, not an object, or has too many values.
-    """
+    """The fields of a body, without those that are null, at any depth. Raises APIError 400: the
+    body is not JSON, not an object, or has too many values."""
     _require_few_values(content)
     try:
         fields: Any = pydantic_core.from_json(content, allow_inf_nan=False)
@@ -115,11 +106,8 @@ def parsed_json(content: bytes) -> dict[str, Any]:
 
 
 def checked(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """The fields of a body as an object of a schema.
-
-    Raises:
-        APIError: 400, they do not fit it, or some ask for what the server does not do.
-    """
+    """The fields of a body as an object of a schema. Raises APIError 400: they do not fit it, or
+    some ask for what the server does not do."""
     for name, value in fields.items():
         if name not in kind.model_fields and name not in kind.without_meaning:
             _require_no_meaning(fields, name, value, kind.only)
@@ -285,11 +273,8 @@ class BodyDecoder:
         self._decoder = _decoder(self._encoding)
 
     def decode(self, part: bytes, most: int) -> bytes:
-        """What the next part adds, up to `most` bytes. Who gets so many asks for no more.
-
-        Raises:
-            APIError: 400, it is not in this encoding.
-        """
+        """What the next part adds, up to `most` bytes. Who gets so many asks for no more. Raises
+        APIError 400: it is not in this encoding."""
         if self._decoder is None or not part:
             return part[:most]
         if self._decoder.eof:

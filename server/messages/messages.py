@@ -90,11 +90,7 @@ def _answers(body: PromptBody, chat: ChatBody, name: str, _: Any) -> Answers:
 
 
 def chat_of(body: PromptBody, skipped: Sequence[str]) -> ChatBody:
-    """The chat that a body asks for.
-
-    Raises:
-        APIError: 400, it is too much, or nothing.
-    """
+    """The chat that a body asks for. Raises APIError 400: it is too much, or nothing."""
     choice, output = body.tool_choice, body.output_config
     has_one_call = choice is not None and choice.disable_parallel_tool_use
     form = None if output is None else output.format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from time import monotonic
@@ -47,18 +47,14 @@ class Turn:
 
     def all_items(self) -> list[Any]:
         """The items of this turn and of all before it."""
-        turns = list(self._turns())
+        turns = [self]
+        while (previous := turns[-1].previous) is not None:
+            turns.append(previous)
         return [item for turn in reversed(turns) for item in turn.items]
 
     def all_inputs(self) -> list[Any]:
         """The items that the model was given for this response."""
         return [*(self.previous.all_items() if self.previous else ()), *self.inputs]
-
-    def _turns(self) -> Iterator[Turn]:
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.previous
 
 
 class KeptResponses:
@@ -109,11 +105,7 @@ class KeptResponses:
                 self._turns.popitem()
 
     def get(self, owner: Hashable, response_id: str) -> Turn:
-        """A kept turn.
-
-        Raises:
-            APIError: 404, there is none of this owner, or no longer.
-        """
+        """A kept turn. Raises APIError 404: there is none of this owner, or no longer."""
         with self._lock:
             turn = self._turns.use((owner, response_id))
             if turn is not None and self._clock() - turn.since > self._ttl_s:
@@ -124,11 +116,8 @@ class KeptResponses:
             return turn
 
     def item(self, owner: Hashable, item_id: str) -> Any:
-        """An item of a kept turn.
-
-        Raises:
-            APIError: 404, there is none of this owner, or no longer.
-        """
+        """An item of a kept turn. Raises APIError 404: there is none of this owner, or no
+        longer."""
         with self._lock:
             turn = self._turn_of.get((owner, item_id))
             if turn is None:
@@ -137,14 +126,10 @@ class KeptResponses:
             return next(item for item in turn.items if item["id"] == item_id)
 
     def delete(self, owner: Hashable, response_id: str) -> None:
-        """Forget a turn.
-
-        Raises:
-            APIError: 404, as `get`.
-        """
-        self.get(owner, response_id)
+        """Forget a turn. Raises APIError 404: as `get`."""
         with self._lock:
-            self._turns.pop((owner, response_id), None)
+            self.get(owner, response_id)
+            del self._turns[owner, response_id]
 
     def _is_over(self) -> bool:
         oldest = next(iter(self._turns.values()))
@@ -249,11 +234,7 @@ class ResponseReader:
 
     async def cancel(self, request: Request) -> Response:
         """Refuse to stop a response, as none is in the background: a client stops its own request
-        by leaving.
-
-        Raises:
-            APIError: 400, or 404 if the response is not kept.
-        """
+        by leaving. Raises APIError 400: or 404 if the response is not kept."""
         self._kept.get(*self._requested(request))
         raise wrong_value(
             "only a response in the background is cancelled; this one has ended", "id"

@@ -361,10 +361,7 @@ class OfferedTool:
 
 def offered_tools(tools: Iterable[Any]) -> dict[str, OfferedTool]:
     """The tools of a checked body by the names of their functions, without those of other types.
-
-    Raises:
-        APIError: 400, two tools would be functions of one name.
-    """
+    Raises APIError 400: two tools would be functions of one name."""
     offered: dict[str, OfferedTool] = {}
     for tool in _offered(tools):
         name = tool.function["name"]

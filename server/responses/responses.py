@@ -4,8 +4,8 @@ completions."""
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable
-from functools import partial
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from paged_kv.server.completions.answer_bodies import Logprobs
@@ -48,92 +48,65 @@ NAMES = {
 }
 
 
-class Responses:
-    """Reads requests.
+def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIRequest:
+    """What the bytes of a body ask for, for the client with this salt of its API key. Raises
+    APIError 400: something is wrong with it, or it names what is not kept."""
+    body = parse_body(content, ResponsesBody)
+    owner = salt_of(key, body.cache_salt)
+    previous = None
+    if body.previous_response_id is not None:
+        with _of_field("previous_response_id"):
+            previous = kept.get(owner, body.previous_response_id)
+    earlier = [] if previous is None else previous.all_items()
+    items = named(_resolved(kept, owner, body), kept.new_name())
+    items_bytes = len(json.dumps(items))
+    tools = offered_tools(body.tools)
+    try:
+        chat = chat_of(body, [*earlier, *items], tools.values())
+    except APIError as error:
+        raise renamed(error, NAMES) from error
 
-    Args:
-        kept: the responses that can be continued.
-    """
+    def keep(response: Object) -> None:
+        if body.store is not False:
+            nbytes = items_bytes + len(json.dumps(response))
+            kept.keep(owner, Turn(previous, items, response, nbytes))
 
-    def __init__(self, kept: KeptResponses) -> None:
-        self._kept = kept
+    def answers(_: str, tokenizer: Any) -> Answers:
+        return ResponseAnswers(
+            kept.new_name(),
+            _repeated(body, chat),
+            tools,
+            is_plain=ENCRYPTED in (body.include or ()),
+            logprobs=Logprobs(tokenizer),
+            keep=keep,
+        )
 
-    def read(self, content: bytes, key: str | None) -> APIRequest:
-        """What the bytes of a body ask for, for the client with this salt of its API key.
+    return APIRequest(chat, len(content), answers, NAMES)
 
-        Raises:
-            APIError: 400, something is wrong with it.
-        """
-        body = parse_body(content, ResponsesBody)
-        owner = salt_of(key, body.cache_salt)
-        previous = self._previous(owner, body)
-        earlier = [] if previous is None else previous.all_items()
-        items = named(self._resolved(owner, body), self._kept.new_name())
-        tools = offered_tools(body.tools)
-        try:
-            chat = chat_of(body, [*earlier, *items], tools.values())
-        except APIError as error:
-            raise renamed(error, NAMES) from error
-        keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), body.store)
 
-        def answers(_: str, tokenizer: Any) -> Answers:
-            return ResponseAnswers(
-                self._kept.new_name(),
-                _repeated(body, chat),
-                tools,
-                is_plain=ENCRYPTED in (body.include or ()),
-                logprobs=Logprobs(tokenizer),
-                keep=keep,
-            )
+def _resolved(kept: KeptResponses, owner: Hashable, body: ResponsesBody) -> list[Any]:
+    """The items of the input, with those that references name in their places. Raises APIError 400:
+    an item is not kept, or is named twice: prompts would have no limit."""
+    seen: set[str] = set()
+    items = []
+    for item in body.items:
+        if "role" not in item and item.get("type") in (None, "item_reference"):
+            if item["id"] in seen:
+                raise wrong_value(f"input: item {shortened(item['id'])} comes twice", "input")
+            seen.add(item["id"])
+            with _of_field("input"):
+                item = kept.item(owner, item["id"])
+        items.append(item)
+    return items
 
-        return APIRequest(chat, len(content), answers, NAMES)
 
-    def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
-        """The turn that a request continues.
-
-        Raises:
-            APIError: 400, it is not kept.
-        """
-        if body.previous_response_id is None:
-            return None
-        try:
-            return self._kept.get(owner, body.previous_response_id)
-        except APIError as error:
-            message = f"previous_response_id: {error.message}"
-            raise wrong_value(message, "previous_response_id") from error
-
-    def _resolved(self, owner: Hashable, body: ResponsesBody) -> list[Any]:
-        """The items of the input, with those that references name in their places.
-
-        Raises:
-            APIError: 400, an item is not kept, or is named twice: prompts would have no limit.
-        """
-        seen: set[str] = set()
-        items = []
-        for item in body.items:
-            if "role" not in item and item.get("type") in (None, "item_reference"):
-                if item["id"] in seen:
-                    raise wrong_value(f"input: item {shortened(item['id'])} comes twice", "input")
-                seen.add(item["id"])
-                try:
-                    item = self._kept.item(owner, item["id"])
-                except APIError as error:
-                    raise wrong_value(f"input: {error.message}", "input") from error
-            items.append(item)
-        return items
-
-    def _keep(
-        self,
-        owner: Hashable,
-        previous: Turn | None,
-        items: list[Any],
-        nbytes: int,
-        store: bool | None,
-        response: Object,
-    ) -> None:
-        if store is not False:
-            nbytes += len(json.dumps(response))
-            self._kept.keep(owner, Turn(previous, items, response, nbytes))
+@contextmanager
+def _of_field(field: str) -> Iterator[None]:
+    """Let errors be about a field."""
+    try:
+        yield
+    except APIError as error:
+        raise wrong_value(f"{field}: {error.message}", field) from error
 
 
 def chat_of(body: ResponsesBody, items: Iterable[Any], tools: Iterable[OfferedTool]) -> ChatBody:

@@ -26,7 +26,7 @@ from paged_kv.server.messages.messages import read_messages
 from paged_kv.server.messages.requests import MessagesBody
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.kept_responses import KeptResponses
-from paged_kv.server.responses.responses import Responses
+from paged_kv.server.responses.responses import read_responses
 from tests.support.agent_model import Script
 from tests.support.running_server import PATIENCE_S, PagedRunningServer
 
@@ -157,7 +157,7 @@ def test_no_request_that_official_packages_can_send_is_refused() -> None:
     readers: dict[str, Callable[..., Any]] = {
         CHAT: partial(read_completion, ChatBody),
         MESSAGES: partial(read_messages, MessagesBody, options),
-        RESPONSES: Responses(KeptResponses(options)).read,
+        RESPONSES: partial(read_responses, KeptResponses(options)),
     }
     for _ in range(300):
         path, encoding = draw.choice([*TOOLS]), draw.choice([*ENCODINGS])
