@@ -34,11 +34,7 @@ LEAST_LOGPROB = -9999.0
 
 
 class Logprobs:
-    """The descriptions of one answer's tokens.
-
-    Args:
-        tokenizer: gives the texts of tokens.
-    """
+    """The descriptions of one answer's tokens, whose texts a tokenizer gives."""
 
     def __init__(self, tokenizer: Any) -> None:
         # Log probabilities name the same tokens again and again.
@@ -64,8 +60,7 @@ def bounded(logprob: float | None) -> float | None:
 
 
 def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
-    """What the bytes of a body of this schema ask for. Raises APIError 400: something is wrong with
-    it."""
+    """A body of this schema. Raises APIError 400: something is wrong with it."""
     body = parse_body(content, kind)
     answers: Callable[[str, Any], Answers] | None = None
     if isinstance(body, TextBody):
@@ -76,13 +71,7 @@ def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIReq
 
 
 class OpenAIAnswers(Answers):
-    """What the answers of both have.
-
-    Args:
-        body: of the request.
-        name: identifies the request.
-        tokenizer: gives the texts of tokens.
-    """
+    """What the answers of both have."""
 
     object_name = ""
     chunk_name = ""
@@ -152,8 +141,6 @@ class OpenAIAnswers(Answers):
 
 
 class ChatAnswers(OpenAIAnswers):
-    """Response bodies of /v1/chat/completions."""
-
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
@@ -190,8 +177,6 @@ def _described_call(call: Call, is_chunk: bool) -> Object:
 
 
 class TextAnswers(OpenAIAnswers):
-    """Response bodies of /v1/completions."""
-
     object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
 
@@ -233,8 +218,6 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
 class TokenizedText(TextBody):
-    """A body of /tokenize with a prompt."""
-
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -246,15 +229,12 @@ class TokenizedChat(ChatBody):
 
 
 class DetokenizedBody(BodyFields):
-    """A body of /detokenize."""
-
     model: Name | None = None
     tokens: Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 
 
 def read_tokenized(content: bytes, key: str | None) -> APIRequest:
-    """What is to become tokens, of the bytes of a body. Raises APIError 400: something is wrong
-    with it."""
+    """A body of /tokenize. Raises APIError 400: something is wrong with it."""
     fields = parsed_json(content)
     if "messages" in fields:
         return APIRequest(checked(fields, TokenizedChat), len(content))
@@ -265,8 +245,7 @@ def read_tokenized(content: bytes, key: str | None) -> APIRequest:
 
 
 def read_detokenized(content: bytes, key: str | None) -> APIRequest:
-    """What is to become text, of the bytes of a body. Raises APIError 400: something is wrong with
-    it."""
+    """A body of /detokenize. Raises APIError 400: something is wrong with it."""
     body = parse_body(content, DetokenizedBody)
     prompt = TextBody.model_construct(model=body.model, prompt=body.tokens)
     return APIRequest(prompt, len(content), names={"prompt": "tokens"})
@@ -286,7 +265,6 @@ def listed_tokens(
 
 
 def text_of_tokens(body: Body, tokens: list[int], loaded: LoadedModel) -> Object:
-    """The text of tokens."""
     return {"prompt": loaded.tokenizer.decode(tokens)}
 
 

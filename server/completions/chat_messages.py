@@ -38,15 +38,9 @@ _KINDS = ("text", "image_url", "input_image", "image")
 
 
 def chat_request(body: SharedFields, **own: Any) -> ChatBody:
-    """What a checked body of another interface asks for, in the fields of chat completions.
-
-    Args:
-        body: its fields of the same names mean the same, unless they are in `own`.
-        own: the fields that this interface has in another form.
-
-    Raises:
-        APIError: 400, no message is left, or what one item has become is too much.
-    """
+    """What a checked body of another interface asks for, in the fields of chat completions. Its
+    fields of the same names mean the same, unless they are in `own`. Raises APIError 400: no
+    message is left, or what one item has become is too much."""
     names = ChatBody.model_fields.keys() & type(body).model_fields.keys()
     chat = ChatBody.model_construct(**{name: getattr(body, name) for name in names} | own)
     if not chat.messages:
@@ -67,12 +61,10 @@ def _require_at_most(most: int, value: Any, field: str) -> None:
 
 
 def text_part(text: str) -> Object:
-    """A text in a message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> Object:
-    """An image in a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -82,12 +74,10 @@ def thoughts(text: str) -> Object:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> Object:
-    """A call in an answer."""
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
 def tool_result(call_id: str, content: Any) -> Object:
-    """What a call gave."""
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 

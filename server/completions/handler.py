@@ -39,12 +39,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", "
 
 
 class CompletionHandler:
-    """Answers the requests of one path.
-
-    Args:
-        service: the server's shared parts.
-        read: of the path's interface.
-    """
+    """Answers the requests of one path, whose bodies `read` understands."""
 
     def __init__(self, service: Service, read: Reader) -> None:
         self._service = service
@@ -196,7 +191,6 @@ class CompletionHandler:
 
 @contextmanager
 def _renaming(request: APIRequest) -> Iterator[None]:
-    """Put errors in the words of the request's interface."""
     try:
         yield
     except APIError as error:
@@ -220,13 +214,8 @@ def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
 
 
 class PromptHandler(CompletionHandler):
-    """Answers with what is asked of a prompt, as its completion would have it.
-
-    Args:
-        service: the server's shared parts.
-        read: of the path's interface.
-        describe: makes the answer of the request's body, the prompt's tokens and their model.
-    """
+    """Answers with what `describe` makes of a request's body, the tokens of its prompt, and their
+    model."""
 
     def __init__(
         self,
@@ -337,7 +326,6 @@ def _limit_header(state: RequestState) -> dict[str, str]:
 
 
 async def _send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
-    """Answer with 200 and this JSON."""
     described = {"content-type": "application/json", "content-length": str(len(content))}
     await send(_head(described | dict(headers or {})))
     await send({"type": "http.response.body", "body": content})

@@ -20,11 +20,7 @@ _FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"
 
 
 class ModelNames:
-    """The model names that the server accepts.
-
-    Args:
-        options: mlx-lm's, and `served_model_name`, `model_alias`, `allow_model_switch`.
-    """
+    """The model names that the server accepts."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._default: ModelKey = (options.model, options.adapter_path, options.draft_model)

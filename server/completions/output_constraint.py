@@ -27,7 +27,6 @@ from paged_kv.server.http.schema import (
     Body,
     ChatBody,
     NamedTool,
-    ResponseFormat,
     StructuredOutputs,
 )
 
@@ -70,16 +69,20 @@ def _tool(tool: dict[str, Any]) -> CallableTool | None:
 
 
 def _of_answer(body: Body) -> Constraint | None:
-    formatted = None if body.response_format is None else _of_format(body.response_format)
-    outputs = body.structured_outputs
-    structured = None if outputs is None else _of_outputs(outputs)
-    if formatted and structured:
-        raise wrong_value(
-            "response_format and structured_outputs both say what the answer must fit: give one",
-            "structured_outputs",
-        )
-    field = "response_format" if formatted else "structured_outputs"
-    grammar = formatted or structured
+    form, outputs = body.response_format, body.structured_outputs
+    grammar, field = None, "response_format"
+    if form is not None and form.json_schema is not None:
+        grammar = grammars.json_schema(form.json_schema.json_schema)
+    elif form is not None and form.type == "json_object":
+        grammar = grammars.json_object()
+    if outputs is not None:
+        if grammar is not None:
+            raise wrong_value(
+                "response_format and structured_outputs both say what the answer must fit: give "
+                "one",
+                "structured_outputs",
+            )
+        grammar, field = _of_outputs(outputs), "structured_outputs"
     if grammar is None:
         return None
     if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
@@ -89,12 +92,6 @@ def _of_answer(body: Body) -> Constraint | None:
             field,
         )
     return Constraint(grammar, field)
-
-
-def _of_format(text_format: ResponseFormat) -> Grammar | None:
-    if text_format.json_schema is not None:
-        return grammars.json_schema(text_format.json_schema.json_schema)
-    return grammars.json_object() if text_format.type == "json_object" else None
 
 
 def _of_outputs(outputs: StructuredOutputs) -> Grammar:

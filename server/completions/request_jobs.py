@@ -98,7 +98,6 @@ def make_jobs(
 
 
 def generation_arguments(body: Body, options: ServerOptions) -> GenerationArguments:
-    """mlx-lm's generation arguments, from a body and the server's defaults."""
     logprobs, top_logprobs = _logprobs(body)
     temperature = _either(body.temperature, options.temp)
     most = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
@@ -133,15 +132,8 @@ def generation_arguments(body: Body, options: ServerOptions) -> GenerationArgume
 
 
 def ending_of(body: Body, max_tokens: int, *, is_free: bool) -> Ending:
-    """The tokens that end an answer.
-
-    Args:
-        max_tokens: of the request, or the default.
-        is_free: whether the answer may be any text.
-
-    Raises:
-        APIError: 400, they cannot end it as is asked.
-    """
+    """The tokens that end an answer of at most so many, which may be any text if it `is_free`.
+    Raises APIError 400: they cannot end it as is asked."""
     ending = Ending(tuple(body.stop_token_ids or ()), body.ignore_eos is True, body.min_tokens or 0)
     if ending.min_tokens > max_tokens:
         raise wrong_value(
@@ -178,15 +170,9 @@ def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: i
 
 
 def prompt_logprobs_of(body: Body, logprobs: int | None) -> int | None:
-    """How many of the likeliest tokens to list for each token of the prompts; None if nothing is
-    to be computed of them.
-
-    Args:
-        logprobs: the same of generated tokens.
-
-    Raises:
-        APIError: 400, they cannot be streamed.
-    """
+    """How many of the likeliest tokens to list for each token of the prompts, beside `logprobs` for
+    generated ones; None if nothing is to be computed of them. Raises APIError 400: they cannot be
+    streamed."""
     if body.prompt_logprobs is not None and body.stream:
         raise wrong_value(
             "prompt_logprobs: these are not streamed: leave out stream", "prompt_logprobs"
@@ -221,12 +207,9 @@ def _read(
     job: Job,
     loaded: LoadedModel,
 ) -> Prompt:
-    """A job's prompt, behind which an answer fits: `max_tokens` of the job is lowered to that.
-
-    Args:
-        prompt: of a completion; a chat has its messages.
-        most_scores: how many log probabilities the prompt may have in all.
-    """
+    """A job's prompt, with at most so many log probabilities, behind which an answer fits:
+    `max_tokens` of the job is lowered to that. The `prompt` is of a completion; a chat has its
+    messages."""
     body, is_counted = request.body, request.is_counted
     require_bounds(job.arguments, job.ending, loaded.vocab_size)
     if isinstance(body, ChatBody):
@@ -266,14 +249,9 @@ _CONTENTS = ("a", "1")
 def next_turn(
     request: APIRequest, job: Job, answer: Choice, options: ServerOptions
 ) -> NextTurn | None:
-    """What to prepare behind an answer; None if its next turn cannot be known: of a completion, of
-    one of several choices, and of a chat that has images or whose last message was continued.
-
-    Args:
-        request: that was answered.
-        job: of its only prompt.
-        answer: as its client will send it back.
-    """
+    """What to prepare behind an answer, as its client will send it back; None if its next turn
+    cannot be known: of a completion, of one of several choices, and of a chat that has images or
+    whose last message was continued."""
     body = request.body
     if not isinstance(body, ChatBody) or job.choices > 1 or body.has_images:
         return None

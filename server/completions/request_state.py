@@ -20,13 +20,8 @@ from paged_kv.server.http.schema import Body, ChatBody, TextBody
 
 
 class RequestState:
-    """The choices of a request, as far as they are generated.
-
-    Args:
-        service: the server's shared parts.
-        request: as its interface has read it.
-        jobs: one for each prompt; the caller submits them.
-        stops: finds the stop texts.
+    """The choices of a request, as far as they are generated. The caller submits its jobs, one for
+    each prompt; `stops` finds the stop texts.
 
     Attributes:
         choices: all choices, in order.
@@ -51,7 +46,6 @@ class RequestState:
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far."""
         prompts = [job.prompt for job in self.jobs if job.prompt is not None]
         limits = [job.arguments.max_tokens for job in self.jobs if job.is_limited]
         return Usage(

@@ -86,13 +86,8 @@ class WorkerThreads:
 
 
 class Ended(NamedTuple):
-    """How a process ended.
-
-    Attributes:
-        status: its exit status, negative for the signal that ended it.
-        output: what it wrote to stdout.
-        reason: the last line that it wrote to stderr.
-    """
+    """How a process ended: its exit status, negative for the signal that ended it; what it wrote to
+    stdout; and the last line that it wrote to stderr."""
 
     status: int
     output: bytes

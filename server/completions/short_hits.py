@@ -36,17 +36,8 @@ SHOWN_CHARACTERS = 24
 
 @dataclass(frozen=True)
 class ShortHit:
-    """A prompt that found much less than its conversation had.
-
-    Attributes:
-        request: its id.
-        cached: its first tokens that were cached.
-        expected: the tokens of the turn before.
-        parted: how many first tokens it shares with that turn.
-        before: the text in front of that place.
-        earlier, now: the texts that follow there.
-        cause: the likely one.
-    """
+    """A prompt that found much less than its conversation had: of `expected` tokens of the turn
+    before `cached` ones. The two part after so many tokens, behind the text `before`."""
 
     request: str
     cached: int

@@ -36,16 +36,9 @@ Parser = Callable[[str, Any], Any]
 
 
 async def parse_calls(workers: WorkerThreads, parser: Parser, tools: Any, text: str) -> Any:
-    """What a parser makes of a text.
-
-    Args:
-        parser: a function of a module of a package, which a process finds by its name.
-        tools: of the request.
-        text: of one call, or of several.
-
-    Raises:
-        Exception: the parser does not understand the text, or not in time.
-    """
+    """What a parser, a function of a module of a package, makes of the text of one call or several
+    with the tools of a request. Raises any Exception: it does not understand the text, or not in
+    time."""
     if len(text) <= LONG_CALL_CHARACTERS:
         return await workers.write(partial(parser, text, tools), 0)
 
@@ -253,9 +246,7 @@ class ChoiceCalls:
     """The tool calls of one choice.
 
     Args:
-        workers: parse them.
         tokenizer: mlx-lm's, of the model.
-        tools: of the request.
         is_streamed: whether to send a call before its end.
 
     Attributes:

@@ -27,12 +27,8 @@ ENVIRONMENT = "env:"
 
 
 def read_api_keys(source: str | None, option: str = "--api-key") -> list[str]:
-    """The keys that an option names: the lines of a file, or of an environment variable.
-
-    Raises:
-        ValueError: it holds no key.
-        OSError: the file cannot be read.
-    """
+    """The keys that an option names: the lines of a file, or of an environment variable. Raises
+    ValueError: it holds no key; OSError: the file cannot be read."""
     if source is None:
         return []
     if source.startswith(ENVIRONMENT):
@@ -60,26 +56,16 @@ def read_prefill_key(source: str | None) -> str | None:
 
 
 class Limits(NamedTuple):
-    """What a client may do.
-
-    Attributes:
-        priorities: of its requests.
-        requests: that run or wait at the same time; None for any number.
-    """
+    """What a client may do: the priorities of its requests, and how many may run or wait at the
+    same time; None for any number."""
 
     priorities: PriorityRange
     requests: int | None = None
 
 
 def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
-    """The limits of each key.
-
-    Args:
-        lines: each a key, and what differs from `default`: `KEY requests=8 priorities=-10:100`.
-
-    Raises:
-        ValueError: a line says something else.
-    """
+    """The limits of each key. A line has a key, and what differs from the default: `KEY requests=8
+    priorities=-10:100`. Raises ValueError: a line says something else."""
     found = {}
     for line in lines:
         key, *settings = line.split()
@@ -100,13 +86,9 @@ def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
 
 
 class Clients:
-    """Knows clients by their API keys, and counts their requests. Without keys every request is
-    accepted. `entered` runs in one event loop.
-
-    Args:
-        limits: of each API key.
-        default: of clients without a key, all together.
-    """
+    """Knows clients by their API keys, each with its limits, and counts their requests. Without
+    keys every request is accepted, and the default is of all together. `entered` runs in one event
+    loop."""
 
     def __init__(self, limits: Mapping[str, Limits], default: Limits) -> None:
         self._limits = {_digest(key.encode()): each for key, each in limits.items()}
@@ -180,15 +162,11 @@ def salt_of(key: str | None, cache_salt: str | None) -> str | None:
 
 
 class KnownHosts:
-    """The host names under which browsers may open pages.
+    """The host names under which browsers may open pages: the one that the server listens at and
+    others; "*" stands for any.
 
     A page of another site could make a browser send requests here under its own name (DNS
-    rebinding), and read the answers.
-
-    Args:
-        host: the name or address that the server listens at.
-        others: further names; "*" stands for any.
-    """
+    rebinding), and read the answers."""
 
     def __init__(self, host: str, others: Iterable[str] = ()) -> None:
         own = socket.gethostname().lower()
@@ -243,11 +221,8 @@ def _digest(key: bytes) -> bytes:
 
 
 class Gate:
-    """Open until `close`. All of this runs in one event loop.
-
-    Attributes:
-        inside: the number of requests in progress.
-    """
+    """Open until `close`; `inside` counts the requests in progress. All of this runs in one event
+    loop."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -281,12 +256,8 @@ class Gate:
         self._closed.set()
 
     async def while_open(self, event: asyncio.Future[Any]) -> None:
-        """Wait for an event, for as long as the gate is open.
-
-        Raises:
-            APIError: the error that the gate was closed with, before the event.
-            Exception: the event's.
-        """
+        """Wait for an event, for as long as the gate is open. Raises APIError: the error that the
+        gate was closed with before the event; or what the event does."""
         closed = asyncio.ensure_future(self._closed.wait())
         await asyncio.wait({event, closed}, return_when=asyncio.FIRST_COMPLETED)
         closed.cancel()

@@ -50,16 +50,9 @@ MOST_COMMAS = 2_000_000
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The bytes of a body, decoded.
-
-    Args:
-        max_bytes: the most of them; a compressed body has fewer when it arrives.
-
-    Raises:
-        APIError: 413 or 408, the body is too long or arrives too slowly; 415 or 400, it has an
-            unknown encoding, or not the one that it names.
-        ClientDisconnect: the client has left.
-    """
+    """The bytes of a body, decoded, at most so many. Raises APIError 413 or 408: it is too long or
+    arrives too slowly, 415 or 400: it has an unknown encoding, or not the one that it names; and
+    ClientDisconnect: the client has left."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(request, max_bytes)
@@ -259,14 +252,8 @@ _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 class BodyDecoder:
-    """Decodes one body, part by part.
-
-    Args:
-        encoding: the request's `Content-Encoding`; empty for a body that is not compressed.
-
-    Raises:
-        APIError: 415, the server does not know this encoding.
-    """
+    """Decodes one body of a `Content-Encoding`, part by part. Raises APIError 415: the server does
+    not know it."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding.strip().lower()

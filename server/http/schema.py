@@ -136,8 +136,6 @@ class ResponseFormat(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """The function of a `NamedTool`."""
-
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -293,7 +291,6 @@ class Body(OpenAIFields):
 
     @property
     def session(self) -> str | None:
-        """The session that the request is part of."""
         return self.session_id or self.prompt_cache_key
 
     @property
@@ -355,8 +352,6 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MOST_T
 
 @with_config(_OPEN)
 class Part(TypedDict):
-    """One part of a message's content."""
-
     type: Required[str]
     text: NotRequired[str]
 

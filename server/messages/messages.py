@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from paged_kv.server.completions.chat_messages import (
@@ -41,7 +40,7 @@ from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.http.request_body import parse_body
 from paged_kv.server.http.request_log import request_id
 from paged_kv.server.http.schema import DEFAULT_MODEL, ChatBody
-from paged_kv.server.messages.requests import CacheControl, MessagesBody, PromptBody, ToolChoice
+from paged_kv.server.messages.requests import CacheControl, MessagesBody, PromptBody
 from paged_kv.server.options import ServerOptions
 
 PATH = "/v1/messages"
@@ -61,44 +60,34 @@ NAMES = {
 def read_messages(
     kind: type[PromptBody], options: ServerOptions, content: bytes, key: str | None
 ) -> APIRequest:
-    """What the bytes of a body ask for.
-
-    Args:
-        kind: the schema of bodies.
-        options: of the server: lines that begin with one of `skip_system_lines` are left out at
-            the start of system blocks.
-
-    Raises:
-        APIError: 400, something is wrong with it.
-    """
-    body = parse_body(content, kind)
-    skipped = options.skip_system_lines
+    """A body of this schema. Lines that begin with one of the server's `skip_system_lines` are left
+    out at the start of system blocks. Raises APIError 400: something is wrong with it."""
+    body, skipped = parse_body(content, kind), options.skip_system_lines
     chat = chat_of(body, skipped)
-    return APIRequest(
-        chat,
-        len(content),
-        partial(_answers, body, chat),
-        NAMES,
-        cache_marks(body, skipped),
-        is_counted=not isinstance(body, MessagesBody),
-    )
-
-
-def _answers(body: PromptBody, chat: ChatBody, name: str, _: Any) -> Answers:
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-    return MessageAnswers(name, chat.model or DEFAULT_MODEL, shows_thinking=shows_thinking)
+
+    def answers(name: str, _: Any) -> Answers:
+        return MessageAnswers(name, chat.model or DEFAULT_MODEL, shows_thinking=shows_thinking)
+
+    marks, is_counted = cache_marks(body, skipped), not isinstance(body, MessagesBody)
+    return APIRequest(chat, len(content), answers, NAMES, marks, is_counted)
 
 
 def chat_of(body: PromptBody, skipped: Sequence[str]) -> ChatBody:
     """The chat that a body asks for. Raises APIError 400: it is too much, or nothing."""
     choice, output = body.tool_choice, body.output_config
     has_one_call = choice is not None and choice.disable_parallel_tool_use
+    chosen: Any = None
+    if choice is not None and choice.name is not None:
+        chosen = only_tool(choice.name)
+    elif choice is not None:
+        chosen = "required" if choice.type == "any" else choice.type
     form = None if output is None else output.format
     return chat_request(
         body,
         messages=_chat_messages(body.system, body.messages, skipped),
         tools=[offered_tool({**tool, "parameters": tool["input_schema"]}) for tool in body.tools],
-        tool_choice=None if choice is None else _tool_choice(choice),
+        tool_choice=chosen,
         parallel_tool_calls=False if has_one_call else None,
         chat_template_kwargs=_template_variables(body) | (body.chat_template_kwargs or {}),
         response_format=None if form is None else fitting(form.schema_),
@@ -121,41 +110,25 @@ def cache_marks(body: PromptBody, skipped: Sequence[str]) -> list[Mark]:
 
 def _marks(body: PromptBody) -> Iterator[tuple[int, CacheControl]]:
     """The marks of a body in their order, each with the number of messages up to it."""
-    system = body.system if isinstance(body.system, list) else ()
-    first: list[Any] = [*body.tools, *system]
-    contents = [message["content"] for message in body.messages]
-    by_message = [first, *(each if isinstance(each, list) else [] for each in contents)]
+
+    def blocks_in(content: Any) -> list[Any]:
+        return content if isinstance(content, list) else []
+
+    first: list[Any] = [*body.tools, *blocks_in(body.system)]
+    by_message = [first, *(blocks_in(message["content"]) for message in body.messages)]
     for number, blocks in enumerate(by_message):
-        nested = [each for block in blocks for each in _blocks_in(block)]
+        nested = [each for block in blocks for each in blocks_in(block.get("content"))]
         marks = [each.get("cache_control") for each in (*nested, *blocks)]
         yield from ((number, mark) for mark in marks if mark is not None)
     if body.cache_control is not None:
         yield len(body.messages), body.cache_control
 
 
-def _blocks_in(block: Any) -> list[Any]:
-    content = block.get("content")
-    return content if isinstance(content, list) else []
-
-
 def _chat_messages(system: Any, messages: Iterable[Any], skipped: Sequence[str]) -> list[Object]:
-    return shown_by_user([*_system(system, skipped), *_messages(messages)])
-
-
-def _system(system: Any, skipped: Sequence[str]) -> list[Object]:
-    texts = [system] if isinstance(system, str) else _texts(system or ())
-    text = "".join(_without_lines(text, skipped) for text in texts)
-    return [{"role": "system", "content": text}] if text else []
-
-
-def _without_lines(text: str, skipped: Sequence[str]) -> str:
-    while text and text.startswith(tuple(skipped)):
-        text = text.partition("\n")[2]
-    return text
-
-
-def _messages(messages: Iterable[Any]) -> list[Object]:
     chat: list[Object] = []
+    texts = [system] if isinstance(system, str) else _texts(system or ())
+    if text := "".join(_without_lines(each, skipped) for each in texts):
+        chat.append({"role": "system", "content": text})
     for message in messages:
         content = message["content"]
         match message["role"]:
@@ -166,7 +139,13 @@ def _messages(messages: Iterable[Any]) -> list[Object]:
             case "system":
                 text = content if isinstance(content, str) else "".join(_texts(content))
                 chat.append({"role": "system", "content": text})
-    return chat
+    return shown_by_user(chat)
+
+
+def _without_lines(text: str, skipped: Sequence[str]) -> str:
+    while text and text.startswith(tuple(skipped)):
+        text = text.partition("\n")[2]
+    return text
 
 
 def _add_user(chat: list[Object], content: Any) -> None:
@@ -216,22 +195,15 @@ def _assistant(content: Any) -> Object:
     thinking = "".join(each["thinking"] for each in blocks if each["type"] == "thinking")
     if thinking:
         message |= thoughts(thinking)
-    calls = [block for block in blocks if block["type"] == "tool_use"]
-    if calls:
-        message["tool_calls"] = [
-            tool_call(each["id"], each["name"], each["input"]) for each in calls
-        ]
+    used = [block for block in blocks if block["type"] == "tool_use"]
+    if used:
+        calls = [tool_call(each["id"], each["name"], each["input"]) for each in used]
+        message["tool_calls"] = calls
     return message
 
 
 def _texts(blocks: Iterable[Any]) -> list[str]:
     return [block["text"] for block in blocks if block["type"] == "text"]
-
-
-def _tool_choice(choice: ToolChoice) -> Any:
-    if choice.name is not None:
-        return only_tool(choice.name)
-    return "required" if choice.type == "any" else choice.type
 
 
 def _template_variables(body: PromptBody) -> Object:
@@ -273,14 +245,6 @@ def error_body(error: APIError) -> Object:
 
 
 class MessageAnswers(Answers):
-    """Writes one message.
-
-    Args:
-        name: identifies the request.
-        model: the name in the request.
-        shows_thinking: whether the client gets the thoughts.
-    """
-
     def __init__(self, name: str, model: str, *, shows_thinking: bool) -> None:
         self._name = name
         self._model = model

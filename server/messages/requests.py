@@ -134,8 +134,6 @@ _Texts = Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_m
 
 
 class UserMessage(StrictDict):
-    """A message of the user, with the results of calls."""
-
     role: Literal["user"]
     content: Annotated[
         str | Annotated[list[_UserBlock], Field(fail_fast=True)], at_most(MOST_PARTS)
@@ -143,8 +141,6 @@ class UserMessage(StrictDict):
 
 
 class AssistantMessage(StrictDict):
-    """An earlier answer."""
-
     role: Literal["assistant"]
     content: Annotated[
         str | Annotated[list[_AssistantBlock], Field(fail_fast=True)], at_most(MOST_PARTS)
@@ -199,8 +195,6 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer, and how much effort goes into it."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -232,8 +226,6 @@ class PromptBody(ChatFields):
 
 
 class MessagesBody(PromptBody):
-    """A body of /v1/messages."""
-
     max_tokens: MostTokens
     stop_sequences: Annotated[
         list[str] | None, Field(fail_fast=True), at_most(MOST_STOPS), AfterValidator(few_stops)

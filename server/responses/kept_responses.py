@@ -42,7 +42,6 @@ class Turn:
 
     @property
     def items(self) -> list[Any]:
-        """The items of the input, and then of the output."""
         return [*self.inputs, *self.body["output"]]
 
     def all_items(self) -> list[Any]:
@@ -175,15 +174,8 @@ def _in_parts(item: Object) -> Object:
 
 
 def page_of(items: Sequence[Object], query: Mapping[str, str]) -> Object:
-    """A page of a list.
-
-    Args:
-        items: of the whole list, the earliest first.
-        query: `order` is "asc" or "desc", `limit` from 1 to 100, and `after` the id of an item.
-
-    Raises:
-        APIError: 400, the query is wrong.
-    """
+    """A page of a list, the earliest items first. In the query `order` is asc or desc, `limit` from
+    1 to 100, and `after` the id of an item. Raises APIError 400: the query is wrong."""
     order, limit = query.get("order", "desc"), query.get("limit", str(_USUAL_LIMIT))
     if order not in ("asc", "desc"):
         raise wrong_value(f"order: asc or desc is possible, got {shortened(order)}", "order")
@@ -202,12 +194,7 @@ def page_of(items: Sequence[Object], query: Mapping[str, str]) -> Object:
 
 
 class ResponseReader:
-    """Answers requests for kept responses.
-
-    Args:
-        clients: of the server.
-        kept: the responses.
-    """
+    """Answers requests for kept responses."""
 
     def __init__(self, clients: Clients, kept: KeptResponses) -> None:
         self._clients = clients

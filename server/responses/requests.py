@@ -115,8 +115,6 @@ class CustomCall(_Call):
 
 
 class CallOutput(_Item):
-    """What a call gave."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Annotated[str | Annotated[list[_Shown], Field(fail_fast=True)], at_most(MOST_PARTS)]
@@ -125,8 +123,6 @@ class CallOutput(_Item):
 
 
 class ReasoningText(StrictDict):
-    """A thought, or a summary of it."""
-
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -261,8 +257,6 @@ class Reasoning(StrictModel):
 
 
 class Format(StrictModel):
-    """What the text must fit."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -277,16 +271,12 @@ class Format(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """The form of the text."""
-
     format: Format | None = None
     # It means nothing here: see `FOREIGN`.
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(OpenAIFields, ChatFields):
-    """A body of /v1/responses."""
-
     without_meaning: ClassVar = frozenset(
         {
             *("access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options"),
@@ -335,14 +325,9 @@ _INPUT = "input"
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool that a request offers.
-
-    Attributes:
-        name: as the request has it.
-        namespace: that it is in; None for most.
-        is_custom: whether its input is a text, rather than an object.
-        function: what the model sees, in the form of chat completions.
-    """
+    """A tool that a request offers: its name there and the namespace that it is in, whether its
+    input is a text rather than an object, and the function that the model sees, in the form of chat
+    completions."""
 
     name: str
     namespace: str | None

@@ -110,15 +110,8 @@ def _of_field(field: str) -> Iterator[None]:
 
 
 def chat_of(body: ResponsesBody, items: Iterable[Any], tools: Iterable[OfferedTool]) -> ChatBody:
-    """The chat that a body asks for.
-
-    Args:
-        items: those of the responses before and of this one, without references.
-        tools: of the body.
-
-    Raises:
-        APIError: 400, it is too much, or nothing.
-    """
+    """The chat that a body asks for with the items of the responses before and of this one, without
+    references. Raises APIError 400: it is too much, or nothing."""
     choice, lists_tokens = body.tool_choice, LOGPROBS in (body.include or ())
     return chat_request(
         body,
