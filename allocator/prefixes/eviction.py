@@ -20,7 +20,6 @@ from paged_kv.lru import LRU
 
 logger = logging.getLogger("paged_kv")
 
-# A mean is that of about so many latest numbers.
 _AVERAGED = 4096
 # Entries that were evicted and are remembered: so many times as many as there are, in some MB.
 _GONE_SHARE, _MOST_GONE = 4, 1 << 15
@@ -70,14 +69,13 @@ class Use(NamedTuple):
 
 
 class Mean:
-    """The mean of the latest numbers, `value`; 0 without any."""
+    """The mean of about so many latest numbers as `_AVERAGED`, `value`; 0 without any."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self._count = 0
 
     def add(self, number: float) -> None:
-        """Take in a number."""
         self._count = min(self._count + 1, _AVERAGED)
         self.value += (number - self.value) / self._count
 
@@ -166,7 +164,6 @@ class LeastRecentlyUsed:
     """Evicts what was not used for longest."""
 
     def rank(self, use: Use) -> float:
-        """Its latest use."""
         return use.last
 
 
@@ -175,7 +172,6 @@ class LeastFrequentlyUsed:
     """Evicts what was used least often, and of several the least recently used."""
 
     def rank(self, use: Use) -> float:
-        """How often it was used."""
         return use.times
 
 
@@ -184,7 +180,6 @@ class FirstInFirstOut:
     """Evicts what was stored first, however often it was used since."""
 
     def rank(self, use: Use) -> float:
-        """Its first use."""
         return use.first
 
 
@@ -194,53 +189,18 @@ LEAST_RECENTLY_USED = LeastRecentlyUsed()
 Entry = TypeVar("Entry", bound=Hashable)
 
 
-class Ranking:
-    """The ranks that a policy gives. A policy of a user must not break what asks it.
-
-    Args:
-        policy: is asked.
-
-    Attributes:
-        policy: as given.
-    """
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self._has_warned = False
-
-    def __call__(self, use: Use) -> float:
-        """The policy's rank; its latest use if the policy fails."""
-        try:
-            rank = float(self.policy.rank(use))
-            if not isnan(rank):
-                return rank
-            raise ValueError("it returned NaN")
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "the eviction policy %r cannot rank %r (%r): such entries rank by their latest "
-                    "use; mend its rank(), which must return a number",
-                    self.policy,
-                    use,
-                    error,
-                )
-            return float(use.last)
-
-
 class EvictionOrder(Generic[Entry]):
     """Entries in the order in which a policy evicts them. Changes take O(log n).
 
-    Args:
-        policy: ranks them.
-
     Attributes:
+        policy: ranks them. One of a user must not break what asks it.
         history: when entries are used.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
         self.history = UseHistory()
-        self._rank = Ranking(policy)
+        self._has_warned = False
         self._ranked: SortedDict[tuple[float, int], Entry] = SortedDict()
         # The key of each entry in `_ranked`, and its use.
         self._known: dict[Entry, tuple[tuple[float, int], Use]] = {}
@@ -283,7 +243,7 @@ class EvictionOrder(Generic[Entry]):
 
     def rank_by(self, policy: EvictionPolicy) -> None:
         """Rank all entries again, by another policy. O(n log n)."""
-        self._rank = Ranking(policy)
+        self.policy, self._has_warned = policy, False
         for entry, (_, use) in list(self._known.items()):
             self.put(entry, use)
 
@@ -297,6 +257,25 @@ class EvictionOrder(Generic[Entry]):
         if entry in self:
             key, _ = self._known.pop(entry)
             del self._ranked[key]
+
+    def _rank(self, use: Use) -> float:
+        """The policy's rank; its latest use if the policy fails."""
+        try:
+            rank = float(self.policy.rank(use))
+            if not isnan(rank):
+                return rank
+            raise ValueError("it returned NaN")
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the eviction policy %r cannot rank %r (%r): such entries rank by their latest "
+                    "use; mend its rank(), which must return a number",
+                    self.policy,
+                    use,
+                    error,
+                )
+            return float(use.last)
 
 
 @dataclass(frozen=True)
@@ -315,51 +294,10 @@ class BetterOfTwo:
     second: EvictionPolicy = LEAST_RECENTLY_USED
 
     def rank(self, use: Use) -> float:
-        """The rank of the first one."""
         return self.first.rank(use)
 
 
 BETTER_OF_TWO = BetterOfTwo()
-
-
-class _Side:
-    """The pages of the sample that one policy would have kept, by their hashes."""
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self._order: EvictionOrder[int] = EvictionOrder(policy)
-
-    def use(self, page: int) -> bool:
-        """Let a prompt find a page; returns whether it is there."""
-        is_there = page in self._order
-        if is_there:
-            self._order.touch(page)
-        return is_there
-
-    def store(self, page: int) -> None:
-        """Keep a page."""
-        order = self._order
-        known = page in order
-        use = order.history.stored(order.use_of(page)) if known else order.history.first(page)
-        order.put(page, use)
-
-    def shrink(self, room: int) -> None:
-        """Evict pages until at most so many are left."""
-        order = self._order
-        while len(order) > room:
-            page = order[0]
-            order.history.forget(page, order.use_of(page), room)
-            order.discard(page)
-
-    def discard(self, page: int) -> None:
-        """Give up a page that may be there."""
-        self._order.discard(page)
-
-    def keep_one_in(self, one_in: int) -> None:
-        """Keep only those of a smaller sample."""
-        for page in self._order:
-            if page % one_in:
-                self._order.discard(page)
 
 
 class Duel:
@@ -381,12 +319,12 @@ class Duel:
     policies for high performance caching"), and chosen as in SHARDS (Waldspurger et al. 2015,
     "Efficient MRC construction with SHARDS"): one in 2, 4, 8 ... pages as the index grows.
 
-    Args:
-        policies: whose pages are compared.
+    Each side has the hashes of the pages that one policy would have kept.
     """
 
     def __init__(self, policies: BetterOfTwo) -> None:
-        self._leader, self._other = _Side(policies.first), _Side(policies.second)
+        self._leader: EvictionOrder[int] = EvictionOrder(policies.first)
+        self._other: EvictionOrder[int] = EvictionOrder(policies.second)
         self._lead = 0
         self._one_in = 1
 
@@ -399,27 +337,41 @@ class Duel:
         """Let a prompt look pages up, by their hashes: of a path the last one first."""
         for page in pages:
             if page % self._one_in == 0:
-                is_kept, is_kept_by_other = self._leader.use(page), self._other.use(page)
+                is_kept, is_kept_by_other = page in self._leader, page in self._other
                 self._lead = max(0, self._lead + is_kept_by_other - is_kept)
+                for side in (self._leader, self._other):
+                    if page in side:
+                        side.touch(page)
 
     def discard(self, page: int) -> None:
         """Record that a page has gone that neither policy has chosen."""
-        for side in (self._leader, self._other):
-            side.discard(page)
+        self._leader.discard(page)
+        self._other.discard(page)
 
     def store(self, pages: Iterable[int], size: int) -> None:
         """Record inserted pages, of a path the last one first; the index has `size` now."""
         while size > _SAMPLE * self._one_in:
             self._one_in *= 2
             for side in (self._leader, self._other):
-                side.keep_one_in(self._one_in)
+                for page in side:
+                    if page % self._one_in:
+                        side.discard(page)
         room = max(1, size // self._one_in)
-        for page in pages:
-            if page % self._one_in == 0:
-                for side in (self._leader, self._other):
-                    side.store(page)
-        for side in (self._leader, self._other):
-            side.shrink(room)
+        sample = [page for page in pages if page % self._one_in == 0]
+        _store(self._leader, sample, room)
+        _store(self._other, sample, room)
         if self._lead > room * _LEAD:
             self._leader, self._other = self._other, self._leader
             self._lead = 0
+
+
+def _store(side: EvictionOrder[int], pages: Iterable[int], room: int) -> None:
+    """Keep pages, and evict until at most `room` are left."""
+    history = side.history
+    for page in pages:
+        is_known = page in side
+        side.put(page, history.stored(side.use_of(page)) if is_known else history.first(page))
+    while len(side) > room:
+        page = side[0]
+        history.forget(page, side.use_of(page), room)
+        side.discard(page)

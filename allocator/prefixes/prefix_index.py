@@ -58,8 +58,10 @@ class PrefixIndex:
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
-        self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
         self._duel = Duel(policy) if isinstance(policy, BetterOfTwo) else None
+        self._leaves: EvictionOrder[Node] = EvictionOrder(
+            policy if self._duel is None else self._duel.policy
+        )
         self.owners = Owners()
         self._size = 0
 
@@ -125,7 +127,10 @@ class PrefixIndex:
                     node = closest
                 path.append(node)
             self._record_use(path, self._leaves.history.stored)
-            self._judge(path)
+            if self._duel is not None:
+                self._duel.store([node.path_hash for node in reversed(path)], len(self))
+                if self._duel.policy is not self._leaves.policy:
+                    self._leaves.rank_by(self._duel.policy)
             for node, held in zip(path, windows, strict=False):
                 for allocator, parts in held.items():
                     for slots in parts:
@@ -328,15 +333,6 @@ class PrefixIndex:
             node.use = used(node.use)
             if not node.children:
                 self._leaves.put(node, node.use)
-
-    def _judge(self, path: Sequence[Node]) -> None:
-        """Let the duel see an inserted path, and rank by the policy that leads then."""
-        if self._duel is None:
-            return
-        before = self._duel.policy
-        self._duel.store([node.path_hash for node in reversed(path)], len(self))
-        if self._duel.policy is not before:
-            self._leaves.rank_by(self._duel.policy)
 
     def _is_unused(self, node: Node) -> bool:
         """Whether a node is a leaf that neither a pin nor a prompt of an owner needs; false for one

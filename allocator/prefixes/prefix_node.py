@@ -34,6 +34,15 @@ class _Place:
 
     allocator: BlockAllocator
     block: int | None
+    reference: weakref.ref[OutOfWindowBlock] | None = None
+
+    @property
+    def known(self) -> OutOfWindowBlock | None:
+        return self.reference() if self.reference else None
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.block is not None and self.allocator.ref_count(self.block) > 1
 
 
 class OutOfWindowBlock:
@@ -57,15 +66,10 @@ class OutOfWindowBlock:
 
 
 class OutOfWindowBlocks:
-    """All cached out-of-window blocks of a pool. Callers hold the lock of the blocks' allocators.
-
-    Args:
-        policy: which of them to evict first.
-    """
+    """Cached out-of-window blocks of a pool. Callers hold the lock of the blocks' allocators."""
 
     def __init__(self, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self._order: EvictionOrder[_Place] = EvictionOrder(policy)
-        self._known: dict[_Place, weakref.ref[OutOfWindowBlock]] = {}
         self._places: dict[tuple[BlockAllocator, int], _Place] = {}
         self._dropped: deque[_Place] = deque()
 
@@ -73,16 +77,15 @@ class OutOfWindowBlocks:
         """Cache a block that is in use. A block that is cached already keeps its reference."""
         self.drain()
         place = self._places.get((allocator, block))
-        known = None if place is None else self._known[place]()
-        if known is not None:
-            return known
         if place is not None:
+            if (known := place.known) is not None:
+                return known
             # Its last reference was collected just now.
             self._evict(place)
         place = _Place(allocator, block)
         allocator.keep(block, partial(self._on_move, allocator))
         out_of_window = OutOfWindowBlock(place)
-        self._known[place] = weakref.ref(out_of_window)
+        place.reference = weakref.ref(out_of_window)
         self._order.touch(place)
         self._places[allocator, block] = place
         weakref.finalize(out_of_window, self._dropped.append, place).atexit = False
@@ -100,8 +103,8 @@ class OutOfWindowBlocks:
         """
         self.drain()
         evicted = 0
-        for place in sorted(self._order, key=_is_in_use):
-            out_of_window = self._known[place]()
+        for place in sorted(self._order, key=lambda place: place.is_in_use):
+            out_of_window = place.known
             if is_enough():
                 break
             if out_of_window is not None and not out_of_window.ends and not out_of_window.pins:
@@ -113,12 +116,11 @@ class OutOfWindowBlocks:
         """Blocks of a group that are neither in use nor pinned."""
         self.drain()
         return [
-            place.block
-            for place, known in self._known.items()
-            if place.allocator is allocator
-            and place.block is not None
-            and not _is_in_use(place)
-            and not _is_pinned(known())
+            block
+            for (owner, block), place in self._places.items()
+            if owner is allocator
+            and not place.is_in_use
+            and not ((known := place.known) and known.pins)
         ]
 
     def drain(self) -> None:
@@ -130,7 +132,7 @@ class OutOfWindowBlocks:
     def _evict(self, place: _Place) -> None:
         if place.block is not None:
             self._order.discard(place)
-            del self._known[place], self._places[place.allocator, place.block]
+            del self._places[place.allocator, place.block]
             place.allocator.evict(place.block)
             place.block = None
 
@@ -139,14 +141,6 @@ class OutOfWindowBlocks:
         place = self._places.pop((allocator, source))
         place.block = target
         self._places[allocator, target] = place
-
-
-def _is_in_use(place: _Place) -> bool:
-    return place.block is not None and place.allocator.ref_count(place.block) > 1
-
-
-def _is_pinned(out_of_window: OutOfWindowBlock | None) -> bool:
-    return out_of_window is not None and out_of_window.pins > 0
 
 
 @dataclass(frozen=True)
@@ -171,11 +165,7 @@ Windows = Mapping[BlockAllocator, Sequence[WindowSlots]]
 
 
 class Checkpoint(Protocol):
-    """A state from which a sequence can resume after a token; opaque to the index.
-
-    Attributes:
-        pins: number of pins.
-    """
+    """A state from which a sequence can resume after a token; opaque to the index."""
 
     pins: int
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
+from typing import NamedTuple
 
 from paged_kv.allocator.errors import NotPinned, UnknownSession
 from paged_kv.allocator.prefixes.prefix_node import Match, Node, Owner
@@ -31,34 +31,25 @@ from paged_kv.lru import LRU
 MOST_SESSIONS = 4096
 
 
-@dataclass(frozen=True)
-class _Hold:
-    """The hold of one node.
+class _Hold(NamedTuple):
+    """The hold of one node. The least one ends first: of one time, that of the last block.
 
     Attributes:
-        owner: its namespace.
         until: the time at which it ends.
-        depth: how many nodes come before.
+        before: nodes that come before, as a negative number.
+        owner: its namespace.
         share: of the memory, 0 to 1.
     """
 
-    owner: Hashable
     until: float
-    depth: int
+    before: int
+    owner: Hashable
     share: float
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """The hold that is least in this order ends first."""
-        return self.until, -self.depth
 
 
 class Holds:
     """The pins and holds of a prefix index, `PrefixIndex.holds`. `unpin` and `expire` may be called
-    from any thread; for all else the caller holds the lock.
-
-    Args:
-        lock: that of the index.
+    from any thread; for all else the caller holds the index's lock.
 
     Attributes:
         num_pinned: nodes with a pin or a hold.
@@ -106,8 +97,6 @@ class Holds:
 
         Args:
             owner: their namespace.
-            path: what was found of a prompt.
-            until: the time.
             share_of: the share of the memory that a node takes, 0 to 1.
             most: the largest share that all holds may take; those of a namespace get half of it.
         """
@@ -116,7 +105,7 @@ class Holds:
             latest = until if known is None else max(until, known.until)
             if known is None:
                 self._add([node], 1)
-            self._holds[node] = _Hold(owner, latest, depth, share_of(node))
+            self._holds[node] = _Hold(latest, -depth, owner, share_of(node))
             self.next_end = min(self.next_end, latest)
         self._keep_below(most)
 
@@ -147,19 +136,23 @@ class Holds:
         shares: defaultdict[Hashable, float] = defaultdict(float)
         for hold in self._holds.values():
             shares[hold.owner] += hold.share
-        if _is_below(shares, most):
+
+        def is_below() -> bool:
+            return sum(shares.values()) <= most and max(shares.values(), default=0) <= most / 2
+
+        if is_below():
             return
         lines: defaultdict[Hashable, list[Node]] = defaultdict(list)
         for node in reversed(self._in_order()):
             lines[self._holds[node].owner].append(node)
-        while not _is_below(shares, most):
+        while not is_below():
             owner = max(shares, key=shares.__getitem__)
             node = lines[owner].pop()
             shares[owner] -= self._holds[node].share
             self._end([node])
 
     def _in_order(self) -> list[Node]:
-        return sorted(self._holds, key=lambda node: self._holds[node].order)
+        return sorted(self._holds, key=lambda node: self._holds[node][:2])
 
     def _end(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -176,20 +169,12 @@ class Holds:
 
 
 class Owners:
-    """The owners of one prefix index, which calls all of this under its lock.
-
-    Args:
-        most: sessions to know. Beyond that the least recently used one is forgotten: its prompts
-            become those of no session.
-    """
+    """The owners of one prefix index, which calls all of this under its lock. Beyond the limit the
+    least recently used session is forgotten: its prompts become those of no session."""
 
     def __init__(self, most: int = MOST_SESSIONS) -> None:
         # The marked nodes of each session, the least recently used session first.
         self._ends: LRU[Owner, set[Node]] = LRU(most)
-
-    def __len__(self) -> int:
-        """Known sessions."""
-        return len(self._ends)
 
     def mark(self, path: Sequence[Node], owner: Owner) -> None:
         """Record that a prompt of an owner ends with the last node of a path from a root's child.
@@ -226,7 +211,7 @@ class Owners:
             UnknownSession: no prompt of this owner was marked, or it was forgotten since.
         """
         if owner not in self._ends:
-            raise UnknownSession(owner.session, len(self))
+            raise UnknownSession(owner.session, len(self._ends))
         nodes = list(self._ends[owner])
         for node in nodes:
             self.unmark(node, owner)
@@ -237,7 +222,3 @@ class Owners:
         node.owners.add(owner)
         if owner.session is not None:
             self._ends[owner].add(node)
-
-
-def _is_below(shares: Mapping[Hashable, float], most: float) -> bool:
-    return sum(shares.values()) <= most and max(shares.values(), default=0) <= most / 2

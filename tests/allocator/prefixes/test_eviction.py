@@ -121,7 +121,7 @@ def test_a_factory_hands_its_policy_to_all_of_them() -> None:
         factory.pool.out_of_window._order,
         factory.prefixes.snapshots._order,
     ]
-    assert all(order._rank.policy is policy for order in orders)
+    assert all(order.policy is policy for order in orders)
     factory.close()
 
 
@@ -261,7 +261,7 @@ def test_what_is_removed_leaves_the_duel() -> None:
     pages = Pages(BetterOfTwo(FirstInFirstOut(), LFU)).serve(LOOPS[:3])
     pages.index.forget_prompt("", LOOPS[1][:1])
     assert pages.index._duel is not None
-    assert len(pages.index._duel._leader._order) == 2
+    assert len(pages.index._duel._leader) == 2
 
 
 def _insert(index: PrefixIndex, allocator: BlockAllocator, tokens: list[int]) -> Any:
