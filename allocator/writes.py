@@ -7,9 +7,8 @@ reclaimed for it, which may evict, move or recode blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from paged_kv.allocator.block_allocator import BlockTable
 
@@ -75,13 +74,6 @@ class Write:
         whole = self.recoded_pages[1:] if self.needs_scratch else self.recoded_pages
         return self.table.full_format(page) if page in whole else self.table.allocator.page_format
 
-    def missing_formats(self) -> list[str]:
-        """The formats of the blocks to append."""
-        table = self.table
-        return [
-            self.format_of(page) for page in range(len(table.blocks), table.entries_for(self.end))
-        ]
-
     def written_entries(self) -> dict[int, str]:
         """The entries that the table has and that are written, with the formats they need."""
         table = self.table
@@ -110,24 +102,36 @@ class Write:
         return [Write(self.table, *each, self.end) for each in zip(starts, ends, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class WritePlan:
     """The blocks that a write needs beside those of its table.
 
     Attributes:
-        write: the write.
         copied: the formats of blocks that take the place of others, as their copies, by entry.
         appended: the formats of blocks behind the table's.
+        blocks: those of the table after the write, once they are allocated.
+        copies: what is copied to them (from block, to block).
     """
 
     write: Write
-    copied: Mapping[int, str]
-    appended: tuple[str, ...] = ()
+    copied: dict[int, str]
+    appended: list[str]
+    blocks: tuple[int, ...] = ()
+    copies: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def formats(self) -> Iterable[str]:
-        """The format of each block to allocate."""
-        return chain(self.copied.values(), self.appended)
+    def take(self, fresh: Mapping[str, Iterator[int]]) -> None:
+        """Take the blocks from free ones of each format."""
+        blocks = list(self.write.table.blocks)
+        for entry, name in self.copied.items():
+            self.copies[blocks[entry]] = blocks[entry] = next(fresh[name])
+        blocks += [next(fresh[name]) for name in self.appended]
+        is_changed = self.copied or self.appended
+        self.blocks = tuple(blocks) if is_changed else self.write.table.blocks
+
+    def give_back(self) -> None:
+        """Give back what `take` has taken."""
+        fresh = self.blocks[len(self.blocks) - len(self.appended) :]
+        self.write.table.allocator.release([*self.copies.values(), *fresh])
 
 
 def planned(writes: list[Write]) -> list[WritePlan]:
@@ -145,7 +149,7 @@ def planned(writes: list[Write]) -> list[WritePlan]:
         table, allocator = write.table, write.table.allocator
         assert table in allocator.tables, "this table was dropped"
         if write.is_owned:
-            plans.append(WritePlan(write, {}))
+            plans.append(WritePlan(write, {}, []))
             continue
         copied = {}
         for entry, name in write.written_entries().items():
@@ -154,33 +158,15 @@ def planned(writes: list[Write]) -> list[WritePlan]:
             if count > 1 or allocator.format_of(block).name != name:
                 copied[entry] = name
                 references[block] = count - 1
-        plans.append(WritePlan(write, copied, tuple(write.missing_formats())))
+        missing = range(len(table.blocks), table.entries_for(write.end))
+        plans.append(WritePlan(write, copied, [write.format_of(page) for page in missing]))
     return plans
 
 
 def blocks_needed(writes: list[Write]) -> Counter[str]:
     """Blocks of each format that reserving all `writes`, through tables of one allocator, will
     allocate."""
-    return Counter(chain.from_iterable(plan.formats for plan in planned(writes)))
-
-
-@dataclass(frozen=True)
-class _Change:
-    """A plan with the blocks that were allocated for it."""
-
-    write: Write
-    blocks: tuple[int, ...]
-    copies: Mapping[int, int]
-
-    appended: int
-
-    def commit(self) -> None:
-        write = self.write
-        write.table.commit(write.start, write.end, self.blocks, self.copies)
-
-    def give_back(self) -> None:
-        fresh = self.blocks[len(self.blocks) - self.appended :]
-        self.write.table.allocator.release([*self.copies.values(), *fresh])
+    return _needed(planned(writes))
 
 
 def reserve_all(writes: Iterable[tuple[list[Write], CopyPages]]) -> None:
@@ -192,38 +178,27 @@ def reserve_all(writes: Iterable[tuple[list[Write], CopyPages]]) -> None:
         PoolExhausted: too few blocks are available; nothing was changed.
         BaseException: what copying raises; nothing was changed.
     """
-    changes: list[_Change] = []
+    taken: list[WritePlan] = []
     try:
         for theirs, copy_pages in writes:
-            begin = len(changes)
-            changes += _allocated(planned(theirs))
-            for change in changes[begin:]:
-                if change.copies:
-                    copy_pages(change.copies)
+            plans = planned(theirs)
+            needs = _needed(plans)
+            allocated = theirs[0].table.allocator.take_free(needs) if needs else {}
+            fresh = {name: iter(blocks) for name, blocks in allocated.items()}
+            for plan in plans:
+                plan.take(fresh)
+            taken += plans
+            for plan in plans:
+                if plan.copies:
+                    copy_pages(plan.copies)
     except BaseException:
-        for change in changes:
-            change.give_back()
+        for plan in taken:
+            plan.give_back()
         raise
-    for change in changes:
-        change.commit()
+    for plan in taken:
+        write = plan.write
+        write.table.commit(write.start, write.end, plan.blocks, plan.copies)
 
 
-def _allocated(plans: list[WritePlan]) -> list[_Change]:
-    """The plans, of one allocator, with blocks.
-
-    Raises:
-        PoolExhausted: too few are available; nothing was changed.
-    """
-    needs = Counter(chain.from_iterable(plan.formats for plan in plans))
-    taken = plans[0].write.table.allocator.take_free(needs) if needs else {}
-    fresh = {name: iter(blocks) for name, blocks in taken.items()}
-    changes = []
-    for plan in plans:
-        table = plan.write.table
-        blocks, copies = list(table.blocks), {}
-        for entry, name in plan.copied.items():
-            copies[blocks[entry]] = blocks[entry] = next(fresh[name])
-        blocks += [next(fresh[name]) for name in plan.appended]
-        after = tuple(blocks) if copies or plan.appended else table.blocks
-        changes.append(_Change(plan.write, after, copies, len(plan.appended)))
-    return changes
+def _needed(plans: list[WritePlan]) -> Counter[str]:
+    return Counter(name for plan in plans for name in (*plan.copied.values(), *plan.appended))

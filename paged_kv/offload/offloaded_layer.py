@@ -141,7 +141,10 @@ class OffloadedLayer(LayerPages):
         inside = {}
         for entry, content in contents.items():
             if self._is_outside(entry):
-                self._keep(entry, self._written(content))
+                words = np.array(content).reshape(-1)
+                place = self._offloading.file.write(words)
+                summaries = self._summaries_in(words, self._content_layout)
+                self._keep(entry, _Page(place, summaries.copy()))
             else:
                 inside[entry] = content
         if inside:
@@ -156,16 +159,15 @@ class OffloadedLayer(LayerPages):
         self._shorter = None
         inside = {}
         for source, target in copies.items():
-            if not self._is_outside(target) and not self._is_outside(source):
-                inside[source] = target
-            elif not self._is_outside(target):
-                content = self._content_layout.recoded(self.page(source), self.layout_of(target))
-                self.load({target: content})
-            elif self._is_outside(source):
+            is_outside = self._is_outside(source), self._is_outside(target)
+            if all(is_outside):
                 self._keep(target, self._page(source))
                 self._pages[source // self.slab_stride][source % self.slab_stride] = None
+            elif any(is_outside):
+                layout = self.layout_of(source)
+                self.load({target: layout.recoded(self.page(source), self.layout_of(target))})
             else:
-                self._offload(source, target)
+                inside[source] = target
         super().copy(inside)
 
     def gather(
@@ -243,15 +245,9 @@ class OffloadedLayer(LayerPages):
         self._frames.pop(page.place.serial, None)
         self._offloading.file.release(page.place)
 
-    def _offload(self, source: int, target: int) -> None:
-        content = super().layout_of(source).recoded(self.page(source), self._content_layout)
-        self._keep(target, self._written(content))
-
-    def _written(self, content: mx.array) -> _Page:
-        words = np.array(content).reshape(-1)
-        summaries = words[self._content_layout.summaries_at :].view(np.float16)
-        of_heads = summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
-        return _Page(self._offloading.file.write(words), of_heads.copy())
+    def _summaries_in(self, words: Words, layout: PageLayout) -> npt.NDArray[np.float16]:
+        summaries = words[layout.summaries_at :].view(np.float16)
+        return summaries.reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
 
     def _as_page(self, words: Words) -> mx.array:
         layout = self._content_layout
@@ -335,8 +331,7 @@ class OffloadedLayer(LayerPages):
     def _summaries(self, entry: int) -> npt.NDArray[np.float16]:
         if self._is_outside(entry):
             return self._page(entry).summaries
-        words = np.array(self.view(entry)).reshape(-1)[self.layout_of(entry).summaries_at :]
-        return words.view(np.float16).reshape(self.geometry.k_heads, -1, 2 * self.geometry.k_dim)
+        return self._summaries_in(np.array(self.view(entry)).reshape(-1), self.layout_of(entry))
 
     def _fetch(self, pages: list[_Page]) -> None:
         """Begin to read those of the wanted pages that are in no frame."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
 from paged_kv.admission.pool_size import GroupSize
@@ -34,6 +34,7 @@ WRITTEN_BLOCKS = 2
 REQUANTISED_SHARE = 16
 
 
+@dataclass(eq=False)
 class LayerGroup:
     """Layers that share block tables. Block i owns page i of every layer of the group.
 
@@ -44,20 +45,14 @@ class LayerGroup:
     every layer has written once, the group assumes that the others are as large as the first.
     Otherwise it would plan the first slab as if the model had one layer.
 
-    Args:
+    Attributes:
         layers: the group's layers, by number.
         window: the window that they share, or None. Pages of rings keep 16 bits and stay in memory,
-            so what follows the budget is for other groups.
-        backend: of the kernels.
-        budget: of the pool.
+            so the next four are for other groups.
         page_format: the format of full pages, but for those of sequences with one of their own.
         smaller_formats: those that full pages may get later.
         read_tokens: see `PoolOptions`.
         offloading: takes pages out of memory; None if they stay there.
-
-    Attributes:
-        layers, window, page_format: as given.
-        read_tokens, offloading: as given; None in groups with a window.
         formats: all formats of the group's pages, by name.
         pages: the pages of each layer that was written.
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
@@ -68,33 +63,26 @@ class LayerGroup:
         allocator: allocates the blocks; there is none before the group is open.
     """
 
-    allocator: BlockAllocator
+    layers: list[int]
+    window: Window | None
+    backend: Backend
+    budget: ByteBudget
+    page_format: PageFormat = FP16
+    smaller_formats: tuple[PageFormat, ...] = ()
+    read_tokens: int | None = None
+    offloading: Offloading | None = None
+    formats: dict[str, PageFormat] = field(init=False)
+    pages: dict[int, LayerPages] = field(default_factory=dict, init=False)
+    gather_fallbacks: int = field(default=0, init=False)
+    moves: int = field(default=0, init=False)
+    latest_tables: BlockTables = field(default_factory=BlockTables, init=False)
+    is_open: bool = field(default=False, init=False)
+    knows_all_layers: bool = field(default=False, init=False)
+    allocator: BlockAllocator = field(init=False)
 
-    def __init__(
-        self,
-        layers: list[int],
-        window: Window | None,
-        backend: Backend,
-        budget: ByteBudget,
-        page_format: PageFormat = FP16,
-        smaller_formats: tuple[PageFormat, ...] = (),
-        read_tokens: int | None = None,
-        offloading: Offloading | None = None,
-    ) -> None:
-        self.layers = layers
-        self.window = window
-        self.page_format = page_format
-        self.read_tokens = read_tokens
-        self.offloading = offloading
-        formats = (FP16, page_format, page_format.first, *smaller_formats)
+    def __post_init__(self) -> None:
+        formats = (FP16, self.page_format, self.page_format.first, *self.smaller_formats)
         self.formats = {each.name: each for each in formats}
-        self.pages: dict[int, LayerPages] = {}
-        self.gather_fallbacks = 0
-        self.moves = 0
-        self.latest_tables = BlockTables()
-        self._backend = backend
-        self._budget = budget
-        self.is_open = self.knows_all_layers = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
         """Make a block table for a sequence whose full pages get that format, or one with a ring if
@@ -136,9 +124,7 @@ class LayerGroup:
         if pages is None:
             known = [each.geometry for each in self.pages.values()]
             geometry = next((each for each in known if each == geometry), geometry)
-            backend = backend_for(self._backend, geometry)
-            read_tokens = self.read_tokens if chooses else None
-            pages = self._new_pages(layer, geometry, backend, read_tokens)
+            pages = self._new_pages(layer, geometry, self.read_tokens if chooses else None)
             for page_format in self.formats.values():
                 self._require_holds(page_format, layer, pages)
             self._add_layer(layer, pages)
@@ -165,7 +151,7 @@ class LayerGroup:
         """Forget the pages, whose blocks nobody refers to any more."""
         if self.is_open:
             formats = self.allocator.formats
-            self._budget.take(-sum(each.capacity * each.block_bytes for each in formats))
+            self.budget.take(-sum(each.capacity * each.block_bytes for each in formats))
             self.pages.clear()
             self.is_open = False
 
@@ -298,7 +284,7 @@ class LayerGroup:
             window=self.window.size if self.window else None,
             gather_fallbacks=self.gather_fallbacks,
             plain_layers=sum(
-                pages.backend.name != self._backend.name for pages in self.pages.values()
+                pages.backend.name != self.backend.name for pages in self.pages.values()
             ),
         )
 
@@ -353,22 +339,16 @@ class LayerGroup:
 
     def _add_layer(self, layer: int, pages: LayerPages) -> None:
         block_bytes = self._all_block_bytes({**self.pages, layer: pages})
-        if not self.is_open:
-            first = FP16.name
+        if self.is_open:
+            self.allocator.set_block_bytes(block_bytes)
+        else:
+            callbacks = self._map_slab, self._unmap_slab, self._rewrite_slabs
+            size = block_bytes[FP16.name]
             self.allocator = BlockAllocator(
-                self._budget,
-                block_bytes[first],
-                PAGE_SIZE,
-                self._map_slab,
-                self._unmap_slab,
-                self._rewrite_slabs,
-                MAX_SLABS,
-                first,
+                self.budget, size, PAGE_SIZE, *callbacks, MAX_SLABS, FP16.name
             )
             for name, size in block_bytes.items():
                 self.allocator.add_format(name, size)
-        else:
-            self.allocator.set_block_bytes(block_bytes)
         for slabs in self.allocator.formats:
             for slab, count in slabs.slabs.items():
                 pages.map_slab(slab, count, self.formats[slabs.name])
@@ -377,8 +357,9 @@ class LayerGroup:
         self.is_open = True
 
     def _new_pages(
-        self, layer: int, geometry: LayerGeometry, backend: Backend, read_tokens: int | None
+        self, layer: int, geometry: LayerGeometry, read_tokens: int | None
     ) -> LayerPages:
+        backend = backend_for(self.backend, geometry)
         if self.offloading is None:
             return LayerPages(geometry, backend, MAX_SLAB_PAGES, read_tokens)
         if read_tokens is None:

@@ -198,13 +198,9 @@ class PagePool:
         ]
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
         self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
+        caches = self.index, self.out_of_window
         self.reclaimer = Reclaimer(
-            self.groups,
-            self.budget,
-            self.index,
-            self.out_of_window,
-            self.reclaiming_policy,
-            self.counts,
+            self.groups, self.budget, *caches, self.reclaiming_policy, self.counts
         )
         self.attending: frozenset[int] = frozenset()
         self.attending_in_decode: frozenset[int] = frozenset()

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -37,39 +38,30 @@ Needs = Mapping[LayerGroup, Mapping[str, int]]
 Writes = Mapping[LayerGroup, list[Write]]
 
 
+@dataclass(eq=False)
 class Reclaimer:
     """Reclaims memory in the groups of one pool.
 
-    Args:
+    Attributes:
         groups: the pool's groups.
         budget: the bytes that they may map, possibly shared with other pools.
         index: the prefix index, whose cached blocks may be evicted, those with holds last.
         out_of_window: the cached out-of-window blocks, which are evicted first.
         policy: chooses pages to requantise, and when; None for no requantisation.
         counts: counts evictions and requantisations.
-
-    Attributes:
-        groups, budget, policy: as given.
     """
 
-    def __init__(
-        self,
-        groups: list[LayerGroup],
-        budget: ByteBudget,
-        index: PrefixIndex,
-        out_of_window: OutOfWindowBlocks,
-        policy: RequantisationPolicy | None,
-        counts: PoolCounts,
-    ) -> None:
-        self._counts = counts
-        self.groups = groups
-        self.budget = budget
-        self._index = index
-        self._out_of_window = out_of_window
-        self.policy = policy
-        watermark = policy.watermark if policy else 1.0
-        self._limit = int(watermark * budget.max_bytes)
-        budget.reclaimers.add(self)
+    groups: list[LayerGroup]
+    budget: ByteBudget
+    index: PrefixIndex
+    out_of_window: OutOfWindowBlocks
+    policy: RequantisationPolicy | None
+    counts: PoolCounts
+
+    def __post_init__(self) -> None:
+        watermark = self.policy.watermark if self.policy else 1.0
+        self._limit = int(watermark * self.budget.max_bytes)
+        self.budget.reclaimers.add(self)
 
     def __del__(self) -> None:
         # The pool is collected, and nobody refers to its blocks. Their groups refer to each other,
@@ -174,13 +166,13 @@ class Reclaimer:
         the budget does not hold one."""
         needs = {group: {group.allocator.page_format: 1}}
         if self._mapped_after(needs) > self._limit:
-            self._out_of_window.evict(lambda: self._mapped_after(needs) <= self._limit)
+            self.out_of_window.evict(lambda: self._mapped_after(needs) <= self._limit)
             if self._mapped_after(needs) > self._limit:
                 return None
         group.allocator.ensure_free(needs[group], 0)
         blocks = group.allocator.allocate(1)
         try:
-            return self._out_of_window.cache(group.allocator, blocks[0])
+            return self.out_of_window.cache(group.allocator, blocks[0])
         finally:
             group.allocator.release(blocks)
 
@@ -209,7 +201,7 @@ class Reclaimer:
     def drain(self) -> None:
         """Release the blocks of collected sequences, and the memory of collected pools."""
         self.budget.drain()
-        self._out_of_window.drain()
+        self.out_of_window.drain()
         for group in self.open_groups():
             group.drain()
 
@@ -279,23 +271,23 @@ class Reclaimer:
         return sum(each.num_used * each.block_bytes for each in self.formats())
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
-        self._counts.evictions["exhausted"] += self._index.forget(is_enough)
+        self.counts.evictions["exhausted"] += self.index.forget(is_enough)
         # Sequences may still refer to out-of-window blocks that no prefix ends with any more.
         self._evict_out_of_window(is_enough)
 
     def _evict_prefixes(self, is_enough: Callable[[], bool]) -> None:
-        self._counts.evictions["room"] += self._index.evict(is_enough)
+        self.counts.evictions["room"] += self.index.evict(is_enough)
 
     def _evict_out_of_window(self, is_enough: Callable[[], bool]) -> int:
-        evicted = self._out_of_window.evict(is_enough)
-        self._counts.evictions["out_of_window"] += evicted
+        evicted = self.out_of_window.evict(is_enough)
+        self.counts.evictions["out_of_window"] += evicted
         return evicted
 
     def _evictable_blocks(self, group: LayerGroup) -> set[int]:
         """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
         allocator = group.allocator
         allocator.drain()
-        return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
+        return {*self.index.evictable(allocator), *self.out_of_window.evictable(allocator)}
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
         """Their number by page format."""
@@ -318,7 +310,7 @@ class Reclaimer:
                 return OffloadError(*failure.args)  # frames of the other hold the step's tables
             if not any(requantised):
                 return None
-            self._counts.requantisations.update(sum_counts(requantised))
+            self.counts.requantisations.update(sum_counts(requantised))
         return None
 
     def _bytes_requantised(self, group: LayerGroup, counts: Mapping[str, int]) -> int:

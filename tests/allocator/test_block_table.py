@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.writes import Write, blocks_needed
+from paged_kv.allocator.writes import Write, blocks_needed, planned
 from tests.support.examples import examples
 from tests.support.reserving import reserve
 
@@ -215,7 +215,7 @@ def test_a_write_asks_for_the_format_of_each_full_block(
     if start:
         reserve(table, 0, start)
     write = Write(table, start, end)
-    assert write.missing_formats() == appended
+    assert planned([write])[0].appended == appended
     assert write.needs_scratch == (scratch is not None)
     if scratch:
         assert write.scratch_format == scratch
