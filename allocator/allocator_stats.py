@@ -21,7 +21,7 @@ Every byte of a slab is in exactly one of these, for each page format:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
@@ -32,11 +32,8 @@ Stats = Any
 
 
 class Unit(StrEnum):
-    """The unit of a number.
-
-    Every held byte is in one of the numbers in HELD_BYTES, which have a table of their own; all
-    other numbers come after it. SHARE is from 0 to 1.
-    """
+    """The unit of a number. Every held byte is in one of HELD_BYTES, which have a table of their
+    own; all other numbers come after it. SHARE is from 0 to 1."""
 
     HELD_BYTES = "held bytes"
     BYTES = "bytes"
@@ -96,7 +93,6 @@ def number(
 def counter(
     meaning: str, label: str, metric: str, unit: Unit = Unit.COUNT, *, by: str | None = None
 ) -> Any:
-    """A number that only goes up."""
     return number(meaning, label, metric, unit, by=by, is_counter=True)
 
 
@@ -109,12 +105,17 @@ def by_format(of: Callable[[FormatStats], int], meaning: str) -> Any:
     """A number for each page format."""
 
     def sums(stats: Stats) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for each in stats.formats:
-            total[each.page_format] += of(each)
-        return dict(total)
+        return sum_counts({each.page_format: of(each)} for each in stats.formats)
 
     return number(meaning, by="format", of=sums)
+
+
+def sum_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of counts of the same things."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 @cache
@@ -165,13 +166,12 @@ class FormatStats(NamedTuple):
         return self.spare + self.fragmented
 
     def bytes_of(self, slots: int) -> int:
-        """Bytes of so many slots."""
         return slots * self.block_bytes // self.page_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorStats:
-    """A snapshot of an allocator, or of several: of the blocks, and of the tables that hold them.
+    """A snapshot of an allocator, or of several, and of the layers that use it.
 
     Attributes:
         formats: the blocks of each page format.
@@ -253,6 +253,12 @@ class AllocatorStats:
     bytes_metadata: int = number(
         "about how many bytes the bookkeeping takes in Python's memory, outside slabs",
         "metadata", "kv_metadata_bytes", Unit.BYTES)
+    gather_fallbacks: int = counter(
+        "times keys and values were gathered for attention that does not read pages",
+        "gathers", "gather_fallbacks")
+    plain_layers: int = number(
+        "layers that no kernel of the backend takes, so that MLX's own operations serve them",
+        "layers without kernels")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -180,11 +180,7 @@ class PrefixIndex:
             self.holds.pin(salt, tokens, found)
             return found.num_tokens
 
-    def clear(self) -> int:
-        """Evict everything that is not pinned; returns how many blocks' worth that was."""
-        return self.forget(lambda: False)
-
-    def forget(self, is_enough: Callable[[], bool]) -> int:
+    def forget(self, is_enough: Callable[[], bool] = lambda: False) -> int:
         """Evict everything that is not pinned, in the order of the policy, until it is enough;
         returns how many blocks' worth that was. Other holders keep their blocks."""
         with self.lock:

@@ -279,13 +279,15 @@ class LayerGroup:
     def stats(self) -> GroupStats:
         """A snapshot, which keeps the blocks of collected sequences. See `BlockAllocator.stats`."""
         return GroupStats(
-            **counted(self.allocator.snapshot()),
-            layers=len(self.layers),
-            window=self.window.size if self.window else None,
-            gather_fallbacks=self.gather_fallbacks,
-            plain_layers=sum(
-                pages.backend.name != self.backend.name for pages in self.pages.values()
-            ),
+            **counted(self.allocator.snapshot())
+            | {
+                "layers": len(self.layers),
+                "window": self.window.size if self.window else None,
+                "gather_fallbacks": self.gather_fallbacks,
+                "plain_layers": sum(
+                    pages.backend.name != self.backend.name for pages in self.pages.values()
+                ),
+            }
         )
 
     def _next_requantisations(

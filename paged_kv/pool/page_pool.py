@@ -354,7 +354,7 @@ class PagePool:
     def clear(self) -> int:
         """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many
         slabs."""
-        evicted = self.index.clear()
+        evicted = self.index.forget()
         self.counts.evictions["clear"] += evicted + self.out_of_window.evict(lambda: False)
         slabs = self.reclaimer.give_back()
         return_to_system()

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
+from paged_kv.allocator.allocator_stats import sum_counts
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget, Reclaims
 from paged_kv.allocator.errors import PoolExhausted
@@ -26,7 +27,7 @@ from paged_kv.allocator.writes import Write, blocks_needed, reserve_all
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.offload.offloading import OffloadError
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
+from paged_kv.pool.stats import Compaction, PoolCounts
 
 # Of what another pool uses, this share is evicted at a time for a pool that is short of memory, and
 # compacted: less of it goes than with larger ones, and more is copied.

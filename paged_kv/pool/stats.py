@@ -6,7 +6,7 @@ Each number is one field here or in `paged_kv.allocator.allocator_stats`, which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
@@ -19,29 +19,15 @@ from paged_kv.allocator.allocator_stats import (
     counted,
     counter,
     number,
+    sum_counts,
 )
 from paged_kv.checks import format_size
 
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTotals(AllocatorStats):
-    """What a pool has as the sum of its groups of layers."""
-
-    # fmt: off
-    gather_fallbacks: int = counter(
-        "times keys and values were gathered for attention that does not read pages",
-        "gathers", "gather_fallbacks")
-    plain_layers: int = number(
-        "layers that no kernel of the backend takes, so that MLX's own operations serve them",
-        "layers without kernels")
-    # fmt: on
-
-
-_NO_LAYERS = counted(LayerTotals())
+_NO_LAYERS = counted(AllocatorStats())
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStats(LayerTotals):
+class GroupStats(AllocatorStats):
     """A snapshot of the layers that share one block table.
 
     Attributes:
@@ -54,7 +40,7 @@ class GroupStats(LayerTotals):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolStats(LayerTotals):
+class PoolStats(AllocatorStats):
     """A snapshot of a pool. Every byte of `bytes_mapped` is explained in
     `paged_kv.allocator.allocator_stats`. `bytes_held` is what MLX holds for the pool
     (`mx.get_active_memory`), as long as MLX hands out no larger memory that it has kept
@@ -170,10 +156,7 @@ class PoolStats(LayerTotals):
     def __str__(self) -> str:
         """The table of held bytes, for `print`."""
         head = f"{self.page_format} pages, {self.backend}, {format_size(self.bytes_budget)} allowed"
-        rows = [
-            f"{label:<16}{size:>12}{share:>8}  {meaning}"
-            for label, size, share, meaning in byte_rows(self)
-        ]
+        rows = ["{:<16}{:>12}{:>8}  {}".format(*row) for row in byte_rows(self)]
         return "\n".join([head, *rows])
 
     def __add__(self, other: PoolStats) -> PoolStats:
@@ -217,16 +200,12 @@ _OF_BOTH = {"page_format", "backend", "bytes_budget"}
 
 def byte_rows(stats: PoolStats) -> list[tuple[str, str, str, str]]:
     """Every held byte: label, size, share of all held bytes, and meaning."""
+    sizes = {
+        each: int(getattr(stats, each.name)) for each in COLUMNS if each.unit is Unit.HELD_BYTES
+    }
     return [
-        (
-            str(each.label),
-            format_size(nbytes),
-            f"{nbytes / (stats.bytes_held or 1):.1%}",
-            each.meaning,
-        )
-        for each in COLUMNS
-        if each.unit is Unit.HELD_BYTES
-        for nbytes in [int(getattr(stats, each.name))]
+        (str(each.label), format_size(n), f"{n / (stats.bytes_held or 1):.1%}", each.meaning)
+        for each, n in sizes.items()
     ]
 
 
@@ -250,14 +229,6 @@ class Compaction:
     bytes_freed: int
 
 
-def sum_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of counts of the same things."""
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(total)
-
-
 def _sum(one: Any, other: Any) -> Any:
     return sum_counts([one, other]) if isinstance(one, Mapping) else one + other
 
@@ -271,7 +242,7 @@ class PoolCounts(SimpleNamespace):
     """
 
     def __init__(self) -> None:
-        of_groups = {each.name for each in fields(LayerTotals)}
+        of_groups = {each.name for each in fields(AllocatorStats)}
         self._columns = [each for each in COLUMNS if each.is_counter and each.name not in of_groups]
         super().__init__(**{each.name: Counter() if each.by else 0 for each in self._columns})
         self.of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict

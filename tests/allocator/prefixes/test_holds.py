@@ -50,11 +50,11 @@ def test_a_held_prefix_is_not_evicted_until_its_time_comes() -> None:
     cached.hold(ALL[:12], until=5)
     assert cached.holds.next_end == 5
     cached.holds.expire(4.9)
-    cached.index.clear()
+    cached.index.forget()
     assert (cached.found(ALL[:20]), cached.holds.num_pinned) == (12, 3)
     cached.holds.expire(5)
     assert cached.holds.num_pinned == 0
-    cached.index.clear()
+    cached.index.forget()
     assert cached.found(ALL[:20]) == 0
 
 
@@ -80,10 +80,10 @@ def test_a_longer_prompt_takes_over_the_pin_of_its_last_block() -> None:
     cached.hold(ALL[:10], until=5)
     cached.insert(ALL[:18])
     assert (len(cached.index), cached.holds.num_pinned) == (5, 3)
-    cached.index.clear()
+    cached.index.forget()
     assert cached.found(ALL[:18]) == 12
     cached.holds.expire(5)
-    cached.index.clear()
+    cached.index.forget()
     assert len(cached.index) == 0
 
 
@@ -94,7 +94,7 @@ def test_one_namespace_holds_half_of_what_may_be_held_and_its_latest_prompts() -
         cached.insert(prompt)
         cached.hold(prompt, until=first)
     assert cached.holds.num_pinned == 20
-    cached.index.clear()
+    cached.index.forget()
     # The end of a prompt goes before its beginning.
     assert [cached.found([first, *ALL[1:32]]) for first in range(3)] == [16, 32, 32]
 
@@ -105,7 +105,7 @@ def test_beyond_the_bound_the_namespace_that_holds_most_gives_way() -> None:
         prompt = ALL[: PAGE * pages]
         cached.insert(prompt, namespace)
         cached.hold(prompt, 100 - number, namespace)
-    cached.index.clear()
+    cached.index.forget()
     held = [cached.found(ALL, namespace) // PAGE for namespace in "abcd"]
     assert held == [12, 16, 4, 8]
 

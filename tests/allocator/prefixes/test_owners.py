@@ -187,7 +187,7 @@ class Model:
             self.owned.index.holds.unpin(salt, prompt)
         for session, salt in {each[:2] for each in self.prompts if each[0] is not None}:
             self.end(str(session), salt)
-        self.owned.index.clear()
+        self.owned.index.forget()
         assert not self.owned.index.nodes()
         assert not self.owned.index.owners._ends
 

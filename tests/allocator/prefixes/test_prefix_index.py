@@ -87,7 +87,7 @@ def test_nothing_stays_of_a_namespace_without_prompts() -> None:
         assert indexed.index.match(salt, [1, 2, 3, 4, 5, 6]).num_tokens == 5
     last = weakref.ref(salt)
     del salt
-    indexed.index.clear()
+    indexed.index.forget()
     gc.collect()
     assert last() is None
     indexed.allocator.check()
@@ -125,11 +125,11 @@ def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     assert len(indexed.index.evictable(indexed.allocator)) == 2
     assert indexed.index.evict(lambda: False) == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2, 3)] == [8, 8, 0]
-    assert indexed.index.clear() == 2
+    assert indexed.index.forget() == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2)] == [0, 8]
     indexed.index.holds.unpin("", [2] * 8)
     indexed.allocator.drop(table)
-    assert indexed.index.clear() == 2
+    assert indexed.index.forget() == 2
     assert indexed.allocator.stats().blocks_cached == 0
     indexed.allocator.check()
 
@@ -155,7 +155,7 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
     indexed.index.holds.unpin("", [1] * 4)
     assert indexed.index.evict(lambda: len(indexed.index) == 1) == 1
     assert indexed.allocator.stats().blocks_cached == 1
-    assert indexed.index.clear() == 1
+    assert indexed.index.forget() == 1
     assert indexed.allocator.stats().blocks_cached == 0
     indexed.allocator.check()
 
@@ -221,7 +221,7 @@ def test_a_block_that_is_moved_is_found_in_every_namespace() -> None:
     for namespace in ("alice", "bob"):
         assert indexed.blocks_of(indexed.index.match(namespace, [1, 2, 3, 4, 5])) == [target]
     allocator.drop(table)
-    indexed.index.clear()
+    indexed.index.forget()
     allocator.check()
 
 

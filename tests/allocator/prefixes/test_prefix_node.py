@@ -107,9 +107,9 @@ def test_a_prefix_counts_its_ends_and_pins_as_long_as_it_is_known() -> None:
     (node,) = index.nodes()
     node.add_pins(1)
     assert [each.pins for each in out_of_window.known] == [0, 1, 0, 0]
-    assert index.evict(lambda: False) == index.clear() == 0
+    assert index.evict(lambda: False) == index.forget() == 0
     node.add_pins(-1)
-    index.clear()
+    index.forget()
     assert [(each.ends, each.pins) for each in out_of_window.known] == [(0, 0)] * 4
 
 

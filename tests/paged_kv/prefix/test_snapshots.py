@@ -109,7 +109,7 @@ def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
     assert not prompts.snapshots.keep(path, 1, "too much", 7, is_answer=False)
     assert set(prompts.uses) == {(0,), (6,)}
     prompts.index.holds.unpin("", (0,))
-    prompts.index.clear()
+    prompts.index.forget()
     del path
     assert prompts.snapshots.nbytes == 0
 
