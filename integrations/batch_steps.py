@@ -48,7 +48,8 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
         _compute_apart(batch, tokens)
         return
     ends = sorted({len(each) for each in tokens})
-    if len(ends) < 2 or not _has_states(batch.prompt_cache):
+    has_states = any(isinstance(each, ArraysCache) for each in leaves(batch.prompt_cache))
+    if len(ends) < 2 or not has_states or not are_ours(batch.prompt_cache):
         _compute(batch, tokens)
         return
     rows, caches, begin = list(range(len(tokens))), batch.prompt_cache, 0
@@ -201,12 +202,6 @@ def _last_tokens(batch: Any) -> tuple[list[int], list[mx.array]]:
 
 def _is_reproducible(prompt_cache: list[Any]) -> bool:
     return any(each.pool.is_reproducible for each in paged_caches(prompt_cache)[:1])
-
-
-def _has_states(prompt_cache: list[Any]) -> bool:
-    """Whether these are a factory's caches, some of them of recurrent layers."""
-    has_any = any(isinstance(each, ArraysCache) for each in leaves(prompt_cache))
-    return has_any and are_ours(prompt_cache)
 
 
 BATCH_STEPS = Replacements({_stock_prompt: prompt, STOCK_STEP: step})

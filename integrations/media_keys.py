@@ -45,8 +45,12 @@ class MediaKeys:
 
     def __init__(self, model: Any, processor: Any = None) -> None:
         config = getattr(model, "config", None)
-        found = {kind: _token_of(config, kind) for kind in _KINDS.values()}
-        self._tokens = {kind: token for kind, token in found.items() if token is not None}
+        self._tokens: dict[str, int] = {}
+        for kind in _KINDS.values():
+            # Configs of mlx-vlm have one of these names for the id of a kind's tokens.
+            named = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+            if (token := next((each for each in named if isinstance(each, int)), None)) is not None:
+                self._tokens[kind] = token
         self._settings = _settings_of(processor)
 
     def keyed(self, tokens: TokenIds, media: Media) -> list[int]:
@@ -71,20 +75,14 @@ class MediaKeys:
             if bool(given) != bool(places):
                 raise ValueError(_mismatch(kind, token, len(places), len(given)))
             if places:
-                _replace(ids, _runs(places), [self._digest(kind, each) for each in given])
+                digests = []
+                for each in given:
+                    digest = hashlib.sha256(f"{kind} {self._settings}".encode())
+                    for part in _content(kind, each):
+                        digest.update(len(part).to_bytes(8, "little") + part)
+                    digests.append(digest.digest())
+                _replace(ids, _runs(places), digests)
         return ids
-
-    def _digest(self, kind: str, item: Any) -> bytes:
-        digest = hashlib.sha256(f"{kind} {self._settings}".encode())
-        for part in _content(kind, item):
-            digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.digest()
-
-
-def _token_of(config: Any, kind: str) -> int | None:
-    """The id of a kind's tokens, by the names that configs of mlx-vlm have for it."""
-    named = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-    return next((token for token in named if isinstance(token, int)), None)
 
 
 def _settings_of(processor: Any) -> str:
@@ -157,22 +155,20 @@ def _mismatch(kind: str, token: int | None, places: int, given: int) -> str:
 
 
 class PromptSteps(Protocol):
-    """A model's steps for one prompt and the tokens after it."""
+    """A model's steps for one prompt with images and the tokens after it, instead of the model's
+    own: takes tokens [1, T] and the prompt cache, and returns the logits of the last tokens.
 
-    @property
-    def start(self) -> int:
-        """The tokens of the prompt that the prompt cache has to hold before the first step: those
-        that were found, or 0 if the model cannot continue behind them."""
-        ...
+    Attributes:
+        start: the tokens of the prompt that the prompt cache has to hold before the first step:
+            those that were found, or 0 if the model cannot continue behind them.
+        in_parts: whether each step computes its own tokens, and not the first one all of the
+            prompt.
+    """
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether each step computes its own tokens, and not the first one all of the prompt."""
-        ...
+    start: int
+    in_parts: bool
 
-    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """The logits of tokens [1, T], which continue those of the step before."""
-        ...
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array: ...
 
 
 class PromptMedia(Protocol):
@@ -181,7 +177,6 @@ class PromptMedia(Protocol):
     @property
     def cache_key(self) -> list[int]:
         """The prompt's tokens; those of images differ by the image's content."""
-        ...
 
     def begin(self, model: Any, cached: int) -> PromptSteps:
         """The model's steps behind a cached prefix of `cached` tokens.
@@ -189,4 +184,3 @@ class PromptMedia(Protocol):
         Raises:
             ValueError: the model cannot read the images.
         """
-        ...

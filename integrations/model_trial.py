@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -87,9 +86,11 @@ class _Arrays:
         self, writes: _Writes, keys: mx.array, values: mx.array
     ) -> tuple[PagedKeys, PagedValues]:
         """Stand-ins of the same shapes that cannot be computed."""
-        stands = [
-            mx.broadcast_to(self._number(writes, each), each.shape) for each in (keys, values)
-        ]
+        stands = []
+        for each in (keys, values):
+            if (key := (writes, each.dtype)) not in self._numbers:
+                self._numbers[key] = new_placeholder(each.dtype)
+            stands.append(mx.broadcast_to(self._numbers[key], each.shape))
         found = PagedKeys(stands[0]), PagedValues(stands[1])
         read: Any = _TriedRead(lambda: self.written_and_read.append(writes), keys, values)
         found[0].read = found[1].read = read
@@ -106,18 +107,12 @@ class _Arrays:
         trial, layers = self.trial, frozenset(self.trial.geometries)
         trial.attending = layers - {layer for layer, _ in used}
         trial.attending_in_decode = layers - {layer for layer, is_decode in used if is_decode}
-        order = [each for each in self.written_and_read if self._is_attending(*each)]
+        order = [
+            each
+            for each in self.written_and_read
+            if each.layer in (trial.attending_in_decode if each.is_decode else trial.attending)
+        ]
         trial.in_order = order[::2] == order[1::2]
-
-    def _is_attending(self, layer: int, is_decode: bool) -> bool:
-        trial = self.trial
-        return layer in (trial.attending_in_decode if is_decode else trial.attending)
-
-    def _number(self, writes: _Writes, like: mx.array) -> mx.array:
-        key = writes, like.dtype
-        if key not in self._numbers:
-            self._numbers[key] = new_placeholder(like.dtype)
-        return self._numbers[key]
 
 
 class _TriedRead:
@@ -197,38 +192,27 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         return [row_of(each, 0) for each in made]
 
     this_thread.prepares = False
-    with _restored(model):
-        try:
-            results = [*_alone(model, tried_cache())]
-        except Exception as error:  # models raise anything; gathering works for any model
-            name = model_file(model)
-            logger.warning(
-                "%s cannot be tried out, so keys and values are gathered: %r", name, error
-            )
-            return trial
+    call: Any = model  # its call has no types
+    noted = {name: getattr(model, name) for name in NOTED_POSITIONS if hasattr(model, name)}
+    try:
+        cache = tried_cache()
+        results: list[mx.array] = []
+        for tokens in (PROMPT, 1):
+            results += _results(call(mx.zeros((1, tokens), mx.int32), cache=cache), cache)
         try:
             results += _in_a_batch(model, tried_cache(), tried_cache())
         except Exception as error:  # mlx-lm's caches cannot batch some models either
             logger.info("a batch cannot be tried out: %r", error)
-        arrays.find(results)
-        trial.prepares = this_thread.prepares
-    return trial
-
-
-@contextmanager
-def _restored(model: Module) -> Iterator[None]:
-    """Undo what a model of mlx-vlm notes about the prompt that it reads."""
-    noted = {name: getattr(model, name) for name in NOTED_POSITIONS if hasattr(model, name)}
-    try:
-        yield
+    except Exception as error:  # models raise anything; gathering works for any model
+        name = model_file(model)
+        logger.warning("%s cannot be tried out, so keys and values are gathered: %r", name, error)
+        return trial
     finally:
         for name, value in noted.items():
             setattr(model, name, value)
-
-
-def _alone(model: Any, cache: list[Any]) -> Iterator[mx.array]:
-    for tokens in (PROMPT, 1):
-        yield from _results(model(mx.zeros((1, tokens), mx.int32), cache=cache), cache)
+    arrays.find(results)
+    trial.prepares = this_thread.prepares
+    return trial
 
 
 def _in_a_batch(model: Any, first: list[Any], second: list[Any]) -> list[mx.array]:

@@ -101,15 +101,11 @@ class ModelVersion:
         self._hashes = alive
         weights = sha256()
         for path, array in arrays.items():
-            weights.update(f"{path}\0{array.dtype}\0{array.shape}\0{self._hash(array)}\0".encode())
+            if id(array) not in self._hashes:
+                self._hashes[id(array)] = weakref.ref(array), _hash_of(array)
+            _, known = self._hashes[id(array)]
+            weights.update(f"{path}\0{array.dtype}\0{array.shape}\0{known}\0".encode())
         return weights.hexdigest(), settings
-
-    def _hash(self, array: mx.array) -> str:
-        array_of, known = self._hashes.get(id(array), (None, ""))
-        if array_of is None or array_of() is not array:
-            known = _hash_of(array)
-            self._hashes[id(array)] = weakref.ref(array), known
-        return known
 
 
 Seen = Any  # a weak reference where it is a large array
@@ -126,7 +122,7 @@ class _Version(NamedTuple):
         return (
             settings == self.settings
             and arrays.keys() == self.arrays.keys()
-            and all(map(_is_same, map(self.arrays.__getitem__, arrays), arrays.values()))
+            and all(_is_same(self.arrays[name], array) for name, array in arrays.items())
         )
 
 
@@ -173,18 +169,15 @@ def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    for name, child in _children(value):
-        yield from _leaves(child, f"{path}.{name}", seen)
-
-
-def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
-        return [(str(at), each) for at, each in enumerate(value)]
-    own = [*dict.items(value)] if isinstance(value, dict) else []
-    if has_attributes(value):
-        own += vars(value).items()
-    named = [(str(name), each) for name, each in own if name not in _ASIDE]
-    return sorted(named, key=lambda each: each[0])
+        named = [(str(at), each) for at, each in enumerate(value)]
+    else:
+        own = [*dict.items(value)] if isinstance(value, dict) else []
+        own += vars(value).items() if has_attributes(value) else []
+        parts = [(str(name), each) for name, each in own if name not in _ASIDE]
+        named = sorted(parts, key=lambda each: each[0])
+    for name, child in named:
+        yield from _leaves(child, f"{path}.{name}", seen)
 
 
 def _hash_of(array: mx.array) -> str:

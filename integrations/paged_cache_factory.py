@@ -108,9 +108,8 @@ class PagedCacheFactory:
         self.decode_share: float | None = None
         if options.max_bytes == AUTO:
             measure = partial(measured_step, model, options.page_format, options.write_chunk)
-            budget = automatic_budget(model, measure)
-            options = replace(options, max_bytes=budget.max_bytes)
-            self.prompt_step = budget.prompt_step
+            max_bytes, self.prompt_step = automatic_budget(model, measure)
+            options = replace(options, max_bytes=max_bytes)
         self._model = PagedModel(model, options, head)
         tiers = [] if options.store is None else store_addresses(options.store)
         self.recordings = self._model.recordings

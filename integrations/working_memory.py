@@ -83,8 +83,12 @@ class WorkingMemory(NamedTuple):
 
 def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMemory:
     """Measure prompt steps of a model, on prompt caches that `make_cache` returns."""
+    # A step that fills a window takes other memory than shorter ones: the longest measured does,
+    # unless the window is longer than steps are.
+    to_fill = min([window for each in make_cache() if (window := _window(each))], default=0)
+    fewest = to_fill if to_fill <= MOST_TOKENS else 0
     steps: list[MeasuredStep] = []
-    tokens, fewest, seconds = FEWEST_TOKENS, _fewest_tokens(make_cache()), 0.0
+    tokens, seconds = FEWEST_TOKENS, 0.0
     with _first_layers(model, make_cache()) as call:
         _measured(call, make_cache(), tokens)  # This loads weights, compiles kernels, maps slabs.
         while not steps or tokens <= fewest or (tokens <= MOST_TOKENS and seconds < MOST_SECONDS):
@@ -94,13 +98,6 @@ def working_memory(model: Any, make_cache: Callable[[], list[Any]]) -> WorkingMe
             steps.append(MeasuredStep(tokens, *map(max, zip(*pairs, strict=True))))
             tokens *= 2
     return WorkingMemory(tuple(steps))
-
-
-def _fewest_tokens(cache: Sequence[Any]) -> int:
-    """Of the longest step measured: one that fills a window takes other memory than shorter ones,
-    unless the window is longer than steps are."""
-    to_fill = min([window for each in cache if (window := _window(each))], default=0)
-    return to_fill if to_fill <= MOST_TOKENS else 0
 
 
 def _measured(model: Any, cache: list[Any], step: int) -> tuple[int, int]:
@@ -182,21 +179,16 @@ def _first_layers(model: Any, cache: list[Any]) -> Iterator[Callable[..., Any]]:
         layers[needed] = kept
 
 
-def _needed(layers: Sequence[Module], cache: Sequence[Any]) -> int:
+def _needed(layers: Sequence[Any], cache: Sequence[Any]) -> int:
     """How many of the first layers have two of every kind among them that occurs twice, and one
     more, whose keys depend on the last of them."""
-    kinds = [_kind(*pair) for pair in zip_longest(layers, cache[: len(layers)])]
-    of_kind = defaultdict(list)
-    for at, kind in enumerate(kinds):
-        of_kind[kind].append(at)
+    of_kind: dict[Hashable, list[int]] = defaultdict(list)
+    for at, (layer, its_cache) in enumerate(zip_longest(layers, cache[: len(layers)])):
+        flat: Any = tree_flatten(layer.parameters())
+        shapes = tuple((name, array.shape, str(array.dtype)) for name, array in flat)
+        # Layers of a kind take equal memory.
+        of_kind[type(layer), shapes, type(its_cache), _window(its_cache)].append(at)
     return max(places[:2][-1] for places in of_kind.values()) + 2
-
-
-def _kind(layer: Any, cache: Any) -> Hashable:
-    """Equal for layers that take equal memory."""
-    flat: Any = tree_flatten(layer.parameters())
-    shapes = tuple((name, array.shape, str(array.dtype)) for name, array in flat)
-    return type(layer), shapes, type(cache), _window(cache)
 
 
 def _window(cache: Any) -> int | None:
@@ -205,13 +197,6 @@ def _window(cache: Any) -> int | None:
         window = cache.pool.group_of(cache.layer).window
         return window.size if window else None
     return getattr(cache, "max_size", None)
-
-
-class AutomaticBudget(NamedTuple):
-    """The bytes that pages may take, and the tokens of a prompt step for which the rest is left."""
-
-    max_bytes: int
-    prompt_step: int
 
 
 def reserve_of(memory: int) -> int:
@@ -225,9 +210,10 @@ def weight_bytes(model: Any) -> int:
     return sum({id(array): array.nbytes for _, array in flat}.values())
 
 
-def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> AutomaticBudget:
-    """The budget for the pages of a model: what the device has, less a reserve, what MLX holds or
-    will hold of weights, and a prompt step, which `measure` measures."""
+def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> tuple[int, int]:
+    """The bytes that the pages of a model may take, and the tokens of a prompt step for which the
+    rest is left. It is what the device has, less a reserve, what MLX holds or will hold of weights,
+    and a prompt step, which `measure` measures."""
     memory = device_bytes()
     held = max(mx.get_active_memory(), weight_bytes(model))
     try:
@@ -241,7 +227,7 @@ def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> Aut
     fitting = (tokens for tokens, nbytes in sizes.items() if nbytes <= STEP_SHARE * left)
     tokens = next(fitting, PROMPT_STEPS[-1])
     taken = sizes[tokens]
-    budget = AutomaticBudget(max(1, left - taken), tokens)
+    max_bytes = max(1, left - taken)
     logger.info(
         "max_bytes is auto: of %s, %s are left to the system, weights take %s, a prompt step of "
         "%s tokens %s; pages may take %s",
@@ -250,6 +236,6 @@ def automatic_budget(model: Module, measure: Callable[[], WorkingMemory]) -> Aut
         format_size(held),
         f"{tokens:,}",
         format_size(taken),
-        format_size(budget.max_bytes),
+        format_size(max_bytes),
     )
-    return budget
+    return max_bytes, tokens

@@ -119,22 +119,12 @@ class MediaPrompt:
         return max((at for at, each in enumerate(self.cache_key, 1) if each < 0), default=0)
 
     def begin(self, model: TextModel, cached: int) -> PromptSteps:
-        """The model's steps for this prompt, behind a cached prefix of `cached` tokens if it can
-        continue there.
-
-        Raises:
-            ValueError: the model cannot read the images.
-        """
+        """See `PromptMedia`."""
         return PromptSteps(model, self, cached)
 
 
 class PromptSteps:
-    """A model's steps for one prompt and the tokens after it, called as mlx-lm calls a model.
-
-    Attributes:
-        start: the tokens of the prompt that the prompt cache has to hold before the first step.
-        in_parts: whether each step computes its own tokens, and not the first one all.
-    """
+    """See `media_keys.PromptSteps`; called as mlx-lm calls a model."""
 
     def __init__(self, model: TextModel, prompt: MediaPrompt, cached: int) -> None:
         self._model = model
