@@ -26,12 +26,8 @@ from paged_kv.steps.step import Step
 
 
 class Batch:
-    """Sequences of one pool that take their steps together. `Batch.of` makes batches.
-
-    Attributes:
-        sequences: the sequences, in the order of rows.
-        step: the latest step, which may be closed; None before the first.
-    """
+    """Sequences of one pool that take their steps together. `Batch.of` makes batches. The latest
+    `step` may be closed."""
 
     def __init__(self, pool: PagePool, sequences: tuple[Sequence, ...]) -> None:
         self.pool = pool

@@ -33,10 +33,7 @@ from paged_kv.steps.sequence import StepRow
 def attention_metadata(
     group: LayerGroup, rows: list[StepRow], *, read_first: bool = False
 ) -> AttentionMetadata:
-    """The attention metadata of a step in the layers of a group.
-
-    With `read_first`, no page holds the step itself yet.
-    """
+    """Of a step in the layers of a group. With `read_first`, no page holds the step itself yet."""
     if group.window is not None:
         return _ring_metadata(group, group.window, rows, read_first)
     tables, ends, right_padding = [], [], []
@@ -50,11 +47,10 @@ def attention_metadata(
 
 
 class StepPart(NamedTuple):
-    """The tokens of a step between two cuts.
+    """The tokens of a step between two cuts, and where all tokens up to these are while the queries
+    of these attend.
 
     Attributes:
-        tokens: which of the step's S tokens they are.
-        metadata: where all tokens up to these are while the queries of these attend.
         resumed: the page copies (from block, to block) to make before the part is written.
         recoded: the page copies to make before the next part attends.
     """
@@ -119,8 +115,7 @@ class _RowPages:
     def recoded_at(self, end: int) -> list[tuple[int, int]]:
         """The page copy to make after the step's first `end` tokens, if any."""
         page = (self._row.before.offset + end) // PAGE_SIZE - 1
-        is_cut = end in self.cuts
-        return [self._recoded[page]] if is_cut else []
+        return [self._recoded[page]] if end in self.cuts else []
 
     def _find_recoded(self, table: BlockTable, scratch: BlockTable | None) -> None:
         write = Write(table, self._row.before.tokens, self._row.after.tokens)
@@ -165,12 +160,9 @@ def _ring_metadata(
 class PagedMask(mx.array):
     """A lazy causal mask that a cache made: attention can recognise it without computing it.
 
-    Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
-
-    Attributes:
-        visible_lens: tokens of each sequence, including this step.
-        right_padding: padding tokens after those, as in `AttentionMetadata`.
-        window: number of tokens that a query sees, itself included; None for all.
+    Boolean [S, T] for one sequence, [B, 1, S, T] for a batch. `visible_lens` and `right_padding`
+    are those of its `AttentionMetadata`. A query sees `window` tokens, itself included; None for
+    all.
     """
 
     visible_lens: tuple[int, ...]
@@ -211,24 +203,22 @@ def step_mask(
             return None
         if not _is_array(rows[0].before.tokens, count, window, return_array, window_size):
             return None if count == 1 else "causal"
-    ends = _ends(rows, window)
-    if window is None:
-        return paged_mask(ends, count, window_size)
-    size = window.size if window_size is None else window_size - window.sink_tokens
-    return paged_mask(ends, count, size, window.sink_tokens)
-
-
-def paged_mask(
-    metadata: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
-) -> PagedMask:
-    """The mask of a step of `queries` tokens; ignores the block tables of `metadata`."""
-    if len(metadata.ends) == 1:
-        mask = PagedMask(causal_window_mask(metadata.ends[0], queries, window, sink_tokens))
+    lengths = []
+    for _, before, after in rows:
+        first = 0 if window is None else window.first_visible(before.tokens) - window.sink_tokens
+        lengths.append(after.tokens - max(0, first))
+    padding = tuple([row.after.padding.right for row in rows])
+    metadata = AttentionMetadata((), tuple(lengths), padding)
+    size, sink_tokens = window_size, 0
+    if window is not None:
+        sink_tokens = window.sink_tokens
+        size = window.size if window_size is None else window_size - sink_tokens
+    if len(rows) == 1:
+        mask = PagedMask(causal_window_mask(metadata.ends[0], count, size, sink_tokens))
     else:
-        mask = PagedMask(batch_mask(metadata, queries, window, sink_tokens))
-    mask.visible_lens = metadata.visible_lens
-    mask.right_padding = metadata.right_padding
-    mask.window = window
+        mask = PagedMask(batch_mask(metadata, count, size, sink_tokens))
+    mask.visible_lens, mask.right_padding = metadata.visible_lens, metadata.right_padding
+    mask.window = size
     return mask
 
 
@@ -244,23 +234,9 @@ def _is_array(
     return return_array or min(longest - 1, before) + count > (window_size or longest)
 
 
-def _ends(rows: list[StepRow], window: Window | None) -> AttentionMetadata:
-    """The lengths and padding after a step, without block tables."""
-    lengths = []
-    for _, before, after in rows:
-        first = 0 if window is None else window.first_visible(before.tokens) - window.sink_tokens
-        lengths.append(after.tokens - max(0, first))
-    return AttentionMetadata((), tuple(lengths), tuple([row.after.padding.right for row in rows]))
-
-
 class Visibility(NamedTuple):
-    """What the queries of a step see.
-
-    Attributes:
-        causal: of the `Attention` for it.
-        window: of the `Attention` for it; for its first query alone if there is a wider window.
-        wider_window: of the `Attention` for its other queries; None if all have the same.
-    """
+    """What the queries of a step see: `causal` and `window` of their `Attention`. If there is a
+    `wider_window`, all but the first query see that one."""
 
     causal: bool
     window: int | None = None

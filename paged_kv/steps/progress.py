@@ -77,12 +77,8 @@ NO_PADDING = Padding()
 
 
 class Progress(NamedTuple):
-    """How far one layer of a sequence is.
-
-    Attributes:
-        latest: tokens of the latest step; 0 once no query can attend to it.
-        padding: the padding of the coming steps, and that of the latest one.
-    """
+    """How far one layer of a sequence is: its tokens, those of them in the latest step, or 0 once
+    no query can attend to it, and the padding of the coming steps and of the latest one."""
 
     tokens: int = 0
     latest: int = 0
@@ -113,11 +109,10 @@ class StepProgress(NamedTuple):
 
 @dataclass(eq=False)
 class UnwrittenStep:
-    """One sequence's part of a step.
+    """The part of a step of the `row`-th sequence of a batch.
 
     Attributes:
         step: the keys [B, heads, S, k_dim] and values [B, heads, S, v_dim] of the batch.
-        row: the sequence's index in the batch.
         own: which of the step's S tokens are valid for the sequence.
         has_filled: whether the pages that are cached out of window have got their tokens. A write
             to the ring that failed may have overwritten those that were in it.
@@ -134,48 +129,34 @@ class UnwrittenStep:
         keys, values = (part[self.row : self.row + 1, :, begin:end] for part in self.step)
         return keys, values
 
-
-def write_to_ring(
-    step: UnwrittenStep,
-    pages: LayerPages,
-    window: Window,
-    table: BlockTable,
-    out_of_window: Mapping[int, OutOfWindowBlock],
-    end: int,
-) -> None:
-    """Write a step of one layer that ends at `end`: first the pages that are cached out of window,
-    then its last tokens into the ring."""
-    start = end - len(step.own)
-    if not step.has_filled:
-        _fill_skipped(step, pages, table, out_of_window, start, end)
-        step.has_filled = True
-    for first, last in window.kept_parts(start, end):
-        base = first - first % PAGE_SIZE
-        blocks = table.blocks_of(base, last)
-        keys, values = step.between(first - start, last - start)
-        pages.write(keys, values, AttentionMetadata((blocks,), (last - base,), (0,)))
-
-
-def _fill_skipped(
-    step: UnwrittenStep,
-    pages: LayerPages,
-    table: BlockTable,
-    out_of_window: Mapping[int, OutOfWindowBlock],
-    start: int,
-    end: int,
-) -> None:
-    """Fill cached out-of-window blocks with the step's tokens: pages that never were in the ring,
-    and pages that were cached before the step was written."""
-    for page, cached in out_of_window.items():
-        base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
-        if cached.block is None or last <= start or base >= end:
-            continue
-        first = max(base, start)
-        if first > base:
-            (in_ring,) = table.blocks_of(base, first)
-            pages.copy({in_ring: cached.block})
-        keys, values = step.between(first - start, last - start)
-        pages.write(keys, values, AttentionMetadata(((cached.block,),), (last - base,), (0,)))
+    def write_to_ring(
+        self,
+        pages: LayerPages,
+        window: Window,
+        table: BlockTable,
+        out_of_window: Mapping[int, OutOfWindowBlock],
+        end: int,
+    ) -> None:
+        """Write it in one layer, where it ends at `end`: first the pages that are cached out of
+        window, which never were in the ring or were cached before this, then its last tokens into
+        the ring."""
+        start = end - len(self.own)
+        for page, cached in out_of_window.items():
+            base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
+            if self.has_filled or cached.block is None or last <= start or base >= end:
+                continue
+            first = max(base, start)
+            if first > base:
+                (in_ring,) = table.blocks_of(base, first)
+                pages.copy({in_ring: cached.block})
+            keys, values = self.between(first - start, last - start)
+            pages.write(keys, values, AttentionMetadata(((cached.block,),), (last - base,), (0,)))
+        self.has_filled = True
+        for first, last in window.kept_parts(start, end):
+            base = first - first % PAGE_SIZE
+            blocks = table.blocks_of(base, last)
+            keys, values = self.between(first - start, last - start)
+            pages.write(keys, values, AttentionMetadata((blocks,), (last - base,), (0,)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,6 @@ from paged_kv.steps.progress import (
     Progress,
     StepProgress,
     UnwrittenStep,
-    write_to_ring,
 )
 
 
@@ -275,8 +274,7 @@ class Sequence:
         for layer in [each for each in self.unwritten if layers is None or each in layers]:
             group, progress = self.pool.group_of(layer), self.progress(layer)
             assert group.window is not None
-            write_to_ring(
-                self.unwritten[layer],
+            self.unwritten[layer].write_to_ring(
                 group.pages[layer],
                 group.window,
                 self.table(group),
