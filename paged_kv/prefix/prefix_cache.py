@@ -26,12 +26,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import LowerTier, Rates, StorePolicy
 from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots
-from paged_kv.prefix.window_prefixes import (
-    WindowPrefix,
-    held_slots,
-    supersede_rings,
-    window_prefix,
-)
+from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, supersede_rings, window_prefix
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.steps.blocks import recode_sequence
 from paged_kv.steps.sequence import Sequence

@@ -20,12 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged_kv.allocator.prefixes.eviction import (
-    LEAST_WORTH,
-    EvictionOrder,
-    EvictionPolicy,
-    Mean,
-)
+from paged_kv.allocator.prefixes.eviction import LEAST_WORTH, EvictionOrder, EvictionPolicy, Mean
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.pool.page_pool import Sized

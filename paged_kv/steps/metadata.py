@@ -131,10 +131,7 @@ class _RowPages:
 
 
 def _ring_metadata(
-    group: LayerGroup,
-    window: Window,
-    rows: list[StepRow],
-    read_first: bool,
+    group: LayerGroup, window: Window, rows: list[StepRow], read_first: bool
 ) -> AttentionMetadata:
     """Metadata for a window. Each table begins with the page of the first token in the window of
     the step's first query, preceded by the head's pages if they are not adjacent."""

@@ -48,11 +48,7 @@ class PagedRead:
     __slots__ = ("group_step", "pages", "step", "step_tokens", "unwritten")
 
     def __init__(
-        self,
-        step: Step,
-        group_step: GroupStep,
-        pages: LayerPages,
-        step_tokens: Unwritten | None,
+        self, step: Step, group_step: GroupStep, pages: LayerPages, step_tokens: Unwritten | None
     ) -> None:
         self.step = step
         self.group_step = group_step
