@@ -18,12 +18,7 @@ from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, Chain, GpuKernels, Launch, Maker, Order, Output
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend, StepRecorder, summarise
-from paged_kv.kernels.pages.choice import (
-    LEAST_READ_TOKENS,
-    RUNS_OF_PAGE,
-    chooses,
-    chosen_runs,
-)
+from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS, RUNS_OF_PAGE, chooses, chosen_runs
 from paged_kv.kernels.pages.dense_attention import Read, attend_by_sequence
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
@@ -286,13 +281,7 @@ class GpuBackend(Backend):
         return self.order.run(pages, launch, [*inputs, *slabs.inputs, table, params])
 
     def _launch_of(
-        self,
-        operation: str,
-        kind: PageKind,
-        batch: int,
-        width: int,
-        tokens: int,
-        new_tokens: int,
+        self, operation: str, kind: PageKind, batch: int, width: int, tokens: int, new_tokens: int
     ) -> tuple[Launch, mx.array]:
         """The launch for a table [batch, width] with `tokens` tokens, or summaries, in each row.
         Each simdgroup moves a token's keys, or its values, of one head."""

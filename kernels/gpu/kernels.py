@@ -24,8 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.text import WITHOUT_PAGES, kernel_text, own_words, shortened
-from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
-from paged_kv.kernels.pages.lazy_reads import require_computed
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory, require_computed
 
 OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "params", "before")
 
@@ -115,11 +114,7 @@ class GpuKernels:
         )
 
     def kernel(
-        self,
-        operation: str,
-        dtype: mx.Dtype,
-        constants: Mapping[str, int],
-        flags: Collection[str],
+        self, operation: str, dtype: mx.Dtype, constants: Mapping[str, int], flags: Collection[str]
     ) -> Any:
         """A variant of an operation; see `kernels.gpu.text.kernel_text`."""
         number = str(dtype).rpartition(".")[2]

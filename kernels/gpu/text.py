@@ -49,11 +49,7 @@ class KernelText:
 
 
 def kernel_text(
-    dialect: str,
-    operation: str,
-    dtype: str,
-    constants: Mapping[str, int],
-    flags: Collection[str],
+    dialect: str, operation: str, dtype: str, constants: Mapping[str, int], flags: Collection[str]
 ) -> KernelText:
     """One variant of an operation.
 

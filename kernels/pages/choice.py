@@ -101,11 +101,7 @@ def chosen_runs(scores: mx.array, lengths: mx.array, read_tokens: int) -> mx.arr
 
 
 def chosen_tokens(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    summaries: mx.array,
-    attention: Attention,
+    queries: mx.array, keys: mx.array, values: mx.array, summaries: mx.array, attention: Attention
 ) -> tuple[mx.array, mx.array]:
     """The keys and values [1, heads, tokens, dim] of one sequence that its query reads.
 

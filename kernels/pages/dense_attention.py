@@ -65,11 +65,7 @@ def attend_to(
 
 
 def _softcapped(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    attention: Attention,
-    seen: mx.array | None,
+    queries: mx.array, keys: mx.array, values: mx.array, attention: Attention, seen: mx.array | None
 ) -> mx.array:
     """Attention [B, q_heads, S, v_dim] with a softcap to tokens in one array, computed in float32;
     `seen` is the mask, boolean [..., S, T]."""

@@ -14,8 +14,7 @@ import mlx.core as mx
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
-from paged_kv.kernels.pages.lazy_reads import LazyReads, require_computed
+from paged_kv.kernels.pages.layer_memory import LayerMemory, LazyReads, Slab, require_computed
 from paged_kv.kernels.pages.page_format import LayerGeometry, PageFormat, PageLayout
 
 # MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.

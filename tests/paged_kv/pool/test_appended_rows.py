@@ -13,7 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.kernels.pages.lazy_reads import LazyReads
+from paged_kv.kernels.pages.layer_memory import LazyReads
 from tests.support.generation import (
     Run,
     assert_nothing_is_used,
