@@ -24,7 +24,7 @@ from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.counted_states import continued, only_sequence
-from paged_kv.integrations.stored_pages import StoredStates, page_identity
+from paged_kv.integrations.stored_pages import can_pack, pack, page_identity, unpack
 from paged_kv.integrations.trials import require_fixed_steps, require_possible, require_trusted
 from paged_kv.integrations.working_memory import WorkingMemory, automatic_budget, working_memory
 from paged_kv.kernels.pages.errors import warn_once
@@ -386,9 +386,8 @@ class PagedCacheFactory:
         self.clear()
 
     def _put_store_below(self, tiers: list[Address], options: CacheOptions) -> None:
-        codec = StoredStates()
         states = unpaged_caches(self._model.new_cache(self.pool))
-        if not codec.knows(states):
+        if not can_pack(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
         ours = [folder_of_rank(each, self.ranks) for each in tiers]
@@ -398,7 +397,7 @@ class PagedCacheFactory:
         self._model.open_layers(self.pool)
         identify = page_identity(self._model.version, self.pool, self._model.file)
         self._stored = StoredPrefixes(
-            self.prefixes, self.store, identify, codec, options.store_options
+            self.prefixes, self.store, identify, pack, unpack, options.store_options
         )
         self.prefixes.lower = self._stored
 

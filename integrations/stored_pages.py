@@ -51,20 +51,25 @@ _DTYPES = {
 Bytes = npt.NDArray[np.uint8]
 
 
-class StoredStates:
-    """A `StateCodec`."""
+def can_pack(states: list[Any]) -> bool:
+    """Whether all of these states can be packed."""
+    return all(_CLASSES.get(type(each).__name__) is type(each) for each in states)
 
-    def pack(self, states: list[Any]) -> tuple[Any, dict[str, Any]]:
-        arrays: dict[str, Bytes] = {}
-        notes = [[type(each).__name__, _packed(content_of(each), arrays)] for each in states]
-        return notes, arrays
 
-    def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
-        return [cache_with(_CLASSES[name], _unpacked(tree, arrays)) for name, tree in notes]
+def pack(states: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """Notes for JSON, and the states' arrays as uint8, by name."""
+    arrays: dict[str, Bytes] = {}
+    notes = [[type(each).__name__, _packed(content_of(each), arrays)] for each in states]
+    return notes, arrays
 
-    def knows(self, states: list[Any]) -> bool:
-        """Whether all of these can be packed."""
-        return all(_CLASSES.get(type(each).__name__) is type(each) for each in states)
+
+def unpack(notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
+    """The states that `pack` was given.
+
+    Raises:
+        ValueError, KeyError or TypeError: the notes or arrays are not those of `pack`.
+    """
+    return [cache_with(_CLASSES[name], _unpacked(tree, arrays)) for name, tree in notes]
 
 
 def _packed(value: Any, arrays: dict[str, Bytes]) -> Any:

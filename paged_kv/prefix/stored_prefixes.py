@@ -24,7 +24,7 @@ from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -48,22 +48,6 @@ from paged_kv.store.tiered_store import Offer, TieredStore
 _LOADED_AT_ONCE = 8
 
 
-class StateCodec(Protocol):
-    """Packs the states of layers that are not paged into bytes, and unpacks them."""
-
-    def pack(self, states: Any) -> tuple[Any, dict[str, Any]]:
-        """Notes for JSON, and the states' arrays as uint8, by name."""
-        ...
-
-    def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> Any:
-        """The states that `pack` was given.
-
-        Raises:
-            ValueError: the notes or arrays are not `pack`'s.
-        """
-        ...
-
-
 class StoredPrefixes:
     """See `LowerTier` for the operations.
 
@@ -71,6 +55,8 @@ class StoredPrefixes:
         prefixes: the prefix cache to store. Its pool must know all layers.
         store: the page store; the caller closes it.
         identify: returns the identity of a namespace's pages; None if they are not to be stored.
+        pack: makes notes for JSON, and arrays by name, of the states of layers without pages.
+        unpack: makes the states again; raises ValueError, KeyError or TypeError if it cannot.
     """
 
     def __init__(
@@ -78,14 +64,16 @@ class StoredPrefixes:
         prefixes: PrefixCache,
         store: TieredStore,
         identify: Callable[[Hashable], Identity | None],
-        codec: StateCodec,
+        pack: Callable[[Any], tuple[Any, dict[str, Any]]],
+        unpack: Callable[[Any, Mapping[str, Any]], Any],
         options: StoreOptions = WRITE_EVERYTHING,
     ) -> None:
         self._prefixes = prefixes
         self._pool = prefixes.pool
         self._store = store
         self._identify = identify
-        self._codec = codec
+        self._pack = pack
+        self._unpack = unpack
         self._options = options
 
     def load(self, namespace: Hashable, tokens: abc.Sequence[int], policy: StorePolicy) -> None:
@@ -255,7 +243,7 @@ class StoredPrefixes:
             yield _Part(place, snapshot.nbytes, partial(self._state_entry, place, snapshot.states))
 
     def _state_entry(self, place: EntryPlace, states: Any) -> Entry:
-        about, arrays = self._codec.pack(states)
+        about, arrays = self._pack(states)
         return Entry(place, arrays, json.dumps(about))
 
     def _load(self, namespace: Hashable, offer: Offer, held: list[Node]) -> str | None:
@@ -272,7 +260,7 @@ class StoredPrefixes:
                 return place.key
             try:
                 if place.part == CHECKPOINT:
-                    states = self._codec.unpack(json.loads(entry.notes), entry.arrays)
+                    states = self._unpack(json.loads(entry.notes), entry.arrays)
                 else:
                     waiting.append(entry)
                 if len(waiting) >= _LOADED_AT_ONCE or place is stored.places[-1]:

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, load_prompt_cache, save_pr
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.stored_pages import StoredStates
+from paged_kv.integrations.stored_pages import can_pack, pack, unpack
 from tests.support.generation import greedy
 from tests.support.stored_prompts import TEXT, computed, found, read, shallow_model, stored_factory
 from tests.support.zoo import small_model
@@ -165,10 +165,9 @@ def test_caches_keep_their_order_and_arrays_their_dtype_and_shape(dtype: mx.Dtyp
     arrays = [numbers.astype(dtype), mx.arange(6).reshape(2, 3).T, mx.zeros((), dtype)]
     for at, each in enumerate(arrays):
         states[at] = each
-    codec = StoredStates()
-    assert codec.knows([keys, states])
-    notes, packed = codec.pack([keys, states])
-    first, second = codec.unpack(json.loads(json.dumps(notes)), packed)
+    assert can_pack([keys, states])
+    notes, packed = pack([keys, states])
+    first, second = unpack(json.loads(json.dumps(notes)), packed)
     assert (type(first), type(second)) == (KVCache, ArraysCache)
     assert first.offset == 3
     assert mx.array_equal(first.state[0], keys.state[0])

@@ -13,7 +13,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.integrations.stored_pages import StoredStates
+from paged_kv.integrations.stored_pages import pack, unpack
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.store.folder_store import FolderStore
 from paged_kv.store.keys import Identity
@@ -88,7 +88,7 @@ class StoredTold(Told):
     def __init__(self, folder: Path, blocks: int, **options: Any) -> None:
         super().__init__(blocks, **options)
         self.store = TieredStore([folder_tier(FolderStore(folder, 1 << 30, min_free_bytes=0))])
-        self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, StoredStates())
+        self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, pack, unpack)
         self.prefixes.lower = self.stored
 
     def identify(self, namespace: Any) -> Identity:
