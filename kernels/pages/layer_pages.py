@@ -41,14 +41,8 @@ class NewSlab(NamedTuple):
 class LayerPages(LayerMemory):
     """The pages of one layer, and the operations on them.
 
-    Args:
-        geometry: the shape of the layer's keys and values.
-        backend: writes and reads its pages.
-        slab_stride: a table entry is slab * slab_stride + page.
-        read_tokens: see `Attention`; the geometry has summaries then.
-
     Attributes:
-        backend: see above.
+        read_tokens: see `Attention`; the geometry has summaries then.
         lazy_reads: gathered arrays that may not be computed yet; computed before a page changes.
         attentions: those of `attention`, by its arguments, with the id of the sinks.
     """

@@ -33,11 +33,8 @@ class WrongKernel(Exception):
 class Verdicts:
     """The verdicts on the kernels of one backend on this device.
 
-    Args:
-        file: that holds them.
-        backend: with its device and the versions.
-
     Attributes:
+        backend: with its device and the versions.
         found: by the name of a kernel, `RIGHT` or what is wrong with it.
         failure: why no kernel of the backend is to be used; None if all are right so far.
     """
@@ -55,11 +52,8 @@ class Verdicts:
                 self._resolve_marks()
 
     def require(self, kernels: Collection[str], check: Callable[[], str | None]) -> None:
-        """Check kernels that have no verdict, and wait for another process that does.
-
-        Args:
-            kernels: their names.
-            check: runs them, and returns what is wrong.
+        """Check kernels that have no verdict, and wait for another process that does. `check` runs
+        them, and returns what is wrong.
 
         Raises:
             WrongKernel: some kernel of the backend is wrong, not necessarily one of these.
@@ -165,11 +159,8 @@ class Verdicts:
 
 
 def verdicts_on(variant: str) -> Verdicts:
-    """Those on the kernels of a backend here, the same for all of a process.
-
-    Args:
-        variant: of the backend, such as "metal" or "native (avx2)".
-    """
+    """Those on the kernels of a variant of a backend, such as "metal" or "native (avx2)", here; the
+    same for all of a process."""
     versions = f"mlx {version('mlx')}, paged_kv {version('paged-kv')}"
     return _verdicts(verdict_file(), f"{variant} on {device_name()}, {versions}")
 

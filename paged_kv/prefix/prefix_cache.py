@@ -135,8 +135,8 @@ class PrefixCache:
         policy: StorePolicy = StorePolicy.DEFAULT,
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). Its full pages get `page_format`. `policy` says what the tier below
-        may learn of the prompt, and whether it counts."""
+        last token. O(tokens). `policy` says what the tier below may learn of the prompt, and
+        whether it counts."""
         if self.lower is not None:
             self.lower.load(namespace, tokens, policy)
         is_new, index = policy is not StorePolicy.KNOWN, self.pool.index
@@ -354,14 +354,15 @@ class PrefixCache:
         for num_tokens, snapshot in self._candidates(match):
             if num_tokens <= least:
                 break
-            rings = {
-                group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
-                for group in self.window_groups()
-                if group.window is not None
-            }
-            known = {group: ring for group, ring in rings.items() if ring is not None}
-            if len(known) == len(rings):
-                return _Start(num_tokens, known, snapshot)
+            rings = {}
+            for group in self.window_groups():
+                assert group.window is not None
+                ring = window_prefix(match.nodes, num_tokens, group.window, group.allocator)
+                if ring is None:
+                    break
+                rings[group] = ring
+            else:
+                return _Start(num_tokens, rings, snapshot)
         return _Start(0, {})
 
     def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:

@@ -31,8 +31,7 @@ class Snapshot:
     """The states of the layers that are not paged.
 
     Attributes:
-        states: the states; None once they were evicted.
-        nbytes: bytes of their arrays.
+        states: None once they were evicted.
         is_answer: whether they end behind tokens that were generated.
         pins: pinned prefixes that hold it.
         place: a node that holds it, and how many of that node's tokens are before it.
@@ -46,12 +45,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """All snapshots of a prefix cache.
-
-    Args:
-        max_bytes: the most that they may take.
-        policy: which of them to evict first.
-    """
+    """All snapshots of a prefix cache: `policy` says which of them to evict first."""
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self.max_bytes = max_bytes
@@ -138,8 +132,7 @@ class Snapshots:
     def _rank_path(self, path: Sequence[Node]) -> float:
         """Rank all snapshots of a path. Returns the recent uses of the last one before the end,
         with which a new one at the end goes on; 0 if another prompt has parted between them."""
-        # Where the last one is, and what it is.
-        before: tuple[Node, int, Snapshot] | None = None
+        before: tuple[Node, int, Snapshot] | None = None  # where the last one is
         recent = 0.0
         for node in path:
             for end, snapshot in live_snapshots(node):
