@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
 from operator import or_
+from typing import NamedTuple
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, FormatStats
 from paged_kv.allocator.ring import Ring, UsedSlots, bits
@@ -22,6 +23,7 @@ from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, compacting, slab_of
 
 
+@dataclass(eq=False, repr=False)
 class BlockTable:
     """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
 
@@ -30,32 +32,32 @@ class BlockTable:
     see `reserve_all`.
 
     Attributes:
-        blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
-            identities to see that nothing has changed.
         page_format: the format of full blocks. A block that is written has the allocator's own.
         first_format: the format of the first block once it is full. It differs from `page_format`
             only if that is not the allocator's own.
         ring: how a sliding window reuses entries; None if entries are not reused.
+        blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
+            identities to see that nothing has changed.
         last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
         tokens: number of tokens, including those reserved but not yet written.
         owner: the sequence's name, the same in all groups.
         is_scratch: whether no sequence has it: see `BlockAllocator.new_scratch`.
     """
 
-    def __init__(
-        self, allocator: BlockAllocator, page_format: str, first_format: str, ring: Ring | None
-    ) -> None:
-        self.allocator = allocator
-        self.blocks: tuple[int, ...] = ()
-        self.page_format = page_format
-        self.first_format = first_format
-        self.ring = ring
-        self.last_reserved = allocator.tokens_reserved
-        self.tokens = 0
-        self.owner = ""
-        self.is_scratch = False
-        self._reserved_end = 0
-        self._recoded_pages = -1
+    allocator: BlockAllocator
+    page_format: str
+    first_format: str
+    ring: Ring | None
+    blocks: tuple[int, ...] = field(default=(), init=False)
+    last_reserved: int = field(init=False)
+    tokens: int = field(default=0, init=False)
+    owner: str = field(default="", init=False)
+    is_scratch: bool = field(default=False, init=False)
+    _reserved_end: int = field(default=0, init=False)
+    _recoded_pages: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.last_reserved = self.allocator.tokens_reserved
 
     def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
         """Replace the blocks and the number of tokens. The caller has added a reference to each new
@@ -102,7 +104,6 @@ class BlockTable:
 
     @property
     def full_formats(self) -> tuple[str, ...]:
-        """The formats of full blocks."""
         return tuple(dict.fromkeys((self.first_format, self.page_format)))
 
     def full_format(self, page: int) -> str:
@@ -199,7 +200,6 @@ class BlockTable:
         return -(-num_tokens // self.allocator.page_size)
 
     def entries_for(self, num_tokens: int) -> int:
-        """The number of entries that these take."""
         pages = self.pages_of(num_tokens)
         return pages if self.ring is None else min(pages, self.ring.size)
 
@@ -254,7 +254,6 @@ class BlockAllocator(SlabAllocator):
         return fork
 
     def drop(self, table: BlockTable) -> None:
-        """Release a table's blocks and forget it."""
         self.drain()
         self._forget(table)
 
@@ -397,8 +396,7 @@ class BlockAllocator(SlabAllocator):
 FREE, USED, SHARED, CACHED = ".usc"
 
 
-@dataclass(frozen=True)
-class SlabMap:
+class SlabMap(NamedTuple):
     """The blocks of a slab.
 
     Attributes:

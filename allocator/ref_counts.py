@@ -5,21 +5,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from paged_kv.allocator.errors import BlockStateError
 
 OnMove = Callable[[int, int], None]
 
 
+@dataclass
 class RefCounts:
     """The reference count of each block that is not free.
 
-    Args:
+    Attributes:
         count_cached: called with (block, change) when a block becomes cached (1), or is no longer
             cached (-1).
         not_used: makes the error for a block without a reference.
-
-    Attributes:
         counts: references of each block; a free block is missing.
         kept: the blocks that the prefix index or `OutOfWindowBlocks` keeps; the value is called
             when their pages move.
@@ -27,17 +27,12 @@ class RefCounts:
         shared: blocks that several tables hold.
     """
 
-    def __init__(
-        self,
-        count_cached: Callable[[int, int], None],
-        not_used: Callable[[int], BlockStateError],
-    ) -> None:
-        self.counts: dict[int, int] = {}
-        self.kept: dict[int, OnMove] = {}
-        self.total = 0
-        self.shared = 0
-        self._count_cached = count_cached
-        self._not_used = not_used
+    count_cached: Callable[[int, int], None]
+    not_used: Callable[[int], BlockStateError]
+    counts: dict[int, int] = field(default_factory=dict, init=False)
+    kept: dict[int, OnMove] = field(default_factory=dict, init=False)
+    total: int = field(default=0, init=False)
+    shared: int = field(default=0, init=False)
 
     def holders(self, block: int) -> int:
         """Tables that hold a block."""
@@ -61,7 +56,7 @@ class RefCounts:
         counts, kept = self.counts, self.kept
         for block in blocks:
             if block not in counts:
-                raise self._not_used(block)
+                raise self.not_used(block)
         for block in blocks:
             count = counts[block]
             counts[block] = count + 1
@@ -70,7 +65,7 @@ class RefCounts:
                 if holders == 1:
                     self.shared += 1
                 elif holders == 0:
-                    self._count_cached(block, -1)
+                    self.count_cached(block, -1)
         self.total += len(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
@@ -93,14 +88,14 @@ class RefCounts:
                     few.append((block, count - 1))
             else:
                 counts.update(Counter(counts) + Counter(blocks[:done]))
-                raise self._not_used(block)
+                raise self.not_used(block)
         self.total -= len(blocks)
         for block, left in few:
             holders = left - (block in self.kept)
             if holders == 1:
                 self.shared -= 1
             elif holders == 0:
-                self._count_cached(block, 1)
+                self.count_cached(block, 1)
         return freed
 
     def keep(self, block: int, on_move: OnMove) -> None:
@@ -110,7 +105,7 @@ class RefCounts:
             BlockStateError: the block has no reference; nothing was changed.
         """
         if block not in self.counts:
-            raise self._not_used(block)
+            raise self.not_used(block)
         self.counts[block] += 1
         self.total += 1
         self.kept[block] = on_move
@@ -121,7 +116,7 @@ class RefCounts:
         del self.kept[block]
         self.total -= 1
         if was_cached:
-            self._count_cached(block, -1)
+            self.count_cached(block, -1)
             del self.counts[block]
             return [block]
         self.counts[block] -= 1
@@ -135,8 +130,8 @@ class RefCounts:
         if on_move is not None:
             self.kept[target] = on_move
         if is_cached:
-            self._count_cached(source, -1)
-            self._count_cached(target, 1)
+            self.count_cached(source, -1)
+            self.count_cached(target, 1)
         return on_move
 
     def check(self, entries: Iterable[int]) -> None:

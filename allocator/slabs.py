@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
 
@@ -47,6 +47,7 @@ COPIED_SHARE = 16
 COPIED_PAGES = SMALL_SLAB_PAGES
 
 
+@dataclass(eq=False)
 class FormatSlabs:
     """Free and used blocks of one page format; a slab never changes its format.
 
@@ -64,19 +65,21 @@ class FormatSlabs:
         idle_steps: steps that ended with an empty slab since a block was last allocated.
     """
 
-    def __init__(self, name: str, block_bytes: int) -> None:
-        require_positive("block_bytes", block_bytes)
-        self.name = name
-        self.block_bytes = block_bytes
-        self.page_bytes = block_bytes
-        self.max_slab_pages = MAX_SLAB_PAGES
-        self.slabs: dict[int, int] = {}
-        self.free: SortedList[int] = SortedList()
-        self.used: dict[int, int] = {}
-        self.num_used = 0
-        self.num_cached = 0
-        self.spare = 0
-        self.idle_steps = 0
+    name: str
+    block_bytes: int
+    page_bytes: int = field(init=False)
+    max_slab_pages: int = field(default=MAX_SLAB_PAGES, init=False)
+    slabs: dict[int, int] = field(default_factory=dict, init=False)
+    free: SortedList[int] = field(default_factory=SortedList, init=False)
+    used: dict[int, int] = field(default_factory=dict, init=False)
+    num_used: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
+    spare: int = field(default=0, init=False)
+    idle_steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        require_positive("block_bytes", self.block_bytes)
+        self.page_bytes = self.block_bytes
 
     @property
     def capacity(self) -> int:
@@ -89,7 +92,7 @@ class FormatSlabs:
         return max(1, self.num_used // RESERVE_SHARE) if self.num_used else 0
 
     def missing(self, needed: int) -> int:
-        """Blocks to map so that `needed` are free."""
+        """Blocks to map so that so many are free."""
         return max(0, needed - len(self.free))
 
     def largest_slab(self, budget: ByteBudget) -> int:
@@ -134,7 +137,6 @@ class FormatSlabs:
         return blocks
 
     def take_block(self, block: int) -> None:
-        """Mark this free block as used."""
         self.free.remove(block)
         self._use(slab_of(block), 1)
 
@@ -154,11 +156,9 @@ class FormatSlabs:
         return emptied
 
     def empty_slabs(self) -> list[int]:
-        """The slabs of which no block is used."""
         return [slab for slab, used in self.used.items() if not used]
 
     def pages_of(self, slabs: Iterable[int]) -> int:
-        """Pages of some slabs."""
         return sum(self.slabs[slab] for slab in slabs)
 
     def used_of(self, slabs: Iterable[int]) -> int:

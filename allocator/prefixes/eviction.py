@@ -221,11 +221,9 @@ class EvictionOrder(Generic[Entry]):
         return entry
 
     def index(self, entry: Entry) -> int:
-        """How many others go before it."""
         return int(self._ranked.index(self._known[entry][0]))
 
     def use_of(self, entry: Entry) -> Use:
-        """When and how often an entry was used."""
         return self._known[entry][1]
 
     def goes_first(self, uses: Iterable[Use]) -> list[bool]:
@@ -253,7 +251,6 @@ class EvictionOrder(Generic[Entry]):
         self.put(entry, history.again(self.use_of(entry)) if entry in self else history.first())
 
     def discard(self, entry: Entry) -> None:
-        """Remove an entry if it is there."""
         if entry in self:
             key, _ = self._known.pop(entry)
             del self._ranked[key]
@@ -330,7 +327,6 @@ class Duel:
 
     @property
     def policy(self) -> EvictionPolicy:
-        """The one that leads."""
         return self._leader.policy
 
     def use(self, pages: Iterable[int]) -> None:

@@ -140,7 +140,7 @@ class PrefixIndex:
     def end_session(self, owner: Owner) -> int:
         """Remove what only prompts of a session use: the last nodes of each, up to one that is
         pinned, that another owner's prompt ends with, or that has other children. Returns how many
-        blocks' worth that was. Other holders keep their blocks. O(nodes of its prompts).
+        blocks' worth that was. O(nodes of its prompts).
 
         Raises:
             UnknownSession: no prompt has this owner; nothing was changed.
@@ -158,7 +158,7 @@ class PrefixIndex:
         """Remove what only this prompt and its prefixes use, if they are of no session: its last
         nodes, up to one that is pinned, that a session's prompt ends with, or that has other
         children. Returns how many blocks' worth that was, 0 if a longer prompt goes through all of
-        it. Other holders keep their blocks. O(tokens)."""
+        it. O(tokens)."""
         with self.lock:
             found, before = self.known(namespace, tokens), len(self)
             is_whole = sum(len(node.tokens) for node in found.nodes) == found.num_tokens
@@ -235,8 +235,7 @@ class PrefixIndex:
     def _path(
         self, namespace: Hashable, tokens: Sequence[int], most: int
     ) -> tuple[tuple[Node, ...], int]:
-        """The nodes that hold the first tokens of a prompt, at most so many, and how many that
-        is."""
+        """The nodes that hold at most so many first tokens of a prompt, and how many they do."""
         path: list[Node] = []
         node, matched = self._roots.get(namespace), 0
         while node is not None and matched < most:
@@ -316,7 +315,6 @@ class PrefixIndex:
                 allocator.evict(block)
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
-        """Record that a page was moved to another block."""
         with self.lock:
             nodes = self._nodes.pop((allocator, source))
             for node in nodes:
@@ -336,8 +334,7 @@ class PrefixIndex:
         return node in self._leaves and not node.pins and not node.owners
 
     def _is_in_use(self, node: Node) -> bool:
-        """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another
-        node that has the block."""
+        """Whether somebody else holds one of a node's blocks, or a node that has it is pinned."""
         return node.is_pinned or any(
             allocator.ref_count(block) > 1
             or any(other.is_pinned for other in self._nodes[allocator, block])

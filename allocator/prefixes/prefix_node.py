@@ -61,7 +61,6 @@ class OutOfWindowBlock:
 
     @property
     def block(self) -> int | None:
-        """The block, or None if it was evicted."""
         return self._place.block
 
 
@@ -137,7 +136,6 @@ class OutOfWindowBlocks:
             place.block = None
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
-        """Record that a page was moved to another block."""
         place = self._places.pop((allocator, source))
         place.block = target
         self._places[allocator, target] = place
@@ -272,7 +270,6 @@ class Node:
                 self.windows[allocator][slots.first, slots.last] = passed
 
     def release_windows(self) -> None:
-        """Release the tokens held in groups with a window."""
         for slots in self._all_slots():
             self._count(slots, -1)
         self.windows.clear()

@@ -34,6 +34,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, LayerGeometry, PageFormat, PageLayout
 from paged_kv.offload.offloading import OFFLOADED, Offloading, Place, Words
 
+Tables = tuple[tuple[int, ...], ...]
 # A layer ranks its pages at every so many steps.
 RANKED_STEPS = 4
 # Scores of a piece that are computed at a time, in float32.
@@ -51,20 +52,8 @@ class _Page(NamedTuple):
     summaries: npt.NDArray[np.float16]
 
 
-class _Shorter(NamedTuple):
-    """Tables of what is in memory, those that they were made of, and how many pages each lacks."""
-
-    tables: tuple[tuple[int, ...], ...]
-    whole: tuple[tuple[int, ...], ...]
-    missing: tuple[int, ...]
-
-
 class OffloadedLayer(LayerPages):
-    """See `LayerPages`; its geometry has summaries.
-
-    Args:
-        offloading: the pages of its group that are out of memory.
-    """
+    """See `LayerPages`; its geometry has summaries."""
 
     def __init__(
         self,
@@ -81,9 +70,10 @@ class OffloadedLayer(LayerPages):
         # The frame of each fetched page, and the reads that have not come, by serial number.
         self._frames: dict[int, int] = {}
         self._fetches: dict[int, Future[Words]] = {}
-        self._wanted: list[int] = []
+        self._wanted: set[int] = set()
         self._steps = 0
-        self._shorter: _Shorter | None = None
+        # The block tables of the latest step that chose, and those of what is in memory of them.
+        self._shorter: tuple[Tables, Tables] | None = None
 
     def page_bytes(self, page_format: PageFormat) -> int:
         if page_format != OFFLOADED:
@@ -117,7 +107,11 @@ class OffloadedLayer(LayerPages):
         for slab, pages in emptied.items():
             if slab not in self._pages:
                 self.map_slab(slab, pages, OFFLOADED)
-        moved = {entry: to for entry, to in moves.items() if self._found(entry) is None}
+        moved = {
+            entry: to
+            for entry, to in moves.items()
+            if self._pages[entry // self.slab_stride][entry % self.slab_stride] is None
+        }
         self.copy({to: entry for entry, to in moved.items() if self._is_outside(to)})
         if new.pages:
             self.unmap_slab(new.slab)
@@ -224,12 +218,8 @@ class OffloadedLayer(LayerPages):
     def _is_outside(self, entry: int) -> bool:
         return entry // self.slab_stride in self._pages
 
-    def _found(self, entry: int) -> _Page | None:
-        slab, page = divmod(entry, self.slab_stride)
-        return self._pages[slab][page]
-
     def _page(self, entry: int) -> _Page:
-        found = self._found(entry)
+        found = self._pages[entry // self.slab_stride][entry % self.slab_stride]
         assert found is not None, "nothing was offloaded to this block"
         return found
 
@@ -273,21 +263,16 @@ class OffloadedLayer(LayerPages):
             self._fetch(self._ranked(queries, metadata, attention.scale))
         self._steps += 1
         self._take_fetched(wait_for_all=is_first or self._offloading.waits)
-        tables = self._in_memory(metadata.block_tables)
+        whole = tuple(metadata.block_tables)
+        if self._shorter is None or self._shorter[0] != whole:
+            self._shorter = whole, tuple([tuple(self._places_in_memory(each)) for each in whole])
+        tables = self._shorter[1]
         lengths = [
-            length - PAGE_SIZE * missing
-            for length, missing in zip(metadata.context_lens, tables.missing, strict=True)
+            length - PAGE_SIZE * (len(table) - len(shorter))
+            for length, table, shorter in zip(metadata.context_lens, whole, tables, strict=True)
         ]
-        shorter = AttentionMetadata(tables.tables, tuple(lengths), metadata.right_padding)
-        return super().attend(queries, shorter, attention)
-
-    def _in_memory(self, block_tables: Iterable[tuple[int, ...]]) -> _Shorter:
-        whole = tuple(block_tables)
-        if self._shorter is None or self._shorter.whole != whole:
-            tables = tuple([tuple(self._places_in_memory(table)) for table in whole])
-            missing = [len(a) - len(b) for a, b in zip(whole, tables, strict=True)]
-            self._shorter = _Shorter(tables, whole, tuple(missing))
-        return self._shorter
+        in_memory = AttentionMetadata(tables, tuple(lengths), metadata.right_padding)
+        return super().attend(queries, in_memory, attention)
 
     def _places_in_memory(self, table: tuple[int, ...]) -> Iterator[int]:
         for entry in table:
@@ -336,7 +321,7 @@ class OffloadedLayer(LayerPages):
     def _fetch(self, pages: list[_Page]) -> None:
         """Begin to read those of the wanted pages that are in no frame."""
         places = {page.place.serial: page.place for page in pages}
-        self._wanted = list(places)
+        self._wanted = set(places)
         self._fetches = {
             serial: self._fetches.get(serial) or self._offloading.file.fetch(place)
             for serial, place in places.items()
@@ -354,9 +339,8 @@ class OffloadedLayer(LayerPages):
         if wait_for_all:
             wait(self._fetches.values())
         come = [serial for serial, fetch in self._fetches.items() if fetch.done()]
-        wanted = set(self._wanted)
-        kept = {serial: at for serial, at in self._frames.items() if serial in wanted}
-        free = [at for at in range(len(self._offloading.frames)) if at not in kept.values()]
+        kept = {at for serial, at in self._frames.items() if serial in self._wanted}
+        free = [at for at in range(len(self._offloading.frames)) if at not in kept]
         # Frames without a page go first.
         free.sort(key=lambda at: at in self._frames.values())
         contents = {}
@@ -388,8 +372,9 @@ class OffloadedLayer(LayerPages):
 
         def attend_row(row: int, own: slice) -> mx.array:
             own_queries = queries[row : row + 1, :, own]
-            pages = max(1, tokens_at_once(*own_queries.shape[1:3]) // PAGE_SIZE)
-            pieces = self._pieces(metadata, row, pages)
+            heads, count = own_queries.shape[1:3]
+            tokens = SCORE_BYTES // (4 * heads * max(1, count))
+            pieces = self._pieces(metadata, row, max(1, tokens // PAGE_SIZE))
             if latent:
                 pieces = ((mx.concatenate([*both], axis=-1), both[0]) for both in pieces)
             return attend_streamed(own_queries, pieces, metadata.context_lens[row], attention)
@@ -448,11 +433,6 @@ class OffloadedLayer(LayerPages):
         return self._content_layout.numbers(self._as_page(fetches[entry].result()))
 
 
-def tokens_at_once(heads: int, queries: int) -> int:
-    """Tokens of a piece, so that the scores of so many queries to it stay small."""
-    return max(1, SCORE_BYTES // (4 * heads * max(1, queries)))
-
-
 def attend_streamed(
     queries: mx.array,
     pieces: Iterable[tuple[mx.array, mx.array]],
@@ -482,8 +462,11 @@ def attend_streamed(
         scores = grouped @ keys[:, :, None].astype(mx.float32).swapaxes(-1, -2)
         if attention.softcap is not None:
             scores = attention.softcap * mx.tanh(scores / attention.softcap)
-        seen = _seen(position, mx.arange(first, first + keys.shape[2]), attention)
-        if seen is not None:
+        if attention.hides_later:
+            at = mx.arange(first, first + keys.shape[2])
+            seen = at <= position
+            if attention.window is not None:
+                seen = seen & (at > position - attention.window)
             scores = mx.where(seen, scores, HIDDEN)
         highest = mx.maximum(maximum, scores.max(axis=-1, keepdims=True))
         weights, kept = mx.exp(scores - highest), mx.exp(maximum - highest)
@@ -493,11 +476,3 @@ def attend_streamed(
         mx.eval(maximum, total, sums)
         first += keys.shape[2]
     return mx.flatten(sums / total, 1, 2).astype(queries.dtype)
-
-
-def _seen(position: mx.array, at: mx.array, attention: Attention) -> mx.array | None:
-    """The mask of a piece, boolean [S, tokens]; None if nothing is hidden."""
-    if not attention.hides_later:
-        return None
-    seen = at <= position
-    return seen if attention.window is None else seen & (at > position - attention.window)

@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ import numpy.typing as npt
 from paged_kv.allocator.block_allocator import BlockAllocator, BlockTable
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.allocator.requantisation import FullBlock, Requantisation
-from paged_kv.allocator.slabs import FormatSlabs
 from paged_kv.checks import format_size
 from paged_kv.kernels.pages.number_format import FLOATS, Encoding, NumberFormat
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
@@ -60,10 +59,8 @@ class Place(NamedTuple):
 
 
 class PageFile:
-    """Contents of pages on disk. One thread at a time writes and releases; any may read.
-
-    Args:
-        folder: where the file is made.
+    """Contents of pages on disk, in a folder. One thread at a time writes and releases; any may
+    read.
 
     Attributes:
         nbytes: bytes of the contents that are kept.
@@ -199,18 +196,16 @@ class OldestOffloaded:
                 yield Requantisation(block.block, OFFLOADED.name)
 
 
+@dataclass(eq=False, repr=False)
 class Offloading:
     """Pages of a pool that are out of memory.
 
-    Args:
+    Attributes:
         folder: where their contents are kept.
         page_format: their format.
         read_tokens: what a step may read of a sequence.
         waits: whether steps wait for pages that they want.
-
-    Attributes:
         file: the contents.
-        page_format, read_tokens, waits: as given.
         frames: the blocks of fetched pages; each layer has its own pages there.
         pages_fetched: pages of a layer that were read from the file.
         pages_late: pages of a layer that a step wanted, and left out because they had not come.
@@ -221,18 +216,20 @@ class Offloading:
         OffloadError: the folder cannot be written.
     """
 
-    def __init__(
-        self, folder: Path, page_format: PageFormat, read_tokens: int, *, waits: bool
-    ) -> None:
+    folder: InitVar[Path]
+    page_format: PageFormat
+    read_tokens: int
+    waits: bool
+    file: PageFile = field(init=False)
+    frames: list[BlockTable] = field(default_factory=list, init=False)
+    pages_fetched: int = field(default=0, init=False)
+    pages_late: int = field(default=0, init=False)
+    most_tried: int = field(default=0, init=False)
+    _wanted: int = field(default=0, init=False)
+    _counted: tuple[int, int] = field(default=(0, 0), init=False)
+
+    def __post_init__(self, folder: Path) -> None:
         self.file = PageFile(folder)
-        self.page_format = page_format
-        self.read_tokens = read_tokens
-        self.waits = waits
-        self.frames: list[BlockTable] = []
-        self.pages_fetched = self.pages_late = 0
-        self.most_tried = 0
-        self._wanted = 0
-        self._counted = (0, 0)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes, by their names in `PoolStats`."""
@@ -259,7 +256,10 @@ class Offloading:
         if counted != self._counted:
             self._counted = counted
             self._wanted = sum(
-                min(self.frames_of_sequence, _blocks_of(offloaded, table))
+                min(
+                    self.frames_of_sequence,
+                    sum(allocator.format_of(block) is offloaded for block in table.blocks),
+                )
                 for table in allocator.tables
                 if table.tokens > self.read_tokens
             )
@@ -277,7 +277,3 @@ class Offloading:
             allocator.drop(frame)
         del self.frames[kept:]
         self.most_tried = kept
-
-
-def _blocks_of(slabs: FormatSlabs, table: BlockTable) -> int:
-    return sum(table.allocator.format_of(block) is slabs for block in table.blocks)

@@ -34,7 +34,7 @@ WRITTEN_BLOCKS = 2
 REQUANTISED_SHARE = 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LayerGroup:
     """Layers that share block tables. Block i owns page i of every layer of the group.
 
@@ -264,7 +264,10 @@ class LayerGroup:
         plan = self._next_requantisations(policy, pressure)
         if not plan:
             return {}
-        name, most = self._first_that_fits(policy, plan[0].page_format)
+        # The first of its formats of which the budget still holds a page.
+        names = policy.page_formats[policy.page_formats.index(plan[0].page_format) :]
+        fitting = ((name, most) for name in names if (most := self.allocator.available(name)))
+        name, most = next(fitting, (names[0], 0))
         few = max(1, self.allocator.num_used // REQUANTISED_SHARE)
         count = min(most, few, len(plan))
         if not count:
@@ -301,15 +304,6 @@ class LayerGroup:
             if format_of(each.block).name != each.page_format
         ]
         return list(takewhile(lambda each: each.page_format == plan[0].page_format, plan))
-
-    def _first_that_fits(self, policy: RequantisationPolicy, page_format: str) -> tuple[str, int]:
-        """The first of the policy's formats, from `page_format` on, of which the budget still holds
-        a page, and the number of pages that fit; 0 if none does."""
-        formats = policy.page_formats
-        for name in formats[formats.index(page_format) :]:
-            if most := self.allocator.available(name):
-                return name, most
-        return page_format, 0
 
     def _recode(self, blocks: list[int], page_format: str) -> None:
         """Move these blocks into free ones of another format, for all that hold them."""

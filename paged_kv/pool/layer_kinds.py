@@ -100,8 +100,7 @@ def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> di
     """The windows by layer.
 
     Raises:
-        TypeError: `windows` is no mapping of layers to windows.
-        ValueError: the pool has no such layer.
+        TypeError, ValueError: they are no windows, or of no such layers.
     """
     if not isinstance(windows, Mapping | None):
         raise TypeError(f"windows must map layers to Windows, got {described(windows)}")

@@ -54,16 +54,13 @@ class HasUnwritten(Protocol):
 
 
 class Versions(Protocol):
-    """The versions of the model that computes a pool's pages."""
+    """The versions of the model that computes a pool's pages: the number of the present one, and
+    what a version is, the same in every process; None if that is not known."""
 
     @property
-    def number(self) -> int:
-        """That of the present version."""
-        ...
+    def number(self) -> int: ...
 
-    def identity(self, number: int) -> tuple[str, str] | None:
-        """What a version is, the same in every process; None if that is not known."""
-        ...
+    def identity(self, number: int) -> tuple[str, str] | None: ...
 
 
 class Sized(Protocol):
@@ -74,11 +71,10 @@ class Sized(Protocol):
 
 
 class States(Sized, Protocol):
-    """The states that a prefix cache keeps."""
+    """The states that a prefix cache keeps. `remember` counts states that sequences hold, as long
+    as they exist; false if there is no room."""
 
-    def remember(self, states: Sized) -> bool:
-        """Count states that sequences hold, as long as they exist; false if there is no room."""
-        ...
+    def remember(self, states: Sized) -> bool: ...
 
 
 class _OpenPools:
@@ -89,14 +85,12 @@ class _OpenPools:
         self._lock = threading.Lock()
 
     def add(self, pool: PagePool) -> None:
-        """Add a pool and call the listeners."""
         with self._lock:
             self._pools.add(pool)
             for listener in new_pool_listeners:
                 listener()
 
     def items(self) -> list[PagePool]:
-        """All pools, in no order."""
         with self._lock:
             return list(self._pools)
 
@@ -110,11 +104,10 @@ class PagePool:
 
     Args:
         num_layers: number of layers that keep keys and values.
-        options: how it keeps pages.
         windows: the windows of layers with a sliding window, by layer.
         rows: what layers hold that append rows and no keys and values, by layer.
         beside: another pool, whose budget this one shares.
-        name: the pool's name in log messages.
+        name: its name in log messages.
         keywords: options that differ from `options`.
 
     Attributes:
@@ -238,8 +231,9 @@ class PagePool:
                 "offload needs one page_format, such as 'fp16' or 'q4', since pages that are short "
                 f"of memory go to the folder: got {described(options.page_format)}"
             )
-        waits = options.wait_for_pages
-        return Offloading(Path(options.offload), self.page_format, self.read_tokens, waits=waits)
+        return Offloading(
+            Path(options.offload), self.page_format, self.read_tokens, options.wait_for_pages
+        )
 
     @property
     def is_open(self) -> bool:
@@ -276,7 +270,6 @@ class PagePool:
         return max((each.rate for each in self.rows.values()), default=1)
 
     def group_of(self, layer: int) -> LayerGroup:
-        """The group that a layer belongs to."""
         return self._group_of[layer]
 
     def geometry(self, layer: int) -> LayerGeometry | None:
@@ -335,8 +328,7 @@ class PagePool:
 
     @locked
     def release_unused(self) -> None:
-        """Give back, while no step runs, what steps give back little by little, and every empty
-        slab."""
+        """Give back at once what steps give back little by little, while none runs."""
         self.reclaimer.drain()
         while self.reclaimer.tidy():
             pass
@@ -352,8 +344,7 @@ class PagePool:
 
     @locked
     def clear(self) -> int:
-        """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many
-        slabs."""
+        """Evict all prefixes that are not pinned; returns how many slabs that unmaps."""
         evicted = self.index.forget()
         self.counts.evictions["clear"] += evicted + self.out_of_window.evict(lambda: False)
         slabs = self.reclaimer.give_back()
@@ -383,35 +374,32 @@ class PagePool:
 
     @locked
     def stats(self) -> PoolStats:
-        """A snapshot of the pool's memory and counts. O(slabs + block tables), and O(blocks) where
-        layers have a window: the slots of the tables' last blocks and rings are counted."""
+        """A snapshot. O(slabs + block tables), and O(blocks) where layers have a window: the slots
+        of the tables' last blocks and rings are counted."""
         self.reclaimer.drain()
         return self.snapshot()
 
     @locked
     def snapshot(self) -> PoolStats:
         """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
+        pages = [pages for group in self.groups for pages in group.pages.values()]
+        steps = [*(each.unwritten for each in pages), *(each.step for each in list(self.unwritten))]
+        # Rows of a batch share arrays.
+        bytes_of_steps = {id(array): array.nbytes for step in steps for array in step}
         numbers = {
             **self.counts.frozen(),
             **({} if self.offloading is None else self.offloading.stats()),
             "kernel_fallbacks": self.backend.fallbacks,
             "pages_pinned": self.index.holds.num_pinned,
             "bytes_budget": self.budget.max_bytes,
-            "bytes_steps": self._bytes_of_steps(),
+            "bytes_steps": sum(bytes_of_steps.values()),
             "bytes_states": sum(each.nbytes for each in list(self.snapshots)),
-            "bytes_scratch": self.backend.kept_bytes
-            + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
+            "bytes_scratch": self.backend.kept_bytes + sum(each.padding_bytes for each in pages),
         }
         groups = tuple([group.stats() for group in self.reclaimer.open_groups()])
         return PoolStats(
             page_format=self.page_format.name, backend=self.backend.name, groups=groups, **numbers
         )
-
-    def _bytes_of_steps(self) -> int:
-        """Bytes of keys and values that no page holds yet. Rows of a batch share arrays."""
-        pages = [pages for group in self.groups for pages in group.pages.values()]
-        steps = [*(each.unwritten for each in pages), *(each.step for each in list(self.unwritten))]
-        return sum({id(array): array.nbytes for step in steps for array in step}.values())
 
     def record_gather(self, group: LayerGroup, pages: LayerPages) -> None:
         """Count a gather of a layer's keys and values; log the first one."""

@@ -39,7 +39,7 @@ Needs = Mapping[LayerGroup, Mapping[str, int]]
 Writes = Mapping[LayerGroup, list[Write]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reclaimer:
     """Reclaims memory in the groups of one pool.
 
@@ -133,10 +133,8 @@ class Reclaimer:
     def tidy(self) -> bool:
         """Give back memory that is no longer needed, a little of each group. Call it between
         steps. Returns whether there may be more."""
-        is_untidy = False
-        for group in self.open_groups():
-            is_untidy |= group.allocator.tidy()
-        return is_untidy
+        are_untidy = [group.allocator.tidy() for group in self.open_groups()]
+        return any(are_untidy)
 
     def holding_more(self, budget: int, nbytes: int) -> int:
         """A budget that holds `nbytes` of blocks more than another one does."""
@@ -211,7 +209,7 @@ class Reclaimer:
         return sum(group.allocator.unmap_empty_slabs() for group in self.open_groups())
 
     def compact(self) -> Compaction:
-        """Move pages out of the emptiest slabs and unmap those; returns moves, slabs and bytes."""
+        """See `PagePool.compact`."""
         open_groups = self.open_groups()
         slabs = sum(len(group.allocator.slabs) for group in open_groups)
         mapped = self.budget.mapped
