@@ -44,27 +44,16 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """What is known of one number of a snapshot, or of the numbers of its parts.
+    """What is known of one number of a snapshot, or of the numbers of its parts."""
 
-    Attributes:
-        name: of the field, and in JSON.
-        meaning: one line of help.
-        label: its label in tables. None if the table of blocks has it, by group of layers.
-        metric: its name in Prometheus, after "paged_kv:". None if other metrics give it.
-        unit: what it counts.
-        by: what its parts are, such as "reason", if it is a dictionary of counts.
-        is_counter: whether it only goes up.
-        of: computes it from the others; None if it is counted.
-    """
-
-    name: str
-    meaning: str
-    label: str | None
-    metric: str | None
+    name: str  # of the field, and in JSON
+    meaning: str  # one line of help
+    label: str | None  # in tables; None if the table of blocks has it, by group of layers
+    metric: str | None  # in Prometheus, after "paged_kv:"; None if other metrics give it
     unit: Unit
-    by: str | None
-    is_counter: bool
-    of: Callable[[Stats], Any] | None
+    by: str | None  # what its parts are, such as "reason", if it is a dictionary of counts
+    is_counter: bool  # whether it only goes up
+    of: Callable[[Stats], Any] | None  # computes it from the others; None if it is counted
 
     def parts(self, stats: Stats) -> dict[tuple[str, ...], float]:
         """The numbers by part; the only one has no part's name."""
@@ -131,34 +120,19 @@ def counted(stats: AllocatorStats) -> dict[str, Any]:
 
 
 class FormatStats(NamedTuple):
-    """The blocks of one page format. Counts are blocks unless a name says bytes or slots.
-
-    Attributes:
-        page_format: its name.
-        block_bytes: bytes of a block: the pages of all layers of the group together.
-        page_size: slots of a block.
-        slabs: mapped slabs.
-        used: blocks that a sequence holds.
-        cached: blocks that no sequence holds, kept for later prompts.
-        spare: free blocks of empty slabs.
-        fragmented: free blocks of partly used slabs.
-        last_block_slots: slots of used blocks after the last token of every sequence that
-            holds them.
-        out_of_window_slots: slots of used blocks that every window has passed.
-        compactable: blocks of the slabs that `compact()` would unmap.
-    """
+    """The blocks of one page format. Counts are blocks unless a name says bytes or slots."""
 
     page_format: str
-    block_bytes: int
-    page_size: int
-    slabs: int
-    used: int
-    cached: int
-    spare: int
-    fragmented: int
-    last_block_slots: int
-    out_of_window_slots: int
-    compactable: int
+    block_bytes: int  # the pages of all layers of the group together
+    page_size: int  # slots of a block
+    slabs: int  # mapped ones
+    used: int  # by a sequence
+    cached: int  # kept for later prompts; no sequence holds them
+    spare: int  # free blocks of empty slabs
+    fragmented: int  # free blocks of partly used slabs
+    last_block_slots: int  # of used blocks, after the last token of all sequences that hold them
+    out_of_window_slots: int  # of used blocks, that every window has passed
+    compactable: int  # of the slabs that `compact()` would unmap
 
     @property
     def free(self) -> int:
@@ -182,8 +156,7 @@ class AllocatorStats:
     bytes_allocated: int = in_formats(
         lambda each: each.used * each.block_bytes
         - each.bytes_of(each.last_block_slots) - each.bytes_of(each.out_of_window_slots),
-        "slots of live tokens",
-        "allocated", "kv_allocated_bytes", Unit.HELD_BYTES)
+        "slots of live tokens", "allocated", "kv_allocated_bytes", Unit.HELD_BYTES)
     bytes_last_block: int = in_formats(
         lambda each: each.bytes_of(each.last_block_slots),
         "free slots after the last token of a sequence",

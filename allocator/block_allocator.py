@@ -397,17 +397,11 @@ FREE, USED, SHARED, CACHED = ".usc"
 
 
 class SlabMap(NamedTuple):
-    """The blocks of a slab.
-
-    Attributes:
-        slab: its number in its group.
-        page_format: the format of all its pages.
-        states: a letter for each block.
-    """
+    """The blocks of a slab, and the format of all its pages."""
 
     slab: int
     page_format: str
-    states: str
+    states: str  # a letter for each block
 
 
 def packed(states: str) -> str:

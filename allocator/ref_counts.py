@@ -16,23 +16,18 @@ OnMove = Callable[[int, int], None]
 class RefCounts:
     """The reference count of each block that is not free.
 
-    Attributes:
-        count_cached: called with (block, change) when a block becomes cached (1), or is no longer
-            cached (-1).
-        not_used: makes the error for a block without a reference.
-        counts: references of each block; a free block is missing.
-        kept: the blocks that the prefix index or `OutOfWindowBlocks` keeps; the value is called
-            when their pages move.
-        total: references of all blocks.
-        shared: blocks that several tables hold.
+    `count_cached` is called with (block, change) when a block becomes cached (1), or is no longer
+    cached (-1). `not_used` makes the error for a block without a reference.
     """
 
     count_cached: Callable[[int, int], None]
     not_used: Callable[[int], BlockStateError]
-    counts: dict[int, int] = field(default_factory=dict, init=False)
+    counts: dict[int, int] = field(default_factory=dict, init=False)  # a free block is missing
+    # The blocks that the prefix index or `OutOfWindowBlocks` keeps; the value is called when their
+    # pages move.
     kept: dict[int, OnMove] = field(default_factory=dict, init=False)
-    total: int = field(default=0, init=False)
-    shared: int = field(default=0, init=False)
+    total: int = field(default=0, init=False)  # references of all blocks
+    shared: int = field(default=0, init=False)  # blocks that several tables hold
 
     def holders(self, block: int) -> int:
         """Tables that hold a block."""

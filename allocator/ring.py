@@ -5,15 +5,10 @@ from typing import NamedTuple
 
 
 class UsedSlots(NamedTuple):
-    """A table's slots in one block, as bit sets: bit i is slot i.
+    """A table's slots in one block, as bit sets: bit i is slot i."""
 
-    Attributes:
-        written: slots that hold a token.
-        live: those of them that attention sees.
-    """
-
-    written: int
-    live: int
+    written: int  # slots that hold a token
+    live: int  # those of them that attention sees
 
 
 @dataclass(frozen=True)

@@ -49,27 +49,19 @@ class SlabAllocator:
     A block keeps the page format of its slab. To the allocator a format is a name and a number of
     bytes per block.
 
-    Attributes:
-        budget: the bytes that this and other groups may map together.
-        block_bytes: bytes of one block: the pages of all layers of the group together.
-        page_size: tokens a block holds.
-        map_slab: called with (slab, pages, page format) to map a slab; if it raises, nothing is
-            changed.
-        unmap_slab: called with (slab) to unmap a slab, or one that a rewrite has unmapped.
-        rewrite_slabs: see `RewriteSlabs`.
-        max_slabs: slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
-        page_format: the format of blocks that are written, and of others unless a call names one.
-        refs: the reference counts.
     """
 
-    budget: ByteBudget
-    block_bytes: InitVar[int]
-    page_size: int = 256
+    budget: ByteBudget  # the bytes that this and other groups may map together
+    block_bytes: InitVar[int]  # of one block: the pages of all layers of the group together
+    page_size: int = 256  # tokens a block holds
+    # Called with (slab, pages, page format) to map a slab; if it raises, nothing is changed.
     map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None
+    # Called with (slab) to unmap a slab, or one that a rewrite has unmapped.
     unmap_slab: Callable[[int], None] = lambda slab: None
     rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True
+    # Slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
     max_slabs: int = sys.maxsize
-    page_format: str = "fp16"
+    page_format: str = "fp16"  # of blocks that are written, and of others unless a call names one
     refs: RefCounts = field(init=False)
     allocation_failures: int = field(default=0, init=False)
     _formats: dict[str, FormatSlabs] = field(default_factory=dict, init=False)

@@ -49,32 +49,20 @@ COPIED_PAGES = SMALL_SLAB_PAGES
 
 @dataclass(eq=False)
 class FormatSlabs:
-    """Free and used blocks of one page format; a slab never changes its format.
-
-    Attributes:
-        name: the format.
-        block_bytes: bytes of one block: the pages of all layers of the group together.
-        page_bytes: bytes of a block's largest page: pages move layer by layer.
-        max_slab_pages: the most pages of a slab; lower it if the device limits one allocation.
-        slabs: pages of each slab.
-        free: free blocks, the lowest first.
-        used: used and cached blocks of each slab.
-        num_used: used and cached blocks of all slabs.
-        num_cached: the cached ones among them, which no table holds.
-        spare: blocks of empty slabs.
-        idle_steps: steps that ended with an empty slab since a block was last allocated.
-    """
+    """Free and used blocks of one page format; a slab never changes its format."""
 
     name: str
-    block_bytes: int
-    page_bytes: int = field(init=False)
+    block_bytes: int  # bytes of one block: the pages of all layers of the group together
+    page_bytes: int = field(init=False)  # bytes of a block's largest page: layers move in turn
+    # The most pages of a slab; lower it if the device limits one allocation.
     max_slab_pages: int = field(default=MAX_SLAB_PAGES, init=False)
-    slabs: dict[int, int] = field(default_factory=dict, init=False)
-    free: SortedList[int] = field(default_factory=SortedList, init=False)
-    used: dict[int, int] = field(default_factory=dict, init=False)
-    num_used: int = field(default=0, init=False)
-    num_cached: int = field(default=0, init=False)
-    spare: int = field(default=0, init=False)
+    slabs: dict[int, int] = field(default_factory=dict, init=False)  # pages of each
+    free: SortedList[int] = field(default_factory=SortedList, init=False)  # the lowest first
+    used: dict[int, int] = field(default_factory=dict, init=False)  # of each slab, with cached ones
+    num_used: int = field(default=0, init=False)  # of all slabs
+    num_cached: int = field(default=0, init=False)  # those among them that no table holds
+    spare: int = field(default=0, init=False)  # blocks of empty slabs
+    # Steps that ended with an empty slab since a block was last allocated.
     idle_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -219,17 +207,11 @@ def count_by_slab(blocks: list[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite of slabs of one format.
-
-    Attributes:
-        slabs: the format.
-        emptied: the slabs whose pages move, and which are then unmapped.
-        new_pages: pages of the new slab; 0 if there is none.
-    """
+    """A rewrite of slabs of one format."""
 
     slabs: FormatSlabs
-    emptied: tuple[int, ...]
-    new_pages: int
+    emptied: tuple[int, ...]  # the slabs whose pages move, and which are then unmapped
+    new_pages: int  # of the new slab; 0 if there is none
 
     @property
     def freed(self) -> int:

@@ -104,20 +104,13 @@ class Write:
 
 @dataclass
 class WritePlan:
-    """The blocks that a write needs beside those of its table.
-
-    Attributes:
-        copied: the formats of blocks that take the place of others, as their copies, by entry.
-        appended: the formats of blocks behind the table's.
-        blocks: those of the table after the write, once they are allocated.
-        copies: what is copied to them (from block, to block).
-    """
+    """The blocks that a write needs beside those of its table."""
 
     write: Write
-    copied: dict[int, str]
-    appended: list[str]
-    blocks: tuple[int, ...] = ()
-    copies: dict[int, int] = field(default_factory=dict)
+    copied: dict[int, str]  # the formats of blocks that replace others, as copies, by entry
+    appended: list[str]  # the formats of blocks behind the table's
+    blocks: tuple[int, ...] = ()  # those of the table after the write, once they are allocated
+    copies: dict[int, int] = field(default_factory=dict)  # to them (from block, to block)
 
     def take(self, fresh: Mapping[str, Iterator[int]]) -> None:
         """Take the blocks from free ones of each format."""

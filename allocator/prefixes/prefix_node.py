@@ -47,16 +47,11 @@ class _Place:
 
 class OutOfWindowBlock:
     """A reference to a cached block, held by those who know its tokens. The block is released when
-    the last reference is collected.
-
-    Attributes:
-        ends: cached prefixes that end with it. They need it, so it stays as long as they do.
-        pins: pinned prefixes that hold it.
-    """
+    the last reference is collected, and None once it was evicted."""
 
     def __init__(self, place: _Place) -> None:
-        self.ends = 0
-        self.pins = 0
+        self.ends = 0  # cached prefixes that end with it, and so need it: it stays for them
+        self.pins = 0  # pinned prefixes that hold it
         self._place = place
 
     @property
@@ -143,19 +138,12 @@ class OutOfWindowBlocks:
 
 @dataclass(frozen=True)
 class WindowSlots:
-    """Some of a node's tokens, in a block of a group with a sliding window.
-
-    Attributes:
-        out_of_window: the block.
-        first: the first slot, inclusive.
-        last: the last slot, exclusive.
-        is_end: whether a prefix ends here, so that a later prompt can resume from its window.
-    """
+    """Some of a node's tokens, in slots [first, last) of a block of a group with a window."""
 
     out_of_window: OutOfWindowBlock
     first: int
     last: int
-    is_end: bool
+    is_end: bool  # a prefix ends here, so that a later prompt can resume from its window
 
 
 Windows = Mapping[BlockAllocator, Sequence[WindowSlots]]
@@ -182,33 +170,21 @@ class Owner(NamedTuple):
 
 @dataclass(eq=False)
 class Node:
-    """One block of a prefix.
+    """One block of a prefix."""
 
-    Attributes:
-        tokens: the block's tokens; a leaf may have fewer than a full block.
-        blocks: the block of each group whose sequences keep all their tokens.
-        parent: the node before; None for a root, which has no tokens.
-        children: the nodes after, by their tokens.
-        windows: the tokens held in groups with a window, by (first, last) slot.
-        checkpoints: states to resume from, by the number of this node's tokens before them.
-        path_hash: of all tokens up to this block's end, and their namespace.
-        use: when and how often it was used, for an eviction policy.
-        pins: number of pins.
-        owners: those with a prompt that ends with it.
-        namespace: of a root, that of its prompts.
-    """
-
-    tokens: tuple[int, ...]
-    blocks: dict[BlockAllocator, int]
-    parent: Node | None
+    tokens: tuple[int, ...]  # those of a leaf may be fewer than a full block
+    blocks: dict[BlockAllocator, int]  # of each group whose sequences keep all their tokens
+    parent: Node | None  # None for a root, which has no tokens
     children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
+    # The tokens held in groups with a window, by (first, last) slot.
     windows: dict[BlockAllocator, dict[tuple[int, int], WindowSlots]] = field(default_factory=dict)
+    # States to resume from, by the number of this node's tokens before them.
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    path_hash: int = 0
+    path_hash: int = 0  # of all tokens up to this block's end, and their namespace
     use: Use = field(default_factory=lambda: Use(0, 0))
     pins: int = 0
-    owners: set[Owner] = field(default_factory=set)
-    namespace: Hashable = None
+    owners: set[Owner] = field(default_factory=set)  # those with a prompt that ends with it
+    namespace: Hashable = None  # of a root, that of its prompts
 
     @property
     def is_pinned(self) -> bool:
@@ -292,12 +268,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest computed prefix of a prompt.
+    """The longest computed prefix of a prompt."""
 
-    Attributes:
-        nodes: its blocks, in order; of the last one maybe not all tokens match.
-        num_tokens: how many tokens match.
-    """
-
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # its blocks, in order; of the last one maybe not all tokens match
     num_tokens: int

@@ -32,19 +32,12 @@ MOST_SESSIONS = 4096
 
 
 class _Hold(NamedTuple):
-    """The hold of one node. The least one ends first: of one time, that of the last block.
-
-    Attributes:
-        until: the time at which it ends.
-        before: nodes that come before, as a negative number.
-        owner: its namespace.
-        share: of the memory, 0 to 1.
-    """
+    """The hold of one node. The least one ends first: of one time, that of the last block."""
 
     until: float
-    before: int
-    owner: Hashable
-    share: float
+    before: int  # nodes that come before, as a negative number
+    owner: Hashable  # its namespace
+    share: float  # of the memory, 0 to 1
 
 
 class Holds:

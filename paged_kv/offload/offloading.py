@@ -43,19 +43,12 @@ class OffloadError(PagedKVError, OSError):
 
 
 class Place(NamedTuple):
-    """Where a page's contents are in a `PageFile`; no two pages ever have equal places.
+    """Where a page's contents are in a `PageFile`; no two pages ever have equal places."""
 
-    Attributes:
-        serial: the number of the write.
-        offset: the first byte.
-        nbytes: how many there are.
-        checksum: CRC-32 of them.
-    """
-
-    serial: int
-    offset: int
+    serial: int  # the number of the write
+    offset: int  # the first byte
     nbytes: int
-    checksum: int
+    checksum: int  # CRC-32
 
 
 class PageFile:
@@ -198,19 +191,7 @@ class OldestOffloaded:
 
 @dataclass(eq=False, repr=False)
 class Offloading:
-    """Pages of a pool that are out of memory.
-
-    Attributes:
-        folder: where their contents are kept.
-        page_format: their format.
-        read_tokens: what a step may read of a sequence.
-        waits: whether steps wait for pages that they want.
-        file: the contents.
-        frames: the blocks of fetched pages; each layer has its own pages there.
-        pages_fetched: pages of a layer that were read from the file.
-        pages_late: pages of a layer that a step wanted, and left out because they had not come.
-        most_tried: for how many frames there was room or not: finding that out again would evict
-            all cached prefixes again.
+    """Pages of a pool that are out of memory, in a folder.
 
     Raises:
         OffloadError: the folder cannot be written.
@@ -218,12 +199,17 @@ class Offloading:
 
     folder: InitVar[Path]
     page_format: PageFormat
-    read_tokens: int
-    waits: bool
+    read_tokens: int  # what a step may read of a sequence
+    waits: bool  # whether steps wait for pages that they want
     file: PageFile = field(init=False)
+    # The blocks of fetched pages; each layer has its own pages there.
     frames: list[BlockTable] = field(default_factory=list, init=False)
+    # Pages of a layer that were read from the file, and those that a step wanted and left out
+    # because they had not come.
     pages_fetched: int = field(default=0, init=False)
     pages_late: int = field(default=0, init=False)
+    # For how many frames there was room or not: finding that out again would evict all cached
+    # prefixes again.
     most_tried: int = field(default=0, init=False)
     _wanted: int = field(default=0, init=False)
     _counted: tuple[int, int] = field(default=(0, 0), init=False)

@@ -45,40 +45,29 @@ class LayerGroup:
     every layer has written once, the group assumes that the others are as large as the first.
     Otherwise it would plan the first slab as if the model had one layer.
 
-    Attributes:
-        layers: the group's layers, by number.
-        window: the window that they share, or None. Pages of rings keep 16 bits and stay in memory,
-            so the next four are for other groups.
-        page_format: the format of full pages, but for those of sequences with one of their own.
-        smaller_formats: those that full pages may get later.
-        read_tokens: see `PoolOptions`.
-        offloading: takes pages out of memory; None if they stay there.
-        formats: all formats of the group's pages, by name.
-        pages: the pages of each layer that was written.
-        gather_fallbacks: how often keys and values were gathered for an attention of the model's.
-        moves: how often pages moved, which invalidates earlier copies of block tables.
-        latest_tables: the block tables of the latest step, most of which the next one has too.
-        is_open: whether any layer has been written.
-        knows_all_layers: whether the shapes of all layers that write are known.
-        allocator: allocates the blocks; there is none before the group is open.
     """
 
     layers: list[int]
-    window: Window | None
+    window: Window | None  # that they share
     backend: Backend
     budget: ByteBudget
-    page_format: PageFormat = FP16
-    smaller_formats: tuple[PageFormat, ...] = ()
-    read_tokens: int | None = None
-    offloading: Offloading | None = None
-    formats: dict[str, PageFormat] = field(init=False)
-    pages: dict[int, LayerPages] = field(default_factory=dict, init=False)
+    # Pages of rings keep 16 bits and stay in memory, so the next four are for other groups.
+    page_format: PageFormat = FP16  # of full pages, but for sequences with one of their own
+    smaller_formats: tuple[PageFormat, ...] = ()  # those that full pages may get later
+    read_tokens: int | None = None  # see `PoolOptions`
+    offloading: Offloading | None = None  # takes pages out of memory; None if they stay there
+    formats: dict[str, PageFormat] = field(init=False)  # of all the group's pages, by name
+    pages: dict[int, LayerPages] = field(default_factory=dict, init=False)  # of layers with a write
+    # How often keys and values were gathered for an attention of the model's.
     gather_fallbacks: int = field(default=0, init=False)
+    # How often pages moved, which invalidates earlier copies of block tables.
     moves: int = field(default=0, init=False)
+    # The block tables of the latest step, most of which the next one has too.
     latest_tables: BlockTables = field(default_factory=BlockTables, init=False)
-    is_open: bool = field(default=False, init=False)
+    is_open: bool = field(default=False, init=False)  # whether any layer has been written
+    # Whether the shapes of all layers that write are known.
     knows_all_layers: bool = field(default=False, init=False)
-    allocator: BlockAllocator = field(init=False)
+    allocator: BlockAllocator = field(init=False)  # there is none before the group is open
 
     def __post_init__(self) -> None:
         formats = (FP16, self.page_format, self.page_format.first, *self.smaller_formats)

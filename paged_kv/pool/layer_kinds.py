@@ -115,37 +115,23 @@ def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> di
 
 @dataclass(frozen=True)
 class RowInput:
-    """What each token of an open group adds to it.
+    """What each token of an open group adds to it."""
 
-    Attributes:
-        name: the model's name of it.
-        dim: numbers of a token.
-        dtype: of the numbers.
-    """
-
-    name: str
-    dim: int
+    name: str  # the model's name of it
+    dim: int  # numbers of a token
     dtype: mx.Dtype
 
 
 @dataclass(frozen=True)
 class AppendedRows:
-    """The rows of one layer.
+    """The rows of one layer. Each token of a group holds an equal share of its row, in two halves.
+    Zeros fill up a row that cannot be divided so."""
 
-    Attributes:
-        name: the model's name of them.
-        rate: tokens of a group, a power of two up to 256.
-        dim: numbers of a row; each token of the group holds an equal share, in two halves. Zeros
-            fill up a row that cannot be divided so.
-        dtype: of the numbers.
-        inputs: what a row is computed from, once its group is closed.
-    """
-
-    name: str
-    rate: int
-    dim: int
+    name: str  # the model's name of them
+    rate: int  # tokens of a group, a power of two up to 256
+    dim: int  # numbers of a row
     dtype: mx.Dtype
-    inputs: tuple[RowInput, ...] = ()
+    inputs: tuple[RowInput, ...] = ()  # what a row is computed from, once its group is closed
 
     @property
     def geometry(self) -> LayerGeometry:

@@ -41,23 +41,14 @@ Writes = Mapping[LayerGroup, list[Write]]
 
 @dataclass(eq=False, repr=False)
 class Reclaimer:
-    """Reclaims memory in the groups of one pool.
-
-    Attributes:
-        groups: the pool's groups.
-        budget: the bytes that they may map, possibly shared with other pools.
-        index: the prefix index, whose cached blocks may be evicted, those with holds last.
-        out_of_window: the cached out-of-window blocks, which are evicted first.
-        policy: chooses pages to requantise, and when; None for no requantisation.
-        counts: counts evictions and requantisations.
-    """
+    """Reclaims memory in the groups of one pool."""
 
     groups: list[LayerGroup]
-    budget: ByteBudget
-    index: PrefixIndex
-    out_of_window: OutOfWindowBlocks
-    policy: RequantisationPolicy | None
-    counts: PoolCounts
+    budget: ByteBudget  # the bytes that they may map, possibly shared with other pools
+    index: PrefixIndex  # its cached blocks may be evicted, those with holds last
+    out_of_window: OutOfWindowBlocks  # which are evicted first
+    policy: RequantisationPolicy | None  # chooses pages to requantise, and when
+    counts: PoolCounts  # of evictions and requantisations
 
     def __post_init__(self) -> None:
         watermark = self.policy.watermark if self.policy else 1.0
