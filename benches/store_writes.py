@@ -30,7 +30,7 @@ from xxhash import xxh64_hexdigest
 
 from benches.results_file import write_result
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.store.lookup import LookupCounts
+from paged_kv.store.keys import LookupCounts
 from paged_kv.store.options import StoreOptions
 
 WEEK_S = 7 * 86_400

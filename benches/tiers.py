@@ -38,8 +38,7 @@ from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import EntryPlace, Identity, Link
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.keys import EntryPlace, Identity, Link, Wanted
 from paged_kv.store.options import store_addresses
 from paged_kv.store.tiered_store import TieredStore, open_tiers
 from tests.support.server_process import server_process

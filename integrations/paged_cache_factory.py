@@ -34,7 +34,7 @@ from paged_kv.prefix.keeping import inner_salt, store_policy_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.steps.batch import Batch
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.keys import Wanted
 from paged_kv.store.options import Address, store_addresses
 from paged_kv.store.tiered_store import TieredStore, open_tiers
 from paged_kv.trace import request_recorder

@@ -23,137 +23,92 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from paged_kv.allocator.errors import (
-        BlockStateError,
-        NotPinned,
-        NotReproducible,
-        OutOfMemory,
-        PagedKVError,
-        PoolExhausted,
-        RollbackError,
-        UnknownSession,
+    from paged_kv.allocator.errors import BlockStateError as BlockStateError
+    from paged_kv.allocator.errors import NotPinned as NotPinned
+    from paged_kv.allocator.errors import NotReproducible as NotReproducible
+    from paged_kv.allocator.errors import OutOfMemory as OutOfMemory
+    from paged_kv.allocator.errors import PagedKVError as PagedKVError
+    from paged_kv.allocator.errors import PoolExhausted as PoolExhausted
+    from paged_kv.allocator.errors import RollbackError as RollbackError
+    from paged_kv.allocator.errors import UnknownSession as UnknownSession
+    from paged_kv.allocator.prefixes.eviction import BetterOfTwo as BetterOfTwo
+    from paged_kv.allocator.prefixes.eviction import EvictionPolicy as EvictionPolicy
+    from paged_kv.allocator.prefixes.eviction import FirstInFirstOut as FirstInFirstOut
+    from paged_kv.allocator.prefixes.eviction import LeastFrequentlyUsed as LeastFrequentlyUsed
+    from paged_kv.allocator.prefixes.eviction import LeastRecentlyUsed as LeastRecentlyUsed
+    from paged_kv.allocator.prefixes.eviction import LeastWorth as LeastWorth
+    from paged_kv.allocator.requantisation import OldestFirst as OldestFirst
+    from paged_kv.allocator.requantisation import RequantisationPolicy as RequantisationPolicy
+    from paged_kv.cache.paged_kv_cache import PagedKVCache as PagedKVCache
+    from paged_kv.integrations.batching.last_responses import PromptCacheTaken as PromptCacheTaken
+    from paged_kv.integrations.cache_options import CacheOptions as CacheOptions
+    from paged_kv.integrations.grammar.processor import GrammarProcessor as GrammarProcessor
+    from paged_kv.integrations.heads.loading import load_head as load_head
+    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory as PagedCacheFactory
+    from paged_kv.integrations.samples import generate_samples as generate_samples
+    from paged_kv.integrations.servers.every_model import use_pages as use_pages
+    from paged_kv.integrations.speculation.generator import (
+        SpeculativeBatchGenerator as SpeculativeBatchGenerator,
     )
-    from paged_kv.allocator.prefixes.eviction import (
-        BetterOfTwo,
-        EvictionPolicy,
-        FirstInFirstOut,
-        LeastFrequentlyUsed,
-        LeastRecentlyUsed,
-        LeastWorth,
+    from paged_kv.integrations.speculation.head_draft import HeadDraft as HeadDraft
+    from paged_kv.integrations.speculation.model_draft import ModelDraft as ModelDraft
+    from paged_kv.integrations.speculation.ngram_draft import NGramDraft as NGramDraft
+    from paged_kv.integrations.speculation.speculative_generation import (
+        speculative_batch_generate as speculative_batch_generate,
     )
-    from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
-    from paged_kv.cache.paged_kv_cache import PagedKVCache
-    from paged_kv.integrations.batching.last_responses import PromptCacheTaken
-    from paged_kv.integrations.cache_options import CacheOptions
-    from paged_kv.integrations.grammar.processor import GrammarProcessor
-    from paged_kv.integrations.heads.loading import load_head
-    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-    from paged_kv.integrations.samples import generate_samples
-    from paged_kv.integrations.servers.every_model import use_pages
-    from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
-    from paged_kv.integrations.speculation.head_draft import HeadDraft
-    from paged_kv.integrations.speculation.model_draft import ModelDraft
-    from paged_kv.integrations.speculation.ngram_draft import NGramDraft
-    from paged_kv.integrations.speculation.speculative_generation import speculative_batch_generate
-    from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
-    from paged_kv.offload.offloading import OffloadError
-    from paged_kv.options import embedded_model
-    from paged_kv.pool.page_pool import PagePool
-    from paged_kv.pool.stats import PoolStats
-    from paged_kv.prefix.keeping import Unstored
-    from paged_kv.steps.sequence import Sequence
-    from paged_kv.store.folder import StoreError
-    from paged_kv.store.options import StoreOptions
+    from paged_kv.kernels.pages.errors import PagesNotRead as PagesNotRead
+    from paged_kv.kernels.pages.errors import ThreadConflict as ThreadConflict
+    from paged_kv.offload.offloading import OffloadError as OffloadError
+    from paged_kv.options import embedded_model as embedded_model
+    from paged_kv.pool.page_pool import PagePool as PagePool
+    from paged_kv.pool.stats import PoolStats as PoolStats
+    from paged_kv.prefix.keeping import Unstored as Unstored
+    from paged_kv.steps.sequence import Sequence as Sequence
+    from paged_kv.store.folder import StoreError as StoreError
+    from paged_kv.store.options import StoreOptions as StoreOptions
 
 __version__ = "0.2.0"
 
 new_pool_listeners: "list[Callable[[], None]]" = []
 """Called, one at a time, for each new pool."""
 
-__all__ = [
-    "BetterOfTwo",
-    "BlockStateError",
-    "CacheOptions",
-    "EvictionPolicy",
-    "FirstInFirstOut",
-    "GrammarProcessor",
-    "HeadDraft",
-    "LeastFrequentlyUsed",
-    "LeastRecentlyUsed",
-    "LeastWorth",
-    "ModelDraft",
-    "NGramDraft",
-    "NotPinned",
-    "NotReproducible",
-    "OffloadError",
-    "OldestFirst",
-    "OutOfMemory",
-    "PagePool",
-    "PagedCacheFactory",
-    "PagedKVCache",
-    "PagedKVError",
-    "PagesNotRead",
-    "PoolExhausted",
-    "PoolStats",
-    "PromptCacheTaken",
-    "RequantisationPolicy",
-    "RollbackError",
-    "Sequence",
-    "SpeculativeBatchGenerator",
-    "StoreError",
-    "StoreOptions",
-    "ThreadConflict",
-    "UnknownSession",
-    "Unstored",
-    "__version__",
-    "embedded_model",
-    "generate_samples",
-    "load_head",
-    "speculative_batch_generate",
-    "use_pages",
-]
-
-_HOMES = {
-    "BetterOfTwo": "allocator.prefixes.eviction",
-    "EvictionPolicy": "allocator.prefixes.eviction",
-    "FirstInFirstOut": "allocator.prefixes.eviction",
-    "LeastFrequentlyUsed": "allocator.prefixes.eviction",
-    "LeastRecentlyUsed": "allocator.prefixes.eviction",
-    "LeastWorth": "allocator.prefixes.eviction",
-    "BlockStateError": "allocator.errors",
-    "RequantisationPolicy": "allocator.requantisation",
-    "NotPinned": "allocator.errors",
-    "OldestFirst": "allocator.requantisation",
-    "NotReproducible": "allocator.errors",
-    "PagedKVError": "allocator.errors",
-    "OutOfMemory": "allocator.errors",
-    "PoolExhausted": "allocator.errors",
-    "RollbackError": "allocator.errors",
-    "UnknownSession": "allocator.errors",
-    "CacheOptions": "integrations.cache_options",
-    "PagedCacheFactory": "integrations.paged_cache_factory",
-    "OffloadError": "offload.offloading",
-    "PagePool": "pool.page_pool",
-    "PagedKVCache": "cache.paged_kv_cache",
-    "PoolStats": "pool.stats",
-    "PromptCacheTaken": "integrations.batching.last_responses",
-    "Sequence": "steps.sequence",
-    "StoreError": "store.folder",
-    "StoreOptions": "store.options",
-    "Unstored": "prefix.keeping",
-    "PagesNotRead": "kernels.pages.errors",
-    "ThreadConflict": "kernels.pages.errors",
-    "embedded_model": "options",
-    "generate_samples": "integrations.samples",
-    "GrammarProcessor": "integrations.grammar.processor",
-    "HeadDraft": "integrations.speculation.head_draft",
-    "load_head": "integrations.heads.loading",
-    "ModelDraft": "integrations.speculation.model_draft",
-    "NGramDraft": "integrations.speculation.ngram_draft",
-    "SpeculativeBatchGenerator": "integrations.speculation.generator",
-    "speculative_batch_generate": "integrations.speculation.speculative_generation",
-    "use_pages": "integrations.servers.every_model",
+# Each module, and the names that come from it. Type checkers find them above.
+_NAMES = {
+    "allocator.errors": (
+        "BlockStateError NotPinned NotReproducible OutOfMemory PagedKVError PoolExhausted "
+        "RollbackError UnknownSession"
+    ),
+    "allocator.prefixes.eviction": (
+        "BetterOfTwo EvictionPolicy FirstInFirstOut LeastFrequentlyUsed LeastRecentlyUsed "
+        "LeastWorth"
+    ),
+    "allocator.requantisation": "OldestFirst RequantisationPolicy",
+    "cache.paged_kv_cache": "PagedKVCache",
+    "integrations.batching.last_responses": "PromptCacheTaken",
+    "integrations.cache_options": "CacheOptions",
+    "integrations.grammar.processor": "GrammarProcessor",
+    "integrations.heads.loading": "load_head",
+    "integrations.paged_cache_factory": "PagedCacheFactory",
+    "integrations.samples": "generate_samples",
+    "integrations.servers.every_model": "use_pages",
+    "integrations.speculation.generator": "SpeculativeBatchGenerator",
+    "integrations.speculation.head_draft": "HeadDraft",
+    "integrations.speculation.model_draft": "ModelDraft",
+    "integrations.speculation.ngram_draft": "NGramDraft",
+    "integrations.speculation.speculative_generation": "speculative_batch_generate",
+    "kernels.pages.errors": "PagesNotRead ThreadConflict",
+    "offload.offloading": "OffloadError",
+    "options": "embedded_model",
+    "pool.page_pool": "PagePool",
+    "pool.stats": "PoolStats",
+    "prefix.keeping": "Unstored",
+    "steps.sequence": "Sequence",
+    "store.folder": "StoreError",
+    "store.options": "StoreOptions",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_HOMES)
+__all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> "Any":

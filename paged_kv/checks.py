@@ -83,6 +83,13 @@ def file_path(name: str, value: object) -> Path:
     return Path(path).expanduser()
 
 
+def cache_folder() -> Path:
+    """The folder for what can be made again: paged-kv in $XDG_CACHE_HOME, or in ~/.cache. Its "~"
+    stays where nobody knows the user's home."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "paged-kv"
+
+
 def require_hashable(name: str, value: Hashable) -> None:
     """Raises TypeError unless the value is hashable."""
     try:

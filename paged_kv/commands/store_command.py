@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.checks import counted, format_size
 from paged_kv.options import examples, path
-from paged_kv.store.options import StoreOptions, default_folder, store_size, tier
+from paged_kv.store.options import StoreOptions, default_folder, parse_address, store_size, tier
 
 if TYPE_CHECKING:
     from paged_kv.store.blob_store import BlobStore, Finding
@@ -67,7 +67,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read every entry; return 1 if anything is wrong."""
-    from paged_kv.store.maintenance import verify
+    from paged_kv.store.blob_store import verify
 
     with _opened(arguments) as store:
         entries, findings = verify(store)
@@ -79,7 +79,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Remove entries that cannot be used, and those over the cap."""
-    from paged_kv.store.maintenance import gc
+    from paged_kv.store.blob_store import gc
 
     with _opened(arguments) as store:
         removed = gc(store, arguments.store_bytes)
@@ -90,7 +90,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 def run_clear(arguments: argparse.Namespace) -> int:
     """Remove all pages."""
-    from paged_kv.store.maintenance import clear
+    from paged_kv.store.blob_store import clear
 
     with _opened(arguments) as store:
         sizes = clear(store, dry_run=arguments.dry_run)
@@ -128,12 +128,28 @@ def _add(
 
 
 def _opened(arguments: argparse.Namespace) -> closing[BlobStore]:
-    """The folder or server that the arguments name: see `opened_place`."""
-    from paged_kv.store.maintenance import opened_place
+    """The folder, or the server at an address with its secret, that the arguments name.
 
-    secret, unauthenticated = arguments.store_secret, arguments.store_unauthenticated
-    options = StoreOptions(secret=secret, unauthenticated=unauthenticated)
-    return closing(opened_place(arguments.store, arguments.store_bytes, options))
+    Raises:
+        ValueError: a server lacks a secret, or a package is missing.
+        OSError: there is no store in the folder, or the server fails.
+    """
+    from paged_kv.store.folder import TAG
+    from paged_kv.store.folder_store import FolderStore
+    from paged_kv.store.tiered_store import open_blobs, read_seal
+
+    place = arguments.store
+    if isinstance(place, str):
+        secret, unauthenticated = arguments.store_secret, arguments.store_unauthenticated
+        options = StoreOptions(secret=secret, unauthenticated=unauthenticated)
+        return closing(open_blobs(parse_address(place), read_seal(options)))
+    if not (place / TAG).exists():
+        raise FileNotFoundError(
+            f"there is no page store in {place}: name with --store the folder that the store was "
+            "made in"
+        )
+    # Listing and cleaning up need no free disk space.
+    return closing(FolderStore(place, arguments.store_bytes, min_free_bytes=0))
 
 
 def _amount(sizes: Sequence[int], verb: str = "") -> str:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paged_kv.allocator.block_allocator import SlabMap, packed, unpacked
+from paged_kv.checks import cache_folder
 from paged_kv.pool.stats import PoolStats
 from paged_kv.ranks import RankMemory
 
@@ -40,7 +41,7 @@ PATIENCE_S = 5.0
 _LOOK_S = 0.02
 
 # Of a folder that backups leave out: https://bford.info/cachedir/
-CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
+_CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
 
 
 def running_processes() -> list[ProcessView]:
@@ -185,11 +186,10 @@ def runtime_folder() -> Path:
     """
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "paged-kv"
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        raise FileNotFoundError("there is no home folder: set XDG_RUNTIME_DIR") from None
-    return Path(cache) / "paged-kv" / "run"
+    cache = cache_folder()
+    if cache.parts[0] == "~":
+        raise FileNotFoundError("there is no home folder: set XDG_RUNTIME_DIR")
+    return cache / "run"
 
 
 def make_runtime_folder(folder: Path) -> None:
@@ -203,7 +203,7 @@ def make_runtime_folder(folder: Path) -> None:
     if folder.name == "run":
         tag = folder.parent / "CACHEDIR.TAG"
         if not tag.exists():
-            tag.write_text(f"{CACHE_SIGNATURE}\n# A cache of paged_kv.\n")
+            tag.write_text(f"{_CACHE_SIGNATURE}\n# A cache of paged_kv.\n")
 
 
 def require_private(folder: Path) -> None:

@@ -38,8 +38,7 @@ from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Array, Entry
-from paged_kv.store.keys import EntryPlace, Identity, Link
-from paged_kv.store.lookup import CHECKPOINT, Wanted
+from paged_kv.store.keys import CHECKPOINT, EntryPlace, Identity, Link, Wanted
 from paged_kv.store.options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.store.tier import Waits
 from paged_kv.store.tiered_store import Offer, TieredStore

@@ -1,4 +1,5 @@
-"""What a tier needs of a place that keeps entries: bytes under names."""
+"""What a tier needs of a place that keeps entries: bytes under names. And what looks after entries
+without a model: verify, gc and clear."""
 
 from __future__ import annotations
 
@@ -9,10 +10,23 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from paged_kv.store.entry_file import UNSEALED, Buffer, Sealing
+from tqdm import tqdm
+
+from paged_kv.store.entry_file import (
+    UNSEALED,
+    Buffer,
+    InvalidEntry,
+    NewerVersion,
+    OtherEntry,
+    Sealing,
+    WrongSize,
+    decode,
+)
 
 Item = TypeVar("Item")
 
+# Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
+MOST_ENTRY_BYTES = 512 << 20
 _SECONDS_A_DAY = 86_400
 
 
@@ -27,13 +41,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Blob:
-    """An entry as its place lists it.
-
-    Attributes:
-        name: names it.
-        nbytes: bytes that it takes.
-        used_ns: when it was used last, in nanoseconds since 1970; of a place that does not know, 0.
-    """
+    """An entry as its place lists it. `used_ns` is when it was used last, in nanoseconds since
+    1970, or 0 where the place does not know."""
 
     name: str
     nbytes: int
@@ -42,14 +51,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a place holds, and what is wrong with it.
-
-    Attributes:
-        name: of the entry or file.
-        problem: what is wrong with it.
-        nbytes: bytes that it takes.
-        removable: whether `gc` removes it, if it still exists.
-    """
+    """An entry or file, and what is wrong with it. If it is `removable`, `gc` removes it."""
 
     name: str
     problem: str
@@ -73,7 +75,6 @@ class Written:
 
     @property
     def bytes_today(self) -> int:
-        """Bytes since midnight, UTC."""
         return self.today if self.day == today() else 0
 
     def plus(self, nbytes: int) -> Written:
@@ -183,13 +184,8 @@ class BlobStore(ABC):
 
 
 class RemoteFault(OSError):
-    """A call to a server has failed. It names the kind of error alone: texts of errors may hold
-    passwords, keys or addresses.
-
-    Attributes:
-        kind: the name of the client's exception.
-        is_full: whether the server had no memory left.
-    """
+    """A call to a server has failed; `is_full` where it had no memory left. It names the kind of
+    error alone: texts of errors may hold passwords, keys or addresses."""
 
     def __init__(self, error: BaseException, *, is_full: bool = False) -> None:
         self.kind = type(error).__name__
@@ -223,3 +219,55 @@ def round_trips(
             nbytes = nbytes_of(item)
         found[-1].append(item)
     return found
+
+
+def verify(blobs: BlobStore) -> tuple[int, list[Finding]]:
+    """Read every entry; returns how many there are, and what is wrong with what is there. What is
+    useless goes at once from a folder, as with every writer; the findings name it.
+
+    Writers may run meanwhile: an entry that disappears before its turn was evicted.
+    """
+    findings = blobs.oddities()
+    found = list(blobs.entries())
+    for blob in tqdm(found, "verify", unit=" entries", leave=False, disable=None):
+        try:
+            _verify(blobs, blob)
+        except InvalidEntry as error:
+            problem, is_useless = f"{error.kind}: {error}", error.kind != NewerVersion.kind
+            findings.append(Finding(blob.name, problem, blob.nbytes, is_useless))
+        except RemoteFault:
+            raise
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            findings.append(Finding(blob.name, problem, blob.nbytes, False))
+    return len(found), sorted(findings, key=lambda finding: finding.name)
+
+
+def gc(blobs: BlobStore, max_bytes: int) -> list[Finding]:
+    """Remove what cannot be used, and of the rest what exceeds a cap, the least recently used
+    first; returns what was removed."""
+    removed = [finding for finding in verify(blobs)[1] if finding.removable]
+    blobs.remove([finding.name for finding in removed])
+    over = blobs.shrink(max_bytes)
+    excess = [Finding(blob.name, "more than the cap allows", blob.nbytes, True) for blob in over]
+    return removed + excess
+
+
+def clear(blobs: BlobStore, *, dry_run: bool = False) -> list[int]:
+    """Remove all entries, also those of other versions of this package; returns their bytes."""
+    found = list(blobs.entries())
+    if not dry_run:
+        blobs.remove([blob.name for blob in found])
+    return [blob.nbytes for blob in found]
+
+
+def _verify(blobs: BlobStore, blob: Blob) -> None:
+    (nbytes,) = blobs.sizes([blob.name])
+    if not nbytes:
+        return
+    if not blobs.seal.header_bytes < nbytes <= MOST_ENTRY_BYTES:
+        raise WrongSize(f"it has {nbytes:,} bytes")
+    (data,) = blobs.get([(blob.name, nbytes)])
+    entry = decode(blobs.seal.opened(blob.name, data), None)
+    if blobs.seal.name(entry.place.key) != blob.name:
+        raise OtherEntry(f"it holds entry {entry.place.key}")

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from safetensors.numpy import save
 from xxhash import xxh3_64
 
-from paged_kv.store.keys import EntryPlace, Fields, Link, token_bytes
+from paged_kv.store.keys import EntryPlace, Link, token_bytes
 
 FORMAT, VERSION = "paged-kv page", "1"
 SUFFIX = ".safetensors"
@@ -95,13 +95,8 @@ class Gone(InvalidEntry):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The content of a file.
-
-    Attributes:
-        place: gives its key.
-        arrays: uint16 or uint8 of any shape, by name.
-        notes: text that says how to read the arrays.
-    """
+    """The content of a file: arrays of uint16 or uint8 of any shape, by name, and notes that say
+    how to read them."""
 
     place: EntryPlace
     arrays: Mapping[str, Array]
@@ -109,25 +104,16 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 def encode(entry: Entry) -> list[Buffer]:
     """The bytes of an entry's file, in pieces."""
     place, link = entry.place, entry.place.link
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "checksum": _UNKNOWN,
-        "key": place.key,
-        "parent": link.parent,
-        "start": str(link.start),
-        "check": link.check,
-        "part": place.part,
-        "notes": entry.notes,
-        **{_IDENTITY + name: value for name, value in link.identity},
-    }
+    metadata = {"format": FORMAT, "version": VERSION, "checksum": _UNKNOWN, "key": place.key}
+    metadata |= {"parent": link.parent, "start": str(link.start), "check": link.check}
+    metadata |= {"part": place.part, "notes": entry.notes}
+    metadata |= {_IDENTITY + name: value for name, value in link.identity}
     tokens = np.frombuffer(token_bytes(link.tokens), "<i8")
     data = memoryview(save({**entry.arrays, "tokens": tokens}, metadata))
     end = _header_end(data)
@@ -152,13 +138,18 @@ def decode(data: Buffer, key: str | None) -> Entry:
         raise InvalidEntry("the checksum is wrong")
     try:
         arrays = {name: _array(rest, about) for name, about in tensors.items()}
-        place = _place(metadata, tuple(arrays.pop("tokens").tolist()))
-        entry = Entry(place, arrays, metadata["notes"])
+        # Sorted for comparison: a file may have the fields in any order.
+        fields = sorted(each for each in metadata.items() if each[0].startswith(_IDENTITY))
+        identity = tuple([(name.removeprefix(_IDENTITY), value) for name, value in fields])
+        tokens = tuple(arrays.pop("tokens").tolist())
+        start = int(metadata["start"])
+        link = Link(identity, metadata["parent"], start, tokens, metadata["check"])
+        entry = Entry(EntryPlace(link, metadata["part"]), arrays, metadata["notes"])
     except (KeyError, TypeError, ValueError) as error:
         # Only a forged file has the right checksum and a wrong header.
         raise InvalidEntry(f"the header lacks something: {error!r}") from None
-    if key is not None and place.key != key:
-        raise OtherEntry(f"the file holds entry {place.key}")
+    if key is not None and entry.place.key != key:
+        raise OtherEntry(f"the file holds entry {entry.place.key}")
     return entry
 
 
@@ -193,28 +184,6 @@ def _array(data: memoryview, about: dict[str, Any]) -> Array:
     """One tensor, a view of the file's bytes."""
     start, end = about["data_offsets"]
     return np.frombuffer(data[start:end], _DTYPES[about["dtype"]]).reshape(about["shape"])
-
-
-def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> EntryPlace:
-    link = Link(
-        _identity(metadata),
-        metadata["parent"],
-        int(metadata["start"]),
-        tokens,
-        metadata["check"],
-    )
-    return EntryPlace(link, metadata["part"])
-
-
-def _identity(metadata: Mapping[str, str]) -> Fields:
-    """The fields of the identity, sorted for comparison: a file may have them in any order."""
-    return tuple(
-        sorted(
-            (name.removeprefix(_IDENTITY), value)
-            for name, value in metadata.items()
-            if name.startswith(_IDENTITY)
-        )
-    )
 
 
 def _checksum(header: bytes, rest: memoryview) -> str:

@@ -27,6 +27,7 @@ _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # What earlier versions kept beside the pages.
 _OBSOLETE = ("index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "sights")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class StoreError(PagedKVError):
@@ -34,7 +35,6 @@ class StoreError(PagedKVError):
 
 
 def unusable(path: Path, error: Exception) -> StoreError:
-    """The StoreError for a folder that cannot be used because of `error`."""
     return StoreError(
         f"{path} cannot be used as a page store ({error}): choose another folder, or free disk "
         "space and allow writing there"
@@ -47,10 +47,8 @@ def is_temporary(name: str) -> bool:
 
 
 class Folder:
-    """A folder that belongs to a store.
-
-    Args:
-        path: the folder. It is created if missing; an existing one must be empty or a store.
+    """A folder that belongs to a store. A missing one is created; any other must be empty or a
+    store.
 
     Raises:
         StoreError: the folder cannot be used; the message says why.
@@ -61,15 +59,11 @@ class Folder:
         self._fd = _opened(path)
         try:
             self._require_ours()
-        except OSError as error:
+        except (OSError, StoreError) as error:
             self.close()
-            raise unusable(path, error) from None
-        except StoreError:
-            self.close()
-            raise
+            raise error if isinstance(error, StoreError) else unusable(path, error) from None
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._fd)
 
     def require_there(self) -> None:
@@ -92,7 +86,7 @@ class Folder:
         return about.st_size if stat.S_ISREG(about.st_mode) else 0
 
     def free_bytes(self) -> int:
-        """Free bytes on the disk."""
+        """Those of the disk."""
         figures = os.fstatvfs(self._fd)
         return figures.f_bavail * figures.f_frsize
 
@@ -123,7 +117,9 @@ class Folder:
         try:
             try:
                 for part in data:
-                    _write_all(fd, memoryview(part))
+                    left = memoryview(part)
+                    while left:
+                        left = left[os.write(fd, left) :]
                 if used_ns is not None:
                     os.utime(fd, ns=(used_ns, used_ns))
                 os.fsync(fd)
@@ -196,7 +192,7 @@ def _opened(path: Path) -> int:
         raise StoreError(f"{path} is a link: name the folder it points to, {path.resolve()}")
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, _FOLDER_FLAGS)
     except (FileExistsError, NotADirectoryError):
         raise StoreError(f"{path} is a file: name a folder for the pages") from None
     except OSError as error:
@@ -210,20 +206,11 @@ def _scanned(fd: int) -> Iterator[Blob]:
                 about = os.lstat(entry.name, dir_fd=fd)
                 nbytes = max(about.st_size, about.st_blocks * 512)
                 if stat.S_ISDIR(about.st_mode):
-                    nbytes += _size_of_folder(entry.name, fd)
+                    inner = os.open(entry.name, _FOLDER_FLAGS, dir_fd=fd)
+                    try:
+                        nbytes += sum(file.nbytes for file in _scanned(inner))
+                    finally:
+                        os.close(inner)
             except FileNotFoundError:
                 continue
             yield Blob(entry.name, nbytes, about.st_mtime_ns)
-
-
-def _size_of_folder(name: str, parent: int) -> int:
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        return sum(file.nbytes for file in _scanned(fd))
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(fd, data) :]

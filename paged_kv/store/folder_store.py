@@ -29,7 +29,7 @@ from paged_kv.checks import format_size
 from paged_kv.store.blob_store import Blob, BlobStore, Finding, Outcome, Written, evicted
 from paged_kv.store.entry_file import SUFFIX, Buffer
 from paged_kv.store.folder import LOCK, TAG, Folder, is_temporary, unusable
-from paged_kv.store.lookup import SAVED_BYTES
+from paged_kv.store.keys import SAVED_BYTES
 from paged_kv.store.options import MIN_BYTES
 
 MIN_FREE_BYTES = 1 << 30
@@ -45,13 +45,8 @@ _STEP_NS = 1000
 
 @dataclass
 class Contents:
-    """The content of a locked folder.
-
-    Attributes:
-        used: bytes that everything takes on disk.
-        files: the entries, the least recently used first.
-        others: files that are not the store's.
-    """
+    """The content of a locked folder: the bytes that everything takes on disk, the entries, the
+    least recently used first, and files that are not the store's."""
 
     used: int
     files: dict[str, Blob]
@@ -67,10 +62,6 @@ class FolderStore(BlobStore):
         min_free_bytes: bytes that the disk must still have free.
         lock_s: seconds to wait for other processes that write.
         daily_bytes: the most bytes to write to the folder in a day; None for any number.
-
-    Attributes:
-        folder: the folder and its system calls.
-        max_bytes: as given.
 
     Raises:
         ValueError: max_bytes is too small for any entry.
@@ -122,7 +113,6 @@ class FolderStore(BlobStore):
         self.close()
 
     def close(self) -> None:
-        """Close the folder."""
         with self._thread_lock:
             self.folder.close()
 
@@ -130,7 +120,13 @@ class FolderStore(BlobStore):
         return [self.folder.size(name + SUFFIX) for name in names]
 
     def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
-        return [self._read(name, nbytes) for name, nbytes in wanted]
+        found: list[Buffer] = []
+        for name, nbytes in wanted:
+            try:
+                found.append(self.folder.read(name + SUFFIX, nbytes))
+            except FileNotFoundError:
+                found.append(b"")
+        return found
 
     def put(
         self, entries: Sequence[tuple[str, Sequence[Buffer]]], keep: Collection[str] = ()
@@ -219,12 +215,6 @@ class FolderStore(BlobStore):
                 yield
             finally:
                 self._lock.release()
-
-    def _read(self, name: str, nbytes: int) -> Buffer:
-        try:
-            return self.folder.read(name + SUFFIX, nbytes)
-        except FileNotFoundError:
-            return b""
 
     def _put(
         self,

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from paged_kv.checks import file_path, parse_size, size_in_bytes, whole_number
+from paged_kv.checks import cache_folder, file_path, parse_size, size_in_bytes, whole_number
 from paged_kv.options import Options, option, path, positive
 
 DEFAULT_STORE_BYTES = "50GB"
@@ -33,9 +33,8 @@ _CERTIFICATES = ("ca", "cert", "key")
 
 
 def default_folder() -> Path:
-    """The default folder of pages: in $XDG_CACHE_HOME, or ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches) / "paged-kv" / "pages"
+    """The default folder of pages."""
+    return cache_folder() / "pages"
 
 
 def store_size(text: str) -> int:

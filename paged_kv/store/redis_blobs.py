@@ -28,31 +28,19 @@ _PIECE_BYTES = 4 << 20
 _PIECES_AT_ONCE = 4
 _REMOVED_AT_ONCE = 1000
 
-_Piece = tuple[int, int, int]
-"""Of which entry, from where, and to where."""
-
 
 class RedisBlobs(BlobStore):
-    """See `BlobStore`.
-
-    Args:
-        address: of the server. Connecting, and each wait for bytes, may take `patience_s`.
-        seal: of its entries.
-    """
+    """See `BlobStore`. Connecting, and each wait for bytes, may take `patience_s`."""
 
     label = "redis"
 
     def __init__(self, address: RedisAddress, seal: Sealing) -> None:
         self.name, self.seal = str(address), seal
-        files = {
-            "ssl_ca_certs": address.ca,
-            "ssl_certfile": address.cert,
-            "ssl_keyfile": address.key,
-        }
         tls: dict[str, Any] = {}
         if address.tls:
+            files = {"ca_certs": address.ca, "certfile": address.cert, "keyfile": address.key}
+            tls = {f"ssl_{name}": str(file) for name, file in files.items() if file is not None}
             tls["connection_class"] = redis.SSLConnection
-            tls |= {name: str(file) for name, file in files.items() if file is not None}
         self._pool = _Connections(
             host=address.host,
             port=address.port,
@@ -78,21 +66,28 @@ class RedisBlobs(BlobStore):
     def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
         found: list[Buffer] = [b""] * len(wanted)
         ends = [0] * len(wanted)
-        pieces = [
+        pieces = [  # of which entry, from where, and to where
             (at, start, min(start + _PIECE_BYTES, nbytes))
             for at, (_, nbytes) in enumerate(wanted)
             for start in range(0, nbytes, _PIECE_BYTES)
         ]
         with _faults():
-            for at_once in round_trips(pieces, _piece_bytes, _PIECES_AT_ONCE * _PIECE_BYTES):
+            most = _PIECES_AT_ONCE * _PIECE_BYTES
+            for at_once in round_trips(pieces, lambda piece: piece[2] - piece[1], most):
                 with self._client.pipeline(transaction=False) as asked:
                     for at, start, end in at_once:
                         asked.getrange(PREFIX + wanted[at][0], start, end - 1)
                     answers = asked.execute()
                 for (at, start, _), data in zip(at_once, answers, strict=True):
-                    if start == ends[at]:  # else it has become shorter
-                        ends[at] = start + len(data)
-                        found[at] = _joined(found[at], data, start, wanted[at][1])
+                    if start != ends[at]:  # it has become shorter
+                        continue
+                    ends[at], nbytes = start + len(data), wanted[at][1]
+                    if len(data) == nbytes:
+                        found[at] = data
+                    else:
+                        whole = memoryview(found[at] if start else bytearray(nbytes))
+                        whole[start : ends[at]] = data
+                        found[at] = whole
         return [memoryview(data)[:end] for data, end in zip(found, ends, strict=True)]
 
     def put(
@@ -145,19 +140,6 @@ class _Connections(redis.ConnectionPool):
         """Let calls that wait for an answer fail."""
         for connection in self._made.copy():
             connection.disconnect()
-
-
-def _joined(before: Buffer, piece: bytes, start: int, nbytes: int) -> Buffer:
-    """An entry of `nbytes` bytes with one piece more; alone if it is all of it."""
-    if len(piece) == nbytes:
-        return piece
-    whole = memoryview(before if start else bytearray(nbytes))
-    whole[start : start + len(piece)] = piece
-    return whole
-
-
-def _piece_bytes(piece: _Piece) -> int:
-    return piece[2] - piece[1]
 
 
 @contextmanager

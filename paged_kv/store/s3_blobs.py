@@ -28,12 +28,8 @@ _LONGEST_S = 10.0
 
 
 class S3Blobs(BlobStore):
-    """See `BlobStore`. Calls end with their time-outs, and cannot be interrupted.
-
-    Args:
-        address: of the bucket. Each wait for bytes of an entry may take `patience_s`.
-        seal: of its entries.
-    """
+    """See `BlobStore`. Each wait for bytes of an entry may take `patience_s`. Calls end with their
+    time-outs, and cannot be interrupted."""
 
     label = "s3"
 

@@ -11,7 +11,7 @@ however many blocks are read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
@@ -19,22 +19,11 @@ from operator import itemgetter
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from paged_kv.store.blob_store import BlobStore, round_trips
-from paged_kv.store.entry_file import (
-    Buffer,
-    Entry,
-    Gone,
-    InvalidEntry,
-    OtherEntry,
-    WrongSize,
-    decode,
-)
-from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.blob_store import MOST_ENTRY_BYTES, BlobStore, round_trips
+from paged_kv.store.entry_file import Entry, Gone, InvalidEntry, OtherEntry, WrongSize, decode
+from paged_kv.store.keys import EntryPlace, Wanted
 from paged_kv.store.writer import Pause, StoreStats, TierCounts, Writer
 
-# Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
-MOST_ENTRY_BYTES = 512 << 20
 MOST_IN_BATCH = 1024
 # Round trips on the way behind the one whose entries are used. With 16 MB in each, at 0.2 s, those
 # on the way bring 240 MB/s; on loopback they keep as many threads busy with verifying.
@@ -56,17 +45,12 @@ Result = TypeVar("Result")
 class Patience:
     """Seconds that may be waited, in all. One thread uses it.
 
-    Args:
-        seconds: as many at first.
-        clock: seconds that never go back.
-
     Attributes:
         left: as many now; none or fewer when all are waited.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         self.left = seconds
-        self._clock = clock
         self._allowed: set[str] = set()
 
     def allow(self, key: str, seconds: float) -> None:
@@ -77,34 +61,18 @@ class Patience:
 
     def wait(self, future: Future[Any]) -> bool:
         """Wait until a future is done, or no seconds are left; whether it is done."""
-        began = self._clock()
+        began = monotonic()
         is_done = bool(wait([future], max(0.0, self.left)).done)
-        self.left -= self._clock() - began
+        self.left -= monotonic() - began
         return is_done
 
 
-class Waits:
-    """The patience of one prompt: with each server, for its questions and for its entries.
-
-    Args:
-        clock: seconds that never go back.
-    """
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._patience: dict[tuple[Hashable, str], Patience] = {}
-
-    def patience(self, server: Hashable, purpose: str, seconds: float) -> Patience:
-        """For everything that is waited for with this purpose, `seconds` together."""
-        return self._patience.setdefault((server, purpose), Patience(seconds, self._clock))
+Waits = dict[tuple["Tier", str], Patience]
+"""The patience of one prompt: with each tier, to "ask" it and to "read" all its entries."""
 
 
 class Source(Protocol):
-    """What entries are read from. No method raises because of it.
-
-    Attributes:
-        label: names it in statistics.
-    """
+    """What entries are read from, which `label` names in statistics. No method raises."""
 
     label: str
 
@@ -129,7 +97,6 @@ class Tier:
         label: its kind, with a number if a store has several of the kind.
         is_shared: whether other machines use it too.
         queue: what waits to be written.
-        counts: what it did, and what went wrong.
     """
 
     def __init__(self, blobs: BlobStore) -> None:
@@ -163,7 +130,7 @@ class Tier:
     def ask(self, wanted: Wanted, waits: Waits) -> Mapping[str, int]:
         places = wanted.places[:_MOST_ASKED]
         names = [self._seal.name(place.key) for place in places]
-        patience = waits.patience(self, "ask", self.blobs.patience_s)
+        patience = waits.setdefault((self, "ask"), Patience(self.blobs.patience_s))
         sizes = self._wait(self._submit(self.blobs.sizes, names), patience)
         found = {}
         for place, nbytes in zip(places, sizes or (), strict=False):
@@ -177,7 +144,7 @@ class Tier:
 
     def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
         batches = round_trips(wanted, itemgetter(1), self.blobs.get_bytes, MOST_IN_BATCH)
-        patience = waits.patience(self, "read", self.blobs.patience_s)
+        patience = waits.setdefault((self, "read"), Patience(self.blobs.patience_s))
         coming = (self._begin(batch, patience) for batch in batches)
         begun = deque(islice(coming, 1 + _BATCHES_AHEAD))
         while begun:
@@ -191,7 +158,6 @@ class Tier:
             self.queue.do(partial(self.blobs.touch, [self._seal.name(key) for key in keys]))
 
     def stats(self) -> StoreStats:
-        """The counts so far."""
         return self.counts.stats(self.blobs.written)
 
     def _begin(self, batch: Sequence[Sized], patience: Patience) -> list[_Begun]:
@@ -211,7 +177,9 @@ class Tier:
             self.counts.record_entry(entry, "read")
             return entry
         self.queue.record(place.key, is_there=False)
-        if _is_damaged(reading) and not self.is_shared:  # on a server, a sound entry replaces it
+        is_read = reading is not None and reading.done() and not reading.cancelled()
+        error = reading.exception() if reading is not None and is_read else None
+        if isinstance(error, InvalidEntry) and not self.is_shared:  # a server gets a sound one
             remove = partial(self.blobs.remove, [self._seal.name(place.key)])
             self.queue.do(remove, is_first=True)  # before it is stored again
         return None
@@ -228,17 +196,14 @@ class Tier:
             return
         for (place, _), name, data, future in zip(batch, names, found, futures, strict=True):
             try:
-                _settle(future, self._opened(place, name, data))
+                if not data:
+                    raise Gone("it has gone since the question")
+                entry = decode(self._seal.opened(name, data), place.key)
+                if entry.place != place:
+                    raise OtherEntry("it holds other tokens, or pages of another model")
+                _settle(future, entry)
             except Exception as error:  # whoever waits for this entry gets it: see `_wait`
                 _settle(future, error)
-
-    def _opened(self, place: EntryPlace, name: str, data: Buffer) -> Entry:
-        if not data:
-            raise Gone("it has gone since the question")
-        entry = decode(self._seal.opened(name, data), place.key)
-        if entry.place != place:
-            raise OtherEntry("it holds other tokens, or pages of another model")
-        return entry
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
         if self.is_paused or self._is_closed:
@@ -264,21 +229,13 @@ class Tier:
             return None
         try:
             result = future.result()
-        except InvalidEntry as error:
-            self.counts.record_error(error)
-            return None
         except Exception as error:  # clients raise what they like: every failure is a miss
             self.counts.record_error(error)
-            self._pause.record_failure()
+            if not isinstance(error, InvalidEntry):
+                self._pause.record_failure()
             return None
         self._pause.record_success()
         return result
-
-
-def _is_damaged(reading: Future[Entry] | None) -> bool:
-    if reading is None or not reading.done() or reading.cancelled():
-        return False
-    return isinstance(reading.exception(), InvalidEntry)
 
 
 def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:

@@ -19,8 +19,7 @@ from paged_kv.lru import LRU
 from paged_kv.store.blob_store import BlobStore
 from paged_kv.store.entry_file import UNSEALED, Entry, Seal, Sealing
 from paged_kv.store.folder_store import FolderStore
-from paged_kv.store.keys import EntryPlace
-from paged_kv.store.lookup import LookupCounts, Stored, Wanted, find
+from paged_kv.store.keys import EntryPlace, LookupCounts, Stored, Wanted, find
 from paged_kv.store.options import Address, RedisAddress, RemoteAddress, StoreOptions
 from paged_kv.store.tier import Sized, Source, Tier, Waits
 from paged_kv.store.writer import StoreStats
@@ -36,7 +35,6 @@ class Offer:
     """Stored blocks that a prompt can begin with, and who holds them.
 
     Attributes:
-        stored: the blocks.
         tier: the slowest tier that is needed.
         held: the bytes of what each source holds, by key, of those up to that one, quickest first.
         is_prefetched: whether some of it is in memory, and need not be waited for.
@@ -54,16 +52,13 @@ class PrefetchBuffer:
     """The quickest `Source`: entries that were read from servers before the prompt that needs them
     begins, each until it is read. Threads may share it.
 
-    Args:
-        max_bytes: the most that they may take; the earliest go first.
-
     Attributes:
         label: the tier that the latest entries came from.
     """
 
-    def __init__(self, max_bytes: int = _MOST_PREFETCHED_BYTES) -> None:
+    def __init__(self) -> None:
         self.label = ""
-        self._entries: LRU[str, Entry] = LRU(max_bytes, lambda _, entry: entry.nbytes)
+        self._entries: LRU[str, Entry] = LRU(_MOST_PREFETCHED_BYTES, lambda _, entry: entry.nbytes)
         self._lock = threading.Lock()
 
     def put(self, entry: Entry, label: str) -> None:
@@ -96,7 +91,6 @@ class TieredStore:
         tiers: the tiers, quickest first; at most one is a folder. `close` closes them.
 
     Attributes:
-        tiers: as given.
         prefetched: what was read from servers in advance. If it is set, `offers` asks no server
             unless it is told to.
         lookups: how often blocks of prompts were looked up; with a folder, in earlier processes
@@ -106,7 +100,12 @@ class TieredStore:
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self.prefetched: PrefetchBuffer | None = None
-        self.lookups = LookupCounts(_saved_lookups(self.tiers[0]))
+        saved = b""
+        try:
+            saved = self.tiers[0].blobs.saved_lookups()
+        except (OSError, MemoryError) as error:
+            self.tiers[0].counts.record_error(error)
+        self.lookups = LookupCounts(saved)
         kinds = [tier.label for tier in self.tiers]
         for at, tier in enumerate(self.tiers):
             if before := kinds[:at].count(tier.label):
@@ -120,12 +119,11 @@ class TieredStore:
 
     @property
     def servers(self) -> list[Tier]:
-        """The tiers that machines share."""
         return [tier for tier in self.tiers if tier.is_shared]
 
     @property
     def is_reachable(self) -> bool:
-        """Whether some server may be asked now."""
+        """Whether some server is not left alone now."""
         return not all(server.is_paused for server in self.servers)
 
     def flush(self) -> bool:
@@ -166,7 +164,7 @@ class TieredStore:
         """What a prompt can begin with, the longest first: from all tiers, and from the quicker
         ones alone if that is shorter. A tier is asked only if those before it hold less than all
         full blocks. Whoever asks again for the same prompt gives the same `waits`."""
-        waits = waits or Waits()
+        waits = Waits() if waits is None else waits
         found: list[Offer] = []
         held: dict[Source, Mapping[str, int]] = {}
         longest, full = 0, len(wanted.tokens) // wanted.page_size * wanted.page_size
@@ -217,17 +215,16 @@ class TieredStore:
 
     def stats(self) -> StoreStats:
         """The counts of all tiers so far."""
-        first, *others = [tier.stats() for tier in self.tiers]
-        return sum(others, first)
+        return sum([tier.stats() for tier in self.tiers], StoreStats())
 
     def counts_by_tier(self) -> dict[str, dict[str, int]]:
         """Columns of `PoolStats`, by tier."""
         stats = {tier.label: tier.stats() for tier in self.tiers}
+        columns = {"store_hits": "tokens_found"}
+        columns |= {f"store_{each}": each for each in ("bytes_read", "bytes_today", "bytes_in_all")}
         return {
-            "store_hits": {name: each.tokens_found for name, each in stats.items()},
-            "store_bytes_read": {name: each.bytes_read for name, each in stats.items()},
-            "store_bytes_today": {name: each.bytes_today for name, each in stats.items()},
-            "store_bytes_in_all": {name: each.bytes_in_all for name, each in stats.items()},
+            column: {label: getattr(each, name) for label, each in stats.items()}
+            for column, name in columns.items()
         }
 
     def _read(self, places: Sequence[EntryPlace], offer: Offer) -> Iterator[Entry | None]:
@@ -337,14 +334,6 @@ def _holders(place: EntryPlace, offer: Offer) -> list[Source]:
 def _missing(tiers: Sequence[Tier], place: EntryPlace, nbytes: int) -> list[Tier]:
     lacking = [tier for tier in tiers if not tier.queue.knows(place.key)]
     return [tier for tier in lacking if tier.queue.has_room(nbytes)]
-
-
-def _saved_lookups(tier: Tier) -> bytes:
-    try:
-        return tier.blobs.saved_lookups()
-    except (OSError, MemoryError) as error:
-        tier.counts.record_error(error)
-        return b""
 
 
 def _save_lookups(tier: Tier, lookups: LookupCounts) -> None:

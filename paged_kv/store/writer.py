@@ -7,8 +7,9 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any
 
 from paged_kv.lru import LRU
 from paged_kv.store.blob_store import BlobStore, Outcome, Written
@@ -48,40 +49,29 @@ class StoreStats:
         errors: failures, by kind.
     """
 
-    tokens_found: int
-    entries_read: int
-    bytes_read: int
-    entries_written: int
-    bytes_written: int
-    bytes_today: int
-    bytes_in_all: int
-    dropped: Mapping[str, int]
-    errors: Mapping[str, int]
+    tokens_found: int = 0
+    entries_read: int = 0
+    bytes_read: int = 0
+    entries_written: int = 0
+    bytes_written: int = 0
+    bytes_today: int = 0
+    bytes_in_all: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: StoreStats) -> StoreStats:
-        """The sum of two tiers."""
-        counts = {
-            name: value + getattr(other, name)
-            for name, value in vars(self).items()
-            if isinstance(value, int)
-        }
-        return replace(
-            self,
-            **counts,
-            dropped=Counter(self.dropped) + Counter(other.dropped),
-            errors=Counter(self.errors) + Counter(other.errors),
-        )
+        sums: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            more = getattr(other, name)
+            sums[name] = value + more if isinstance(value, int) else Counter(value) + Counter(more)
+        return StoreStats(**sums)
 
 
 class TierCounts:
-    """Counts what a tier does for this process and what goes wrong, and warns of each kind once.
+    """Counts the fields of `StoreStats` for this process, and warns of each kind of fault once.
 
     Args:
         name: of the tier, for the log.
-
-    Attributes:
-        sums: of the integers of `StoreStats`, those that this process counts.
-        errors, dropped: see `StoreStats`.
     """
 
     def __init__(self, name: str) -> None:
@@ -108,14 +98,9 @@ class TierCounts:
 
     def stats(self, written: Written) -> StoreStats:
         """The counts so far, with the bytes that the tier has taken."""
-        names = "tokens_found", "entries_read", "bytes_read", "entries_written", "bytes_written"
-        return StoreStats(
-            **{name: self.sums[name] for name in names},
-            bytes_today=written.bytes_today,
-            bytes_in_all=written.in_all,
-            dropped=dict(self.dropped),
-            errors=dict(self.errors),
-        )
+        counts: dict[str, Any] = {"dropped": dict(self.dropped), "errors": dict(self.errors)}
+        counts |= {"bytes_today": written.bytes_today, "bytes_in_all": written.in_all}
+        return StoreStats(**counts, **dict[str, Any](self.sums))
 
     def _count(self, counter: Counter[str], kind: str, message: str, count: int) -> None:
         with self._lock:
@@ -126,26 +111,20 @@ class TierCounts:
 
 
 class Pause:
-    """Doubles with each failure in a row. Threads may share it: each field is written at once.
+    """Doubles with each failure in a row. Threads may share it: each field is written at once."""
 
-    Args:
-        clock: seconds that never go back.
-    """
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._next_s = FIRST_S
         self._until = 0.0
 
     @property
     def is_on(self) -> bool:
-        """Whether to leave the server alone for now."""
-        return self._clock() < self._until
+        return monotonic() < self._until
 
     def record_failure(self) -> None:
         """Begin a pause, unless one is on: several calls may fail at once."""
         if not self.is_on:
-            self._until = self._clock() + self._next_s
+            self._until = monotonic() + self._next_s
             self._next_s = min(2 * self._next_s, LONGEST_S)
 
     def record_success(self) -> None:
@@ -219,14 +198,15 @@ class Writer:
         """Queue an entry to be written; ask `has_room` first. `path` are the keys of entries that
         are needed together with it: storing it does not evict them."""
         with self._changed:
-            if self._add(_Job(entry, path)):
+            if not self._is_closing:
+                self._add(_Job(entry, path))
                 self._queued.add(entry.place.key)
 
     def do(self, work: Callable[[], object], *, is_first: bool = False) -> None:
         """Queue other work, which follows the entries that are written in the same batch, unless it
         is to come first. What it raises is counted."""
         with self._changed:
-            if len(self._jobs) < _MOST_WORK:
+            if len(self._jobs) < _MOST_WORK and not self._is_closing:
                 self._add(_Job(work=work, is_first=is_first))
 
     def flush(self) -> bool:
@@ -249,14 +229,10 @@ class Writer:
             self._counts.record_drop(LATE, lost)
         return not self._thread.is_alive()
 
-    def _add(self, job: _Job) -> bool:
-        """Queue a job; false at the end."""
-        with self._changed:
-            if not self._is_closing:
-                self._jobs.append(job)
-                self._waiting_bytes += job.nbytes
-                self._changed.notify_all()
-            return not self._is_closing
+    def _add(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._waiting_bytes += job.nbytes
+        self._changed.notify_all()
 
     def _run(self) -> None:
         while jobs := self._next_batch():
@@ -299,8 +275,13 @@ class Writer:
             return
         keep = {key for job in jobs for key in job.path} if not self._blobs.is_shared else set()
         try:
-            files = [self._file(entry) for entry in entries]
-            outcomes = self._blobs.put(files, set(map(self._blobs.seal.name, keep)))
+            seal = self._blobs.seal
+            names = [seal.name(entry.place.key) for entry in entries]
+            files = [
+                (name, seal.sealed(name, encode(entry)))
+                for name, entry in zip(names, entries, strict=True)
+            ]
+            outcomes = self._blobs.put(files, set(map(seal.name, keep)))
         except Exception as error:  # as above: what cannot be written is dropped, and counted
             self._counts.record_error(error)
             self._drop(entries, FULL if getattr(error, "is_full", False) else FAILED)
@@ -315,16 +296,11 @@ class Writer:
             else:
                 self._drop([entry], outcome.value, self._blobs.lack)
 
-    def _file(self, entry: Entry) -> tuple[str, list[bytes | memoryview]]:
-        name = self._blobs.seal.name(entry.place.key)
-        return name, self._blobs.seal.sealed(name, encode(entry))
-
     def _drop(self, entries: Sequence[Entry], reason: str, details: str = "") -> None:
         for entry in entries:
             self._end(entry, is_there=False)
         self._counts.record_drop(reason, len(entries), details)
 
     def _end(self, entry: Entry, *, is_there: bool) -> None:
-        """Record what has become of a queued entry."""
         self.record(entry.place.key, is_there=is_there)
         self._queued.discard(entry.place.key)

@@ -27,7 +27,7 @@ from paged_kv.allocator.errors import UnknownSession
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import StorePolicy, store_policy_of
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.keys import Wanted
 from paged_kv.store.tiered_store import PrefetchBuffer
 
 log = logging.getLogger(__name__)

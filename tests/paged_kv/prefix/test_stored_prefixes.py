@@ -11,7 +11,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.store.entry_file import decode
-from paged_kv.store.lookup import CHECKPOINT
+from paged_kv.store.keys import CHECKPOINT
 from tests.support.folders import ROOT
 from tests.support.generation import assert_same_run, greedy
 from tests.support.store_entries import stored_entries
@@ -154,7 +154,7 @@ def test_the_core_of_the_store_loads_no_mlx() -> None:
 import sys
 import paged_kv.command_line
 assert "numpy" not in sys.modules, "each command would begin later"
-import paged_kv.store.tiered_store, paged_kv.store.maintenance
+import paged_kv.store.tiered_store, paged_kv.store.blob_store
 print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 
 from paged_kv.store import folder as folder_module
-from paged_kv.store.blob_store import Outcome
+from paged_kv.store.blob_store import Outcome, verify
 from paged_kv.store.entry_file import Buffer
 from paged_kv.store.folder import StoreError
 from paged_kv.store.folder_store import FolderStore
-from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import Wanted, find
-from paged_kv.store.maintenance import verify
+from paged_kv.store.keys import EntryPlace, Link, Wanted, find
 from paged_kv.store.options import MIN_BYTES
 from paged_kv.store.tier import Tier, Waits
 from paged_kv.store.tiered_store import folder_tier

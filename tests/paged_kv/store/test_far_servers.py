@@ -11,10 +11,9 @@ import pytest
 from paged_kv.store import tier as tier_module
 from paged_kv.store.blob_store import BlobStore
 from paged_kv.store.entry_file import Entry, Seal
-from paged_kv.store.keys import Link
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.keys import Link, Wanted
 from paged_kv.store.options import RedisAddress, parse_address
-from paged_kv.store.tier import Patience, Tier, Waits
+from paged_kv.store.tier import Patience, Tier
 from paged_kv.store.tiered_store import TieredStore, open_blobs
 from tests.support.far_servers import far_away
 from tests.support.memory_blobs import Memory
@@ -44,10 +43,10 @@ def fill(store: TieredStore) -> None:
     assert store.flush()
 
 
-def read(store: TieredStore, limits: Waits | None = None) -> list[Entry]:
+def read(store: TieredStore) -> list[Entry]:
     """What can be had of the prompt."""
     found = []
-    for offer in store.offers(WANTED, (), limits)[:1]:
+    for offer in store.offers(WANTED)[:1]:
         found = [each for each in store.read(offer) if each is not None]
     assert all(map(is_right, found))
     return found
@@ -80,9 +79,10 @@ def test_a_prompt_waits_for_all_its_blocks_as_long_as_for_one(
 
     monkeypatch.setattr(Memory, "get_bytes", 1)
     monkeypatch.setattr(tier_module, "wait", late)
+    monkeypatch.setattr(tier_module, "monotonic", lambda: now[0])
     with store_with(Memory()) as store:
         fill(store)
-        assert len(read(store, Waits(lambda: now[0]))) == PATIENCE_S // 0.16
+        assert len(read(store)) == PATIENCE_S // 0.16
         assert store.servers[0].is_paused
     # The question, all entries that came, and the rest of the patience.
     assert now[0] == pytest.approx(0.16 + PATIENCE_S, rel=0.01)

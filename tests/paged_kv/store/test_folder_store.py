@@ -14,8 +14,7 @@ from paged_kv.store.blob_store import Outcome
 from paged_kv.store.entry_file import SUFFIX
 from paged_kv.store.folder import TAG
 from paged_kv.store.folder_store import LEDGER, FolderStore
-from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import CHECKPOINT
+from paged_kv.store.keys import CHECKPOINT, EntryPlace, Link
 from paged_kv.store.options import MIN_BYTES
 from paged_kv.store.tiered_store import folder_tier
 from tests.support.folders import ROOT

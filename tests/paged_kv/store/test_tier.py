@@ -6,8 +6,7 @@ import pytest
 
 from paged_kv.store import keys
 from paged_kv.store.entry_file import OtherEntry
-from paged_kv.store.keys import EntryPlace, Link
-from paged_kv.store.lookup import Wanted
+from paged_kv.store.keys import EntryPlace, Link, Wanted
 from paged_kv.store.tier import Tier, Waits
 from paged_kv.store.tiered_store import PrefetchBuffer, TieredStore
 from paged_kv.store.writer import FULL, PAUSED

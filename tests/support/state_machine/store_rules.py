@@ -5,7 +5,7 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from paged_kv.store.maintenance import clear, gc, verify
+from paged_kv.store.blob_store import clear, gc, verify
 from paged_kv.store.options import MIN_BYTES
 from tests.support.state_machine.batch_rules import INDEX
 from tests.support.state_machine.prompt_rules import PromptRules
