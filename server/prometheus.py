@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 from paged_kv.monitor import prometheus_metrics
 from paged_kv.monitor.processes import ProcessView
 from paged_kv.server.completions.service import Service
-from paged_kv.server.engine.jobs import Stage
 from paged_kv.server.engine.server_metrics import Histogram
 from paged_kv.server.status_page import choices_in
 
@@ -36,8 +35,8 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         jobs, counted = list(self._service.thread.jobs.values()), self._service.metrics
-        running = choices_in(jobs, Stage.RUNNING)
-        waiting = choices_in(jobs, Stage.WAITING)
+        running = choices_in(jobs, "running")
+        waiting = choices_in(jobs, "waiting")
         yield _gauge("num_requests_running", "Choices that are computed", running)
         yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
         yield _counter("num_requests_refused", "Requests refused with 503", counted.refused)

@@ -23,7 +23,7 @@ from paged_kv.monitor.publisher import view_process
 from paged_kv.pool.page_pool import open_pools
 from paged_kv.pool.stats import COLUMNS
 from paged_kv.server.completions.service import Service
-from paged_kv.server.engine.jobs import Job, Stage
+from paged_kv.server.engine.jobs import Job
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
 _POLICY += "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
@@ -79,8 +79,8 @@ def requests(service: Service) -> dict[str, Any]:
     jobs, counted = list(service.thread.jobs.values()), service.metrics
     hit = service.short_hits.last
     return {
-        "waiting": choices_in(jobs, Stage.WAITING),
-        "running": choices_in(jobs, Stage.RUNNING),
+        "waiting": choices_in(jobs, "waiting"),
+        "running": choices_in(jobs, "running"),
         "refused": counted.refused,
         "finished": dict(counted.finished),
         "prompt_tokens": counted.prompt_tokens,
@@ -96,9 +96,9 @@ def requests(service: Service) -> dict[str, Any]:
     }
 
 
-def choices_in(jobs: Iterable[Job], stage: Stage) -> int:
+def choices_in(jobs: Iterable[Job], stage: str) -> int:
     """How many choices of jobs are in a stage; each takes the place of a sequence."""
-    return sum(job.choices for job in jobs if job.stage is stage)
+    return sum(job.choices for job in jobs if job.stage == stage)
 
 
 def _described(job: Job) -> list[Any]:

@@ -16,7 +16,6 @@ from paged_kv.lru import LRU
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.engine.generation_thread import GenerationThread
-from paged_kv.server.engine.jobs import SessionEnd
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.access import (
@@ -180,11 +179,10 @@ class Service:
         session."""
         with self.gate.entered():
             await self.loaded()
-            ended = SessionEnd(name, salt)
-            self.thread.end_session(ended)
+            freed = self.thread.end_session(name, salt)
             self.require_healthy()
             # The thread answers also where nobody waits any more.
-            return await asyncio.shield(asyncio.wrap_future(ended.freed))
+            return await asyncio.shield(asyncio.wrap_future(freed))
 
     def require_healthy(self) -> None:
         """Raise APIError 503 if the generation thread has died."""

@@ -18,7 +18,7 @@ import queue
 import threading
 import traceback
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -37,9 +37,8 @@ from paged_kv.server.engine.jobs import (
     Empty,
     Event,
     Failed,
+    Freed,
     Job,
-    SessionEnd,
-    Stage,
     Token,
 )
 from paged_kv.server.engine.next_turns import QUIET_S, NextTurn, NextTurns
@@ -141,10 +140,15 @@ class GenerationThread:
         if self._ranks.size > 1:
             self._commands.put(partial(GenerationThread._compile, constraint=constraint))
 
-    def end_session(self, end: SessionEnd) -> None:
-        """Evict what only the prompts of a session use; its future tells how much, or raises
-        APIError 404. A job of the session goes on, and what it inserts is the session's again."""
-        self._commands.put(partial(GenerationThread._end_session, end=end))
+    def end_session(self, session: str, salt: Hashable) -> Freed:
+        """Evict what only the prompts of a session with a salt use; the future tells how much, or
+        raises APIError 404. A job of the session goes on, and what it inserts is the session's
+        again."""
+        freed = Freed()
+        self._commands.put(
+            partial(GenerationThread._end_session, session=session, salt=salt, freed=freed)
+        )
+        return freed
 
     def prepare_next(self, turn: NextTurn) -> None:
         """Compute what the next turn of a chat begins with, while there are no jobs."""
@@ -298,26 +302,27 @@ class GenerationThread:
         if self._ranks.rank > 0 and self.provider.loaded is not None:
             self.provider.loaded.grammars.begin_compiling(constraint)
 
-    def _end_session(self, end: SessionEnd) -> None:
-        self.next_turns.end_session(end)
+    def _end_session(self, session: str, salt: Hashable, freed: Freed) -> None:
+        self.next_turns.end_session(session, salt)
+        count = 0
         try:
-            freed = self.provider.reuse.end_session(end.session, end.salt)
+            count = self.provider.reuse.end_session(session, salt)
         except UnknownSession:
-            if not any(map(end.is_of, self.jobs.values())):
+            # Where a job is part of it, nothing is computed yet.
+            if not any(job.is_of(session, salt) for job in self.jobs.values()):
                 no_session = APIError(
                     404,
-                    f"there is no session {shortened(end.session)}: no request with your key and "
+                    f"there is no session {shortened(session)}: no request with your key and "
                     "cache_salt has named it, or it was ended or forgotten since; a salt goes into "
                     "the query, as ?cache_salt=alice",
                     code="session_not_found",
                 )
-                end.freed.set_exception(no_session)
+                freed.set_exception(no_session)
                 return
-            freed = 0  # nothing is computed yet
         except Exception as error:  # the client waits for an answer, whatever becomes of the thread
-            end.freed.set_exception(error)
+            freed.set_exception(error)
             raise
-        end.freed.set_result(freed)
+        freed.set_result(count)
         self._has_left = True
 
     def _note_stop(self) -> None:
@@ -325,7 +330,7 @@ class GenerationThread:
 
     def _refuse(self, error: APIError) -> None:
         self._refusal = error
-        for job in [job for job in self.jobs.values() if job.stage is Stage.WAITING]:
+        for job in [job for job in self.jobs.values() if job.stage == "waiting"]:
             self._fail(job, error)
 
     def _arrive(self, jobs: Iterable[Job]) -> None:
@@ -425,7 +430,7 @@ class GenerationThread:
     def _record_begun(self, job: Job) -> None:
         for fetcher in self.provider.fetchers[:1]:
             fetcher.end(job.number)
-        job.stage = Stage.RUNNING
+        job.stage = "running"
         tokens = 0 if job.prompt is None else len(job.prompt.tokens)
         self.metrics.prompt_tokens += tokens
         self.metrics.cached_tokens += job.cached_tokens
@@ -439,7 +444,7 @@ class GenerationThread:
         late = [
             job
             for job in self.jobs.values()
-            if job.stage is Stage.WAITING and job.since + patience_s <= self._now
+            if job.stage == "waiting" and job.since + patience_s <= self._now
         ]
         for job in late:
             # Not one whose prompt is still fetched.
@@ -553,7 +558,6 @@ class GenerationThread:
         self._leave(job)
 
     def _leave(self, job: Job) -> None:
-        job.stage = Stage.ENDED
         for fetcher in self.provider.fetchers:
             fetcher.end(job.number)
         if job in self._queue:
@@ -564,7 +568,7 @@ class GenerationThread:
         self._has_left = True
 
     def _running(self) -> list[Job]:
-        return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
+        return [job for job in self.jobs.values() if job.stage == "running"]
 
 
 def _deliver(events: Iterable[tuple[Channel, Event]]) -> None:

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.server import GenerationArguments
 
@@ -88,14 +87,6 @@ class Channel:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
 
 
-class Stage(StrEnum):
-    """The stage of a job."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
 _numbers = count()
 
 
@@ -105,11 +96,10 @@ class Job:
 
     Attributes:
         request_id: of the HTTP request.
-        model: the model to use.
         read: makes the prompt of the job for that model; may be slow.
-        arguments: mlx-lm's generation arguments, within their bounds.
-        choices: the number of continuations.
-        first_choice: the number of the first choice in the request.
+        arguments: mlx-lm's, within their bounds.
+        choices: how many continuations to generate.
+        first_choice: its number in the request.
         salt: only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
         channel: receives the events; None on ranks that have no clients.
         prompt: the prompt, if the model was loaded when the job was made.
@@ -121,8 +111,8 @@ class Job:
         ending: the tokens that end a choice.
         prompt_logprobs: how many of the likeliest tokens to list for each token of the prompt, with
             its log probability; None if these are not asked for.
-        session: the session that the prompt is part of; None if it is part of none.
-        stage: see `Stage`. The generation thread sets it and the fields that follow.
+        session: that the prompt is part of.
+        stage: the generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         scored: the prompt's tokens so far, if their log probabilities are asked for.
         generated_tokens: of all choices.
@@ -146,7 +136,7 @@ class Job:
     ending: Ending = field(default_factory=Ending)
     prompt_logprobs: int | None = None
     session: str | None = None
-    stage: Stage = Stage.WAITING
+    stage: Literal["waiting", "running"] = "waiting"
     cached_tokens: int = 0
     scored: list[ScoredToken] = field(default_factory=list)
     generated_tokens: int = 0
@@ -169,34 +159,22 @@ class Job:
         """Whether fewer tokens of each choice fit than were asked for."""
         return self.arguments.max_tokens < self.asked_tokens
 
+    def is_of(self, session: str, salt: Hashable) -> bool:
+        """Whether the prompt is part of a session of prompts with a salt."""
+        return (self.session, inner_salt(self.salt)) == (session, salt)
+
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: they have no clients, and the prompt is read. They compile the
         grammar themselves."""
         return vars(self) | {"channel": None, "read": None, "compiled": None}
 
 
-@dataclass(eq=False)
-class SessionEnd:
-    """A client's request to end a session.
-
-    Attributes:
-        session: its name.
-        salt: of its prompts.
-        freed: how many blocks' worth of tokens that frees, once the generation thread has ended the
-            session; on ranks that have no clients nobody waits for it.
-    """
-
-    session: str
-    salt: Hashable
-    freed: Future[int] = field(default_factory=Future)
+class Freed(Future[int]):
+    """How many blocks' worth of tokens the end of a session frees. On ranks that have no clients
+    nobody waits for it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What other ranks get."""
-        return SessionEnd, (self.session, self.salt)
-
-    def is_of(self, job: Job) -> bool:
-        """Whether a job is part of the session."""
-        return (job.session, inner_salt(job.salt)) == (self.session, self.salt)
+        return Freed, ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import LookedUp, inner_salt
-from paged_kv.server.engine.jobs import Job, SessionEnd
+from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey, PagedModelProvider
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.engine.single_row import PromptStart
@@ -156,11 +156,11 @@ class NextTurns:
         self.pause()
         self._waiting.clear()
 
-    def end_session(self, end: SessionEnd) -> None:
+    def end_session(self, session: str, salt: Hashable) -> None:
         """Forget the turns of a session."""
         self.pause()
         for turn in list(self._waiting):
-            if (turn.session, inner_salt(turn.salt)) == (end.session, end.salt):
+            if (turn.session, inner_salt(turn.salt)) == (session, salt):
                 self._waiting.remove(turn)
 
     def record_begun(self, job: Job) -> None:

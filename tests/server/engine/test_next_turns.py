@@ -13,7 +13,6 @@ from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.prefix.keeping import Unstored
 from paged_kv.ranks import ALONE
 from paged_kv.server.engine import next_turns
-from paged_kv.server.engine.jobs import SessionEnd
 from paged_kv.server.engine.next_turns import (
     JUDGED,
     MOST_PREPARED,
@@ -129,7 +128,7 @@ def test_ended_sessions_are_not_prepared(idle: Idle) -> None:
     idle.add(session="s", salt="a")
     idle.add(tokens_of(2, 300), session="s")
     idle.step(2)
-    idle.turns.end_session(SessionEnd("s", None))
+    idle.turns.end_session("s", None)
     idle.factory.end_session("s")
     idle.run()
     assert not idle.known(tokens_of(2, 300))
