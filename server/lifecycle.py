@@ -38,14 +38,7 @@ from paged_kv.server.signals import ending_in_order, ignored
 
 
 def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) -> str:
-    """The address, and what serves there.
-
-    Args:
-        host: that the server listens at.
-        port: of it.
-        name: of the model, as answers have it.
-        provider: has loaded the model, or loads one with the first request.
-    """
+    """The address, and what serves there; `name` is the model's, as answers have it."""
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     parts = [f"ready at {address}", f"page {address}/kv"]
     if not provider.factories:
@@ -54,17 +47,14 @@ def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) ->
     parts += [f"model {name}", f"backend {pool.backend.name}"]
     if blas := blas_name():
         parts.append(f"BLAS {blas}")
-    parts.append(f"numbers {_dtype(provider.model)}")
-    parts.append(f"pages {provider.options.cache.page_format}")
-    budget = sum(factory.pool.budget.max_bytes for factory in provider.factories)
-    return ", ".join([*parts, f"up to {format_size(budget)} of them"])
-
-
-def _dtype(model: Any) -> str:
-    """The number format that a model computes in: of its weights, or of their scales."""
+    # The number format that the model computes in is that of its weights, or of their scales.
+    model: Any = provider.model
     arrays: Any = tree_flatten(model.parameters())
     found = (each.dtype for _, each in arrays if mx.issubdtype(each.dtype, mx.floating))
-    return str(next(found, "unknown")).removeprefix("mlx.core.")
+    numbers = str(next(found, "unknown")).removeprefix("mlx.core.")
+    parts += [f"numbers {numbers}", f"pages {provider.options.cache.page_format}"]
+    budget = sum(factory.pool.budget.max_bytes for factory in provider.factories)
+    return ", ".join([*parts, f"up to {format_size(budget)} of them"])
 
 
 log = logging.getLogger(__name__)
@@ -108,7 +98,6 @@ class PagedServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens at."""
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> int:
@@ -173,11 +162,17 @@ class PagedServer:
         refusal = busy("the server is shutting down: ask again later")
         self.service.gate.close(refusal)
         self.service.thread.refuse(refusal)
-        seconds = self.service.options.shutdown_timeout
-        if self.service.thread.loaded.done():
-            log.info(_ending(self.service.gate.inside, seconds))
-        else:
+        seconds, inside = self.service.options.shutdown_timeout, self.service.gate.inside
+        if not self.service.thread.loaded.done():
             log.info("ending before the model has loaded")
+        elif not inside:
+            log.info("ending: no request runs")
+        else:
+            have = "request has" if inside == 1 else "requests have"
+            log.info(
+                "ending: %d %s %g s to finish; a second signal (Ctrl-C) ends at once",
+                *(inside, have, seconds),
+            )
         empty = asyncio.ensure_future(self.service.gate.wait_until_empty())
         hurry = asyncio.ensure_future(self._hurry.wait())
         await asyncio.wait({empty, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -231,17 +226,6 @@ def follow(provider: PagedModelProvider) -> int:
         has_ended_well = thread.ended.result()
     require_loaded(thread, provider)
     return 0 if has_ended_well else 1
-
-
-def _ending(requests: int, seconds: float) -> str:
-    """What the log says when the first signal comes."""
-    if not requests:
-        return "ending: no request runs"
-    have = "has" if requests == 1 else "have"
-    return (
-        f"ending: {counted(requests, 'request')} {have} {seconds:g} s to finish; a second signal "
-        "(Ctrl-C) ends at once"
-    )
 
 
 def require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:

@@ -55,7 +55,10 @@ class _Collector(Collector):
         yield _histogram("time_to_first_token_seconds", counted.first_token)
         yield _histogram("request_time_per_output_token_seconds", counted.output_token)
         yield _histogram("e2e_request_latency_seconds", counted.whole_request)
-        yield from _of_mlx()
+        yield _gauge("mlx_active_bytes", "Bytes that MLX holds", mx.get_active_memory())
+        kept = mx.get_cache_memory()
+        yield _gauge("mlx_cache_bytes", "Bytes that MLX has freed and keeps", kept)
+        yield _gauge("mlx_peak_bytes", "Most that mlx_active_bytes was", mx.get_peak_memory())
         yield from self._of_ranks()
 
     def _of_ranks(self) -> Iterator[Metric]:
@@ -70,12 +73,6 @@ class _Collector(Collector):
             for state, nbytes in memory._asdict().items():
                 metric.add_metric([str(rank), state], nbytes)
         yield metric
-
-
-def _of_mlx() -> Iterator[Metric]:
-    yield _gauge("mlx_active_bytes", "Bytes that MLX holds", mx.get_active_memory())
-    yield _gauge("mlx_cache_bytes", "Bytes that MLX has freed and keeps", mx.get_cache_memory())
-    yield _gauge("mlx_peak_bytes", "Most that mlx_active_bytes was", mx.get_peak_memory())
 
 
 def _gauge(name: str, meaning: str, value: float) -> Metric:

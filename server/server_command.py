@@ -24,20 +24,17 @@ def add_server_parser(
         add_help=False,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=lambda arguments: run(arguments.others), full_parser=_full_parser)
 
+    def full_parser() -> argparse.ArgumentParser:
+        from paged_kv.server.options import server_parser
 
-def _full_parser() -> argparse.ArgumentParser:
-    from paged_kv.server.options import server_parser
+        return server_parser()
 
-    return server_parser()
+    parser.set_defaults(run=lambda arguments: run(arguments.others), full_parser=full_parser)
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until a signal arrives; returns the exit status.
-
-    Args:
-        words: of the command line.
+    """Serve as the words of a command line say, until a signal arrives; returns the exit status.
 
     Raises:
         ValueError: an option is wrong, or does not work with several processes for one model, or
@@ -53,12 +50,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def require_servable(options: ServerOptions) -> None:
-    """Check options before anything is loaded.
-
-    Raises:
-        ValueError: an option lacks another one.
-        OSError: a model or another file is not there.
-    """
+    """Raise ValueError or OSError before anything is loaded, if options do not fit together or a
+    file is not there."""
     options.cache.require_usable()
     if options.cache.reproducible and options.draft_model:
         raise ValueError(
@@ -81,27 +74,25 @@ def require_servable(options: ServerOptions) -> None:
 
 
 def require_servable_by(options: ServerOptions, ranks: int) -> None:
-    """Check what depends on how many processes share the model.
+    """Raise ValueError if an option does not work with so many processes for one model, or if
+    --max-kv-bytes is too small."""
+    if ranks == 1:
+        from paged_kv.server.engine.model_limits import require_sufficient_budget
 
-    Raises:
-        ValueError: an option does not work with several, or --max-kv-bytes is too small.
-    """
-    if ranks > 1:
-        # Each holds a part of the model, and finds out when it has loaded it what its pages need.
-        _require_shareable(options)
+        require_sufficient_budget(options)
         return
-    from paged_kv.server.engine.model_limits import require_sufficient_budget
-
-    require_sufficient_budget(options)
+    # Each holds a part of the model, and finds out when it has loaded it what its pages need.
+    for option in ("adapter_path", "allow_model_switch", "model_alias", "prefill_from"):
+        if getattr(options, option):
+            raise ValueError(
+                f"--{option.replace('_', '-')} does not work with several processes for one model: "
+                "leave it out, or start the server without mlx.launch"
+            )
 
 
 def prepare_process(options: ServerOptions) -> None:
     """Let a process that will serve write log lines to standard error, each with the id of its
-    request, and keep as much memory wired as it may.
-
-    Raises:
-        ValueError: `--wired-limit` is more than Metal allows.
-    """
+    request, and keep as much memory wired as it may; ValueError if Metal does not allow it."""
     import logging
 
     from paged_kv.server.http.request_log import OneLine
@@ -147,18 +138,3 @@ def _serve(options: ServerOptions) -> int:
     if status:
         ranks.abandon()
     return status
-
-
-def _require_shareable(options: ServerOptions) -> None:
-    """Raise ValueError if an option does not work with a model that several processes share."""
-    for option in (
-        "adapter_path",
-        "allow_model_switch",
-        "model_alias",
-        "prefill_from",
-    ):
-        if getattr(options, option):
-            raise ValueError(
-                f"--{option.replace('_', '-')} does not work with several processes for one model: "
-                "leave it out, or start the server without mlx.launch"
-            )

@@ -28,38 +28,29 @@ def ending_at_once() -> AbstractContextManager[None]:
 
 
 def ending_in_order(end: Callable[[], object], within_s: float) -> AbstractContextManager[None]:
-    """While entered, the first signal calls `end`, and the process ends within `within_s` seconds
-    of it, whatever its threads do; the second signal ends it at once.
-
-    Args:
-        end: begins the end, and returns; it may be called between any two bytecodes.
-        within_s: seconds after which the process ends with exit status 1.
-    """
+    """While entered, the first signal calls `end`, which begins the end and returns; it may be
+    called between any two bytecodes. `within_s` seconds later the process ends with exit status 1,
+    whatever its threads do. The second signal ends it at once."""
 
     def first(*_: Any) -> None:
         for each in SIGNALS:
             signal.signal(each, _end_at_once)
-        _limit_lifetime(within_s)
+        # The thread that ends the process is no Python thread: it needs neither the interpreter's
+        # lock nor an event loop that runs. It would first write where all threads are, which could
+        # wait for ever for whoever reads standard error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(within_s, file=nowhere, exit=True)
         end()
 
     return _handling(first)
 
 
 def ignored() -> AbstractContextManager[None]:
-    """While entered, signals do nothing."""
     return _handling(signal.SIG_IGN)
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
-
-
-def _limit_lifetime(seconds: float) -> None:
-    """End the process after so many seconds. The thread that does it is no Python thread: it needs
-    neither the interpreter's lock nor an event loop that runs. It would first write where all
-    threads are, which could wait for ever for whoever reads standard error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(seconds, file=nowhere, exit=True)
 
 
 @contextmanager

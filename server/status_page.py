@@ -38,9 +38,13 @@ MOST_LISTED = 50
 
 
 def page() -> Response:
-    """The page."""
     html = files("paged_kv.server").joinpath("status_page.html").read_text("utf-8")
     return HTMLResponse(html, headers=HEADERS)
+
+
+def _view() -> ProcessView:
+    # A command line may hold secrets, and anybody who can reach the port reads this.
+    return replace(view_process(open_pools.items()), command="")
 
 
 def data(service: Service) -> Response:
@@ -60,11 +64,7 @@ def metrics(service: Service) -> Response:
 
 
 def metrics_module() -> ModuleType:
-    """The module that makes Prometheus's text.
-
-    Raises:
-        ValueError: its extra is not installed.
-    """
+    """The module that makes Prometheus's text; raises ValueError without its extra."""
     return extra_module("paged_kv.server.prometheus", "metrics")
 
 
@@ -92,22 +92,20 @@ def requests(service: Service) -> dict[str, Any]:
             "unused": counted.prepared_unused,
         },
         "short_hit": None if hit is None else asdict(hit),
-        "listed": [_described(job) for job in jobs[:MOST_LISTED]],
+        "listed": [
+            [
+                job.request_id[:8],
+                job.stage,
+                0 if job.prompt is None else len(job.prompt.tokens),
+                job.cached_tokens,
+                job.generated_tokens,
+                round(monotonic() - job.since, 1),
+            ]
+            for job in jobs[:MOST_LISTED]
+        ],
     }
 
 
 def choices_in(jobs: Iterable[Job], stage: str) -> int:
     """How many choices of jobs are in a stage; each takes the place of a sequence."""
     return sum(job.choices for job in jobs if job.stage == stage)
-
-
-def _described(job: Job) -> list[Any]:
-    tokens = len(job.prompt.tokens) if job.prompt is not None else 0
-    seconds = round(monotonic() - job.since, 1)
-    name = job.request_id[:8]
-    return [name, job.stage, tokens, job.cached_tokens, job.generated_tokens, seconds]
-
-
-def _view() -> ProcessView:
-    # A command line may hold secrets, and anybody who can reach the port reads this.
-    return replace(view_process(open_pools.items()), command="")

@@ -42,7 +42,7 @@ from paged_kv.server.engine.jobs import (
     Token,
 )
 from paged_kv.server.engine.next_turns import QUIET_S, NextTurn, NextTurns
-from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.rows import Rows
 from paged_kv.server.engine.server_metrics import ServerMetrics, StepWatch
 from paged_kv.server.http.api_errors import APIError, busy, no_memory, shortened
@@ -75,9 +75,7 @@ class GenerationThread:
     Attributes:
         loaded: done when the first model is loaded, or has failed to load.
         ended: done when the thread has ended; false if it has died.
-        watch: of its steps.
         jobs: the waiting and running jobs, by number; other threads may read it.
-        next_turns: what is computed while there are no jobs.
     """
 
     def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
@@ -97,8 +95,7 @@ class GenerationThread:
         self._used = self._now  # when a request was there last
         self._events: list[tuple[Channel, Event]] = []  # to be sent together
         self._refusal: APIError | None = None
-        # Whether a job has left since the pools last released dropped caches.
-        self._has_left = False
+        self._has_left = False  # a job, since the pools last released dropped caches
         self._stopped = False
         self._steps = self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="paged-kv-generate")
@@ -132,7 +129,6 @@ class GenerationThread:
         self._commands.put(partial(GenerationThread._drop, numbers=numbers))
 
     def cancel_choice(self, job: Job, number: int) -> None:
-        """Stop one choice of a job."""
         self._commands.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
 
     def announce(self, constraint: Constraint) -> None:
@@ -165,7 +161,6 @@ class GenerationThread:
         self._commands.put(GenerationThread._note_stop)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
         self._thread.join()
 
     # All that follows runs on the thread.
@@ -251,9 +246,7 @@ class GenerationThread:
                 loop.call_soon_threadsafe(_deliver, [*own])
 
     def _use_loaded(self) -> None:
-        """Run jobs on the provider's loaded model, if there is one."""
-        loaded = self.provider.loaded
-        if loaded is not None:
+        if (loaded := self.provider.loaded) is not None:
             self._rows = Rows(self.provider, loaded, self._stream)
 
     def _unload_unused(self) -> None:
@@ -380,12 +373,11 @@ class GenerationThread:
         """
         if job.prompt is None or job.computes_nothing:
             return
-        size = self.provider.factories[0].pool.size
-        longest = min(self._ranks.gather("longest", size.longest))
+        longest = self.provider.factories[0].pool.size.longest
+        longest = min(self._ranks.gather("longest", longest))
         tokens, most = len(job.prompt.tokens), job.arguments.max_tokens
         if tokens >= longest:
-            # As for a prompt beyond the model's context: clients compact a conversation by these
-            # words.
+            # As for a prompt beyond the model's context: by these words clients know what to do.
             raise APIError(
                 400,
                 f"prompt is too long: {tokens} tokens > {max(0, longest - 1)} maximum, as memory "
@@ -403,11 +395,14 @@ class GenerationThread:
                 rows = self._rows_for(job)
                 if job.prompt is None:
                     job.prompt = job.read(job, rows.loaded)
-                if job.computes_nothing:
-                    self._end_empty(job, rows.loaded)
+                if not job.computes_nothing:
+                    self._fit(job)
+                    rows.begin(job, job.prompt)
                     continue
-                self._fit(job)
-                rows.begin(job, job.prompt)
+                self._record_begun(job)
+                for event in (Begun(job, rows.loaded), *map(Empty, job.numbers)):
+                    self._send(job, event)
+                self._leave(job)
             except Exception as error:
                 self._fail_to_begin(job, error)
 
@@ -415,29 +410,19 @@ class GenerationThread:
         rows = self._rows
         if rows is None or not len(rows):
             return True
-        if job.prompt is None or rows.loaded.key != job.model:
-            # Its model is loaded and its prompt is read while no other job runs.
-            return False
-        return rows.can_join(job.prompt)
-
-    def _end_empty(self, job: Job, loaded: LoadedModel) -> None:
-        self._record_begun(job)
-        self._send(job, Begun(job, loaded))
-        for number in job.numbers:
-            self._send(job, Empty(number))
-        self._leave(job)
+        # Its model is loaded and its prompt is read while no other job runs.
+        return job.prompt is not None and rows.loaded.key == job.model and rows.can_join(job.prompt)
 
     def _record_begun(self, job: Job) -> None:
+        assert job.prompt is not None, "it was read"
         for fetcher in self.provider.fetchers[:1]:
             fetcher.end(job.number)
         job.stage = "running"
-        tokens = 0 if job.prompt is None else len(job.prompt.tokens)
+        tokens, cached = len(job.prompt.tokens), job.cached_tokens
         self.metrics.prompt_tokens += tokens
-        self.metrics.cached_tokens += job.cached_tokens
+        self.metrics.cached_tokens += cached
         self.next_turns.record_begun(job)
-        log.info(
-            "%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, job.cached_tokens
-        )
+        log.info("%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, cached)
 
     def _refuse_late(self) -> None:
         patience_s = self._options.admission_timeout
@@ -467,9 +452,8 @@ class GenerationThread:
                 self.provider.switch_to(job.model)
             finally:
                 self._use_loaded()
-            rows = self._rows
-        assert rows is not None, "switch_to raises if it loads nothing"
-        return rows
+        assert self._rows is not None, "switch_to raises if it loads nothing"
+        return self._rows
 
     def _step(self) -> None:
         if self._rows is None or not len(self._rows):

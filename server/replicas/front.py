@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
@@ -39,8 +38,12 @@ from paged_kv.server.http.request_body import read_body, while_connected
 from paged_kv.server.http.request_log import HEADER, PROBES
 from paged_kv.server.messages import messages
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest, Progress, forwarded_request
-from paged_kv.server.replicas.placement import MOST_BEGINNINGS, Placement
+from paged_kv.server.replicas.placement import (
+    ForwardedRequest,
+    Placement,
+    Progress,
+    forwarded_request,
+)
 from paged_kv.server.replicas.replica import WholeAnswer
 from paged_kv.server.responses import responses
 
@@ -56,6 +59,8 @@ ALL_S = 20.0
 LARGE_BYTES = 100_000
 
 FAILURES = (RayError, RayServeException)
+
+_SAMPLE = r"([\w:]+)(?:\{(.*)\})? (.*)"
 
 
 class Front:
@@ -133,11 +138,7 @@ class Front:
         return await asyncio.to_thread(forwarded_request, request.scope, body)
 
     async def _of_all(self, request: Request) -> list[WholeAnswer]:
-        """What each replica answers; those that fail are left out.
-
-        Raises:
-            APIError: 503, there is none.
-        """
+        """What each replica answers; those that fail are left out, and if all do it raises 503."""
         forwarded = await self._read(request)
         try:
             results = self._all.broadcast("answer_whole", forwarded)
@@ -150,7 +151,7 @@ class Front:
         return answers
 
     async def _probe(self, request: Request) -> Response:
-        """Good if one replica is."""
+        # Good if one replica is.
         return _as_response(min(await self._of_all(request), key=lambda each: each.status))
 
     async def _metrics(self, request: Request) -> Response:
@@ -174,10 +175,6 @@ class Front:
 
 class _Answer:
     """What a client gets of the answers of replicas, one after the other.
-
-    Args:
-        path: of the request.
-        send: of ASGI.
 
     Attributes:
         has_begun: whether the client has got something, so that no other answer may follow.
@@ -248,27 +245,21 @@ def is_last(message: Message) -> bool:
 
 
 def merged_metrics(texts: dict[str, str]) -> str:
-    """The metrics of several replicas as one text, in which each has a label `replica`.
-
-    Args:
-        texts: of each replica, in Prometheus's text format (version 0.0.4).
-    """
+    """The metrics of several replicas, in Prometheus's text format (version 0.0.4), as one text, in
+    which each has a label `replica`."""
     families: dict[str, list[str]] = {}
     for place, text in texts.items():
         family: list[str] = []
         for line in text.splitlines():
             if not line.startswith("#"):
-                family.append(_labelled(line, place))
+                name, labels, rest = re.fullmatch(_SAMPLE, line).groups()  # type: ignore[union-attr]  # the format
+                more = f",{labels}" if labels else ""
+                family.append(f'{name}{{replica="{place}"{more}}} {rest}')
             elif line.startswith("# HELP"):
                 family = families.setdefault(line, [line])
             elif line not in family:
                 family.append(line)
     return "".join(f"{line}\n" for family in families.values() for line in family)
-
-
-def _labelled(line: str, place: str) -> str:
-    name, labels, rest = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (.*)", line).groups()  # type: ignore[union-attr]  # the format
-    return f'{name}{{replica="{place}"{"," + labels if labels else ""}}} {rest}'
 
 
 def _as_response(answer: WholeAnswer) -> Response:
@@ -296,54 +287,46 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
     # another one would compute them.
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, most_beginnings: int = MOST_BEGINNINGS) -> None:
-        """See `RequestRouter`."""
-        self._placement = Placement(most_beginnings)
+    def initialize_state(self) -> None:
+        self._placement = Placement()
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter`: one replica a rank, which is asked only if those before it are
-        full."""
+        """One replica a rank, which is asked only if those before it are full."""
         assert pending_request is not None, "Serve routes requests"
         request: ForwardedRequest = pending_request.args[0]
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
-        able = _able(request, replicas)
-        if not able:
+        if not replicas:
             return []
+        # Where none may answer, any does: its answer says what is missing.
+        able = [each for each in replicas if each not in request.avoided] or [*replicas]
+        if request.place in replicas:
+            able = [request.place]
         ranked = self._placement.ranked(request.trail, able)
         name = pending_request.metadata.internal_request_id
         self._placement.expect(name, request, ranked[0])
-        pending_request.future.add_done_callback(partial(self._end_cancelled, name))
+        end = self._placement.end
+
+        def end_cancelled(chosen: asyncio.Future[Any]) -> None:
+            if chosen.cancelled():
+                end(name)
+
+        pending_request.future.add_done_callback(end_cancelled)
         return [[replicas[each]] for each in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """See `RequestRouter`."""
         request: ForwardedRequest = pending_request.args[0]
         name = pending_request.metadata.internal_request_id
         self._placement.begin(name, request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """See `RequestRouter`."""
         self._placement.end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """See `RequestRouter`."""
         super().update_replicas(replicas)
         self._placement.use([each.replica_id.unique_id for each in replicas])
-
-    def _end_cancelled(self, name: str, chosen: asyncio.Future[Any]) -> None:
-        if chosen.cancelled():
-            self._placement.end(name)
-
-
-def _able(request: ForwardedRequest, replicas: Iterable[str]) -> list[str]:
-    """The replicas that may answer. Where that is none, any: its answer says what is missing."""
-    names = list(replicas)
-    if request.place in names:
-        return [request.place]
-    return [each for each in names if each not in request.avoided] or names

@@ -31,7 +31,7 @@ from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.lifecycle import follow, require_loaded
 from paged_kv.server.options import ServerOptions
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest
+from paged_kv.server.replicas.placement import ForwardedRequest
 from paged_kv.server.server_command import prepare_process
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,7 @@ class Replica:
             raise
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the generation thread has died or its step hangs: Ray Serve then
-        starts another replica in the place of this one."""
+        """If this raises, Ray Serve starts another replica in the place of this one."""
         if not self._service.is_healthy:
             raise RuntimeError("the generation thread has died, or its step hangs")
 
@@ -123,7 +122,17 @@ async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[li
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     received: asyncio.Queue[Message] = asyncio.Queue()
     received.put_nowait({"type": "http.request", "body": request.body, "more_body": False})
-    running = asyncio.ensure_future(_run(app, request, received, sent))
+
+    async def run() -> None:
+        try:
+            await app(dict(request.scope), received.get, sent.put)
+        except Exception:
+            # Its client has got an answer, or a part of one.
+            log.exception("the application has failed")
+        finally:
+            sent.put_nowait(None)
+
+    running = asyncio.ensure_future(run())
     try:
         message = await sent.get()
         while message is not None:
@@ -138,21 +147,6 @@ async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[li
         await running
 
 
-async def _run(
-    app: ASGIApp,
-    request: ForwardedRequest,
-    received: asyncio.Queue[Message],
-    sent: asyncio.Queue[Message | None],
-) -> None:
-    try:
-        await app(dict(request.scope), received.get, sent.put)
-    except Exception:
-        # Its client has got an answer, or a part of one.
-        log.exception("the application has failed")
-    finally:
-        sent.put_nowait(None)
-
-
 class Agreement:
     """Knows what the first replica computes with. Ray Serve runs one beside the replicas."""
 
@@ -160,15 +154,7 @@ class Agreement:
         self._first: tuple[str, dict[str, str]] | None = None
 
     def require_same(self, place: str, identity: dict[str, str]) -> None:
-        """Compare a replica with the first one.
-
-        Args:
-            place: names the replica.
-            identity: see `identity_of`.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Raise ValueError if the identity of the replica in a place is not that of the first."""
         if self._first is None:
             self._first = place, identity
         first, expected = self._first
@@ -182,11 +168,8 @@ class Agreement:
 
 
 def identity_of(folder: Path | None) -> dict[str, str]:
-    """What decides the answers of a replica, beside its options: versions, and the model's files.
-
-    Args:
-        folder: of the model; None if requests name one.
-    """
+    """What decides the answers of a replica, beside its options: versions, and the files in the
+    model's folder; None if requests name a model."""
     named = {package: version(package) for package in ("paged-kv", "mlx", "mlx-lm")}
     return named if folder is None else named | {"model": _digest(folder)}
 
@@ -209,7 +192,6 @@ class Rank:
     """Another rank than the first: an actor of Ray. It ends with the first."""
 
     def address(self) -> str:
-        """Where it can listen."""
         return free_address()
 
     def follow(self, rank: int, addresses: list[str], options: ServerOptions) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.server.completions import request_jobs
-from paged_kv.server.engine import prompt_scores
+from paged_kv.server.engine import rows
 from paged_kv.server.engine.rows import Rows
 from tests.support.running_server import PagedRunningServer
 from tests.support.server_process import post
@@ -39,7 +39,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_a_plain_call(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In parts of 64 tokens.
-    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 64 * 4096)
+    monkeypatch.setattr(rows, "MOST_LOGITS", 64 * 4096)
     expected = direct(running, PROMPT)
     own: Any = [expected[at, token].item() for at, token in enumerate(PROMPT[1:])]
     best: Any = mx.max(expected, axis=-1).tolist()

@@ -15,8 +15,8 @@ from ray.serve.exceptions import BackPressureError
 from starlette.types import Message
 
 from paged_kv.server.options import parsed_server_options
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest
 from paged_kv.server.replicas.front import MOST_TRIES, Front, merged_metrics
+from paged_kv.server.replicas.placement import ForwardedRequest
 from paged_kv.server.replicas.replica import WholeAnswer
 
 pytestmark = pytest.mark.slow

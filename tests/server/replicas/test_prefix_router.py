@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest, trail_of
 from paged_kv.server.replicas.front import PrefixRouter
-from paged_kv.server.replicas.placement import RUNNING
+from paged_kv.server.replicas.placement import RUNNING, ForwardedRequest, trail_of
 
 pytestmark = pytest.mark.slow
 

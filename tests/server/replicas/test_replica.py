@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
-from paged_kv.server.replicas.forwarded_request import ForwardedRequest
+from paged_kv.server.replicas.placement import ForwardedRequest
 from paged_kv.server.replicas.replica import PIECE_BYTES, Agreement, _answered, identity_of
 from tests.support.folders import MODEL_FOLDERS
 
