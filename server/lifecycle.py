@@ -169,10 +169,8 @@ class PagedServer:
             log.info("ending: no request runs")
         else:
             have = "request has" if inside == 1 else "requests have"
-            log.info(
-                "ending: %d %s %g s to finish; a second signal (Ctrl-C) ends at once",
-                *(inside, have, seconds),
-            )
+            told = "ending: %d %s %g s to finish; a second signal (Ctrl-C) ends at once"
+            log.info(told, inside, have, seconds)
         empty = asyncio.ensure_future(self.service.gate.wait_until_empty())
         hurry = asyncio.ensure_future(self._hurry.wait())
         await asyncio.wait({empty, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -121,11 +121,7 @@ class TemplateRoles:
 
 
 def roles_of(tokenizer: Any, variables: Mapping[str, Any]) -> TemplateRoles:
-    """The roles of a tokenizer of mlx-lm.
-
-    Args:
-        variables: of its template, that all prompts have.
-    """
+    """The roles of a tokenizer of mlx-lm, whose template has these variables in all prompts."""
     names_developer = "developer" in template_text(tokenizer)
     if not tokenizer.has_chat_template:
         return TemplateRoles(None, names_developer)
@@ -183,16 +179,17 @@ _NEIGHBOURS = ("", " ", "  ", "\n", "a", "a ", " a", "1", ".", "é", "\u0338", "
 
 
 class KeptTokens:
-    """The parts that were used last, with their tokens. Any thread may use it.
-
-    Args:
-        borders: finds the added tokens that begin a part.
-        most_bytes: the memory for parts.
-    """
+    """The parts that were used last, with their tokens. Any thread may use it. `borders` finds the
+    added tokens that begin a part."""
 
     def __init__(self, borders: re.Pattern[str], most_bytes: int = MOST_BYTES) -> None:
         self._borders = borders
-        self._kept: LRU[tuple[Hashable, str], array[int]] = LRU(most_bytes, _nbytes)
+        self._kept: LRU[tuple[Hashable, str], array[int]] = LRU(
+            most_bytes,
+            lambda key, tokens: (
+                sys.getsizeof(key[1]) + len(tokens) * tokens.itemsize + _ENTRY_BYTES
+            ),
+        )
         self._lock = Lock()
 
     def parts(self, text: str, least: int = LEAST_CHARACTERS) -> Iterator[str]:
@@ -208,13 +205,8 @@ class KeptTokens:
     def tokens(
         self, part: str, salt: Hashable, encode: Callable[[str], Iterable[int]]
     ) -> array[int]:
-        """The tokens of a part.
-
-        Args:
-            salt: as of prompts: who has another cannot learn from the time that this takes whether
-                somebody sent the same text.
-            encode: makes them if they are not kept.
-        """
+        """The tokens of a part; `encode` makes them if they are not kept. Who has another salt
+        cannot learn from the time that this takes whether somebody sent the same text."""
         key = salt, part
         with self._lock:
             tokens = self._kept.use(key)
@@ -223,10 +215,6 @@ class KeptTokens:
             with self._lock:
                 self._kept[key] = tokens
         return tokens
-
-
-def _nbytes(key: tuple[Hashable, str], tokens: array[int]) -> int:
-    return sys.getsizeof(key[1]) + len(tokens) * tokens.itemsize + _ENTRY_BYTES
 
 
 def kept_tokens_of(tokenizer: Any) -> KeptTokens | None:
@@ -297,11 +285,7 @@ def _proves(kept: KeptTokens, inner: Any, borders: Iterable[str]) -> bool:
 
 
 def callless_machine(tokenizer: Any) -> TextStateMachine:
-    """Separates reasoning from text, and leaves calls where they are.
-
-    Args:
-        tokenizer: mlx-lm's.
-    """
+    """Separates reasoning from text of a tokenizer of mlx-lm, and leaves calls where they are."""
     transitions = {
         state: [(mark, target) for mark, target in edges if target != "tool"]
         for state, edges in tokenizer.response_transitions.items()

@@ -185,7 +185,6 @@ class GenerationThread:
         self._flush()
 
     def _serve(self) -> None:
-        self._stream = mx.default_stream(mx.default_device())
         try:
             self.provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
             self._use_loaded()
@@ -246,8 +245,8 @@ class GenerationThread:
                 loop.call_soon_threadsafe(_deliver, [*own])
 
     def _use_loaded(self) -> None:
-        if (loaded := self.provider.loaded) is not None:
-            self._rows = Rows(self.provider, loaded, self._stream)
+        if self.provider.loaded is not None:
+            self._rows = Rows(self.provider)
 
     def _unload_unused(self) -> None:
         """Unload the model once no request was there for `--model-ttl`. The next one loads it."""
@@ -400,8 +399,9 @@ class GenerationThread:
                     rows.begin(job, job.prompt)
                     continue
                 self._record_begun(job)
-                for event in (Begun(job, rows.loaded), *map(Empty, job.numbers)):
-                    self._send(job, event)
+                self._send(job, Begun(job, rows.loaded))
+                for number in job.numbers:
+                    self._send(job, Empty(number))
                 self._leave(job)
             except Exception as error:
                 self._fail_to_begin(job, error)
@@ -485,7 +485,7 @@ class GenerationThread:
         is_quiet = self._now - self._used >= QUIET_S
         if self._rows is not None and self._can_prepare and is_quiet:
             with self.watch.step():
-                self.next_turns.step(self._rows.loaded, self._stream, self._now)
+                self.next_turns.step(self._now)
             self._has_left |= not self.next_turns.has_work  # pools release what is spare
 
     def _note_failed_step(self, error: Exception) -> None:

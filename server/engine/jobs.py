@@ -24,7 +24,7 @@ from paged_kv.server.http.api_errors import APIError
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """The first tokens of a prompt, which stay cached for `seconds` after their last use."""
+    """The first tokens of a prompt, which stay cached for so long after their last use."""
 
     num_tokens: int
     seconds: float
@@ -32,8 +32,6 @@ class HeldPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """One of the likeliest tokens."""
-
     token: int
     logprob: float
 
@@ -43,7 +41,6 @@ class ScoredToken:
     """A token of a prompt.
 
     Attributes:
-        token: the id.
         logprob: its log probability behind those before it; None for the first token.
         rank: 1 if no token was likelier.
         top: the likeliest tokens in its place, the likeliest first.
@@ -146,7 +143,6 @@ class Job:
 
     @property
     def numbers(self) -> range:
-        """The numbers of the choices in the request."""
         return range(self.first_choice, self.first_choice + self.choices)
 
     @property
@@ -199,7 +195,6 @@ class Token:
 
     Attributes:
         choice: its number in the request.
-        token: the id.
         logprob: log probability, if requested.
         top: the likeliest tokens, the likeliest first, if requested.
         finish_reason: "stop" or "length" if this is the last token.

@@ -26,12 +26,8 @@ from paged_kv.server.options import ServerOptions
 
 
 def require_sufficient_budget(options: ServerOptions) -> None:
-    """Check --max-kv-bytes, if it is a number. A model that is not on this machine yet, or that
-    mlx-lm cannot read, is checked when it is loaded.
-
-    Raises:
-        ValueError: the models need more.
-    """
+    """Raise ValueError if --max-kv-bytes is a number, and the models need more. A model that is not
+    on this machine yet, or that mlx-lm cannot read, is checked when it is loaded."""
     budget = options.cache.max_bytes
     if not isinstance(budget, int):
         return
@@ -46,11 +42,7 @@ def require_sufficient_budget(options: ServerOptions) -> None:
 
 @contextmanager
 def budget_named(options: ServerOptions) -> Iterator[None]:
-    """Let an exhausted pool name the option of the budget.
-
-    Raises:
-        ValueError: the models that are loaded need more.
-    """
+    """Let an exhausted pool name the option of the budget, in a ValueError."""
     try:
         yield
     except PoolExhausted as error:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -57,13 +55,9 @@ _POWER = Path("/sys/class/power_supply")
 
 @dataclass(eq=False)
 class NextTurn:
-    """The turn that follows an answer.
+    """The turn that follows the answer to a request.
 
     Attributes:
-        request_id: of the request that was answered.
-        model: that has answered.
-        salt: of the request's prompt.
-        session: of the request; None if it has none.
         read: makes the tokens that the next prompt begins with; may be slow.
         tokens: these, once they were read.
     """
@@ -86,15 +80,7 @@ class _Prepared(NamedTuple):
 
 class NextTurns:
     """The next turns that are to be prepared. The latest comes first. All methods but `add` run on
-    the generation thread.
-
-    Args:
-        provider: has loaded the model.
-        metrics: counts the tokens.
-
-    Attributes:
-        is_on: whether anything is prepared.
-    """
+    the generation thread."""
 
     def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
         # Several ranks would have to agree on each piece.
@@ -118,19 +104,13 @@ class NextTurns:
         if self.is_on:
             self._waiting.append(turn)
 
-    def step(self, loaded: LoadedModel, stream: mx.Stream, now: float) -> None:
-        """Compute a piece. A turn that fails is given up: its prompt will be computed when it
-        comes.
-
-        Args:
-            loaded: the model.
-            stream: of MLX.
-            now: in seconds.
-        """
+    def step(self, now: float) -> None:
+        """Compute a piece; `now` is in seconds. A turn that fails is given up: its prompt will be
+        computed when it comes."""
         if self._steps is None:
             self._turn = self._waiting[-1]  # before it waits no more: there is work all the time
             self._waiting.remove(self._turn)
-            self._steps = self._prepare(self._turn, loaded, stream, now)
+            self._steps = self._prepare(self._turn, now)
         try:
             next(self._steps)
             return
@@ -157,7 +137,6 @@ class NextTurns:
         self._waiting.clear()
 
     def end_session(self, session: str, salt: Hashable) -> None:
-        """Forget the turns of a session."""
         self.pause()
         for turn in list(self._waiting):
             if (turn.session, inner_salt(turn.salt)) == (session, salt):
@@ -176,12 +155,13 @@ class NextTurns:
                     self._prepared.remove(each)
                     self._judge(each, found)
 
-    def _prepare(
-        self, turn: NextTurn, loaded: LoadedModel, stream: mx.Stream, now: float
-    ) -> Generator[None]:
+    def _prepare(self, turn: NextTurn, now: float) -> Generator[None]:
         """Compute what is not cached of a turn, a piece at a time. What is computed is kept when
         this ends, also if a request ends it."""
-        if turn.model != loaded.key or self._saves_battery(now):
+        loaded = self._provider.described
+        if now - self._asked_at >= _BATTERY_S:
+            self._asked_at, self._is_on_battery = now, is_on_battery()
+        if turn.model != loaded.key or self._is_on_battery:
             return
         if turn.tokens is None:
             turn.tokens = turn.read(loaded)
@@ -198,7 +178,7 @@ class NextTurns:
         model: Any = self._provider.model
         start, done = PromptStart(model, cache, begin, [len(tokens)]), begin
         try:
-            for end in start.steps(tokens, PIECE_TOKENS, stream, can_repeat=are_ours(cache)):
+            for end in start.steps(tokens, PIECE_TOKENS, can_repeat=are_ours(cache)):
                 done = end
                 yield
         except GeneratorExit:
@@ -239,19 +219,10 @@ class NextTurns:
             )
         self._judged = self._tokens = self._found = 0
 
-    def _saves_battery(self, now: float) -> bool:
-        if now - self._asked_at >= _BATTERY_S:
-            self._asked_at, self._is_on_battery = now, is_on_battery()
-        return self._is_on_battery
-
 
 def is_on_battery(power: Path = _POWER) -> bool:
-    """Whether the system says that this machine runs on its battery.
-
-    Args:
-        power: the folder in which Linux describes power supplies, as in its
-            Documentation/ABI/testing/sysfs-class-power. macOS answers `pmset -g batt`.
-    """
+    """Whether the system says that this machine runs on its battery. Linux describes power supplies
+    in a folder (its Documentation/ABI/testing/sysfs-class-power); macOS answers `pmset -g batt`."""
     if sys.platform == "darwin":
         asked = ["/usr/bin/pmset", "-g", "batt"]
         with suppress(OSError, subprocess.TimeoutExpired):

@@ -100,9 +100,6 @@ class LoadedModel:
 class PagedModelProvider(ModelProvider):
     """Loads one model, and maybe its draft model, at a time.
 
-    Args:
-        options: of the server; mlx-lm's provider calls them `cli_args`.
-
     Raises:
         ValueError, OSError: the key of the server that computes prompts cannot be read.
 
@@ -112,7 +109,6 @@ class PagedModelProvider(ModelProvider):
         loaded: the loaded model, if there is one; other threads may read this.
         draft: drafts for the loaded model; None without drafts.
         prompt_step: the most tokens of a prompt step, for which memory is left.
-        reuse: the cached prompts of the loaded models.
         fetchers: read prompts' pages from servers in advance, one for each of the factories; none
             if the store has no servers.
         ranks: the processes that share the model.
@@ -140,7 +136,6 @@ class PagedModelProvider(ModelProvider):
         self.default_key: ModelKey = (options.model, options.adapter_path, options.draft_model)
 
     def reset(self) -> None:
-        """Unload the model."""
         self.loaded = self.draft = None
         self.reuse = PromptReuse([])
         for fetcher in self.fetchers:
@@ -152,6 +147,12 @@ class PagedModelProvider(ModelProvider):
         self.prompts = self.why_no_images = None
         self._limits.close()
         super().reset()
+
+    @property
+    def described(self) -> LoadedModel:
+        """The loaded model, where there is one."""
+        assert self.loaded is not None, "a model is loaded"
+        return self.loaded
 
     def check(self, key: ModelKey) -> None:
         """Load a model, its adapter and its draft model without memory for weights. It downloads
@@ -203,7 +204,13 @@ class PagedModelProvider(ModelProvider):
     def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
         refusal = self._refusal_of_mlx_vlm(model, adapter, draft)
         if refusal is None:
-            self._load_with_mlx_vlm(model)
+            # What mlx-lm's provider does for its own models.
+            self.reset()
+            gc.collect()
+            mx.clear_cache()
+            made = self._loaded_by_mlx_vlm(model)
+            self.model, self.tokenizer, self.prompts = made.model, made.tokenizer, made.prompts
+            self.is_batchable = made.model.is_batchable
         else:
             super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
             if self.ranks.size > 1 or self.options.cache.reproducible:
@@ -221,12 +228,8 @@ class PagedModelProvider(ModelProvider):
             self._make_factories()
             limit = freed_buffers_limit(self.model, self.prompt_step)
             self._limits.enter_context(limited_freed_buffers(limit))
-            self.draft = make_draft(
-                draft,
-                self.draft_model,
-                self.factories,
-                shared_tokens=self.options.draft_shared_tokens,
-            )
+            shared = self.options.draft_shared_tokens
+            self.draft = make_draft(draft, self.draft_model, self.factories, shared_tokens=shared)
             self.loaded = self._describe()
         except BaseException:
             # Else mlx-lm would take the model for loaded next time, and serve it without pages.
@@ -256,23 +259,11 @@ class PagedModelProvider(ModelProvider):
             lazy=lazy,
         )
 
-    def _load_with_mlx_vlm(self, model: str) -> None:
-        """Do for a model of mlx-vlm what mlx-lm's provider does for its own."""
-        self.reset()
-        gc.collect()
-        mx.clear_cache()
-        loaded = self._loaded_by_mlx_vlm(model)
-        self.model, self.tokenizer, self.prompts = loaded.model, loaded.tokenizer, loaded.prompts
-        self.is_batchable = loaded.model.is_batchable
-
     def _describe(self) -> LoadedModel:
         options = self.options
-        self.reuse = PromptReuse(
-            self.factories,
-            options.prompt_cache_size,
-            options.prompt_cache_bytes,
-            options.held_share,
-        )
+        limits = options.prompt_cache_size, options.prompt_cache_bytes, options.held_share
+        self.reuse = PromptReuse(self.factories, *limits)
+        pools = [each.pool for each in self.factories]
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer
         model: Any = self.model
@@ -280,6 +271,8 @@ class PagedModelProvider(ModelProvider):
         can_batch = self.is_batchable or (
             self.draft is None and is_separate(model, self.factories[0].make_cache())
         )
+        # Nothing else: each of several ranks downloads its own part of the weights.
+        config = load_config(downloaded(key[0], allow_patterns=["*.json"]))
         # transformers would warn of "indexing errors" in long texts; MLX's models have none.
         tokenizer.model_max_length = 1 << 60
         # Tokenizers change their settings at the first use; after it any thread may use them.
@@ -306,16 +299,11 @@ class PagedModelProvider(ModelProvider):
             media_marks=marks,
             why_no_images=self.why_no_images,
             vocab_size=vocab_size,
-            # Nothing else: each of several ranks downloads its own part of the weights.
-            context_length=context_length(
-                load_config(downloaded(key[0], allow_patterns=["*.json"]))
-            ),
+            context_length=context_length(config),
             is_batchable=can_batch,
-            has_states=any(factory.prefixes.has_states for factory in self.factories),
-            at_pages=any(
-                each.pool.quantises or each.store or each.pool.is_reproducible
-                for each in self.factories
-            ),
+            has_states=any(each.prefixes.has_states for each in self.factories),
+            at_pages=any(each.store for each in self.factories)
+            or any(pool.quantises or pool.is_reproducible for pool in pools),
             text_machine=make_text_state_machine(tokenizer),
             callless_machine=callless_machine(tokenizer),
             roles=roles_of(tokenizer, options.chat_template_args),
@@ -355,7 +343,6 @@ def _loading(field: str, name: str | None) -> Iterator[None]:
 
 
 def loading_with_mlx_vlm() -> Any:
-    """The module that loads models with mlx-vlm; raises ValueError without the extra vlm."""
     return extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
 
 

@@ -45,19 +45,13 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True)
 class OtherServer:
-    """A server that computes prompts.
-
-    Attributes:
-        url: where it is.
-        api_key: what it asks for, if it asks.
-    """
+    """A server that computes prompts, and the key that it asks for, if it asks."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
 
     @property
     def headers(self) -> dict[str, bytes | str]:
-        """Of a request with a body."""
         about: dict[str, bytes | str] = {"Content-Type": "application/json"}
         key = {} if self.api_key is None else {"Authorization": b"Bearer " + self.api_key.encode()}
         return about | key
@@ -70,7 +64,6 @@ class PrefillRequest:
         done: how many tokens the other server has computed.
         has_ended: whether it has computed all, refused, or cannot be reached.
         news: set whenever one of these changes.
-        error: what went wrong.
     """
 
     def __init__(self, server: OtherServer, tokens: Sequence[int], salt: Hashable) -> None:
@@ -138,8 +131,7 @@ class _Fetch:
     """A prompt whose pages are fetched.
 
     Attributes:
-        keys: the keys of entries that were read.
-        tokens: how many tokens they hold.
+        keys: of entries that were read, which hold `tokens` tokens.
         tier: where they came from.
         seconds: how long reading them took.
         is_cancelled: set when nobody waits any more.
@@ -177,7 +169,6 @@ class PromptFetcher:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="paged-kv-fetch")
 
     def close(self) -> None:
-        """Fetch no more."""
         for fetch in self._fetches.values():
             fetch.is_cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -259,6 +250,7 @@ class PromptFetcher:
         wanted = fetch.wanted
         # Rings and states are needed at the end alone, and would be read once more at each step.
         is_piecewise = not wanted.rings and not wanted.needs_checkpoint
+        computing = self._factory.prefixes.rates.computing
         news, seen = monotonic(), 0
         while known < full and not fetch.is_cancelled.is_set() and self._store.is_reachable:
             request.news.clear()
@@ -272,16 +264,13 @@ class PromptFetcher:
                     continue
             if done > seen:
                 news, seen = monotonic(), done
-            if monotonic() - news > (_PUBLISH_S if is_behind else self._patience_s()):
+            step_s = _SLOWER * (computing.seconds_for(_STEP_TOKENS) or 0.0)
+            if monotonic() - news > (_PUBLISH_S if is_behind else max(_STEP_S, step_s)):
                 break
             if has_ended and request.error is not None and not request.done:
                 break
             request.news.wait(_POLL_S)
         return known
-
-    def _patience_s(self) -> float:
-        here: Any = self._factory.prefixes.rates.computing.seconds_for(_STEP_TOKENS)
-        return max(_STEP_S, _SLOWER * (here or 0.0))
 
 
 class PromptReuse:
@@ -328,11 +317,7 @@ class PromptReuse:
 
     def end_session(self, session: str, salt: Hashable) -> int:
         """Evict what only the prompts of a session use; returns how many blocks' worth of tokens
-        that was. What a draft model has of them stays.
-
-        Raises:
-            UnknownSession: no cached prompt of the loaded model has it.
-        """
+        that was, or raises UnknownSession. What a draft model has of them stays."""
         if self._factory is None:
             raise UnknownSession(session, 0)
         return self._factory.end_session(session, salt=salt)

@@ -37,7 +37,7 @@ from paged_kv.server.engine.jobs import (
     ScoredToken,
     TopToken,
 )
-from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.sampling import Samplers, Sampling, model_constraint
 from paged_kv.server.engine.single_row import SingleRow, as_token, hold
 from paged_kv.server.http.api_errors import APIError, no_memory, wrong_value
@@ -173,18 +173,13 @@ class Rows:
     cannot be batched, runs alone, and nothing is drafted for it.
 
     Args:
-        provider: has loaded `loaded`.
-        loaded: the model.
-        stream: of MLX.
+        provider: has loaded the model.
     """
 
-    def __init__(
-        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
-    ) -> None:
-        options = provider.options
-        self.loaded = loaded
+    def __init__(self, provider: PagedModelProvider) -> None:
+        options, stream = provider.options, mx.default_stream(mx.default_device())
+        self.loaded = loaded = provider.described
         self._provider = provider
-        self._stream = stream
         self._rows: dict[int, _Row] = {}
         self._single: SingleRow | None = None
         self._begun: list[Job] = []  # in this step
@@ -240,9 +235,7 @@ class Rows:
                 [*later, *map(GrammarProcessor, grammars[number : number + 1])]
             )
         if self._is_alone(prompt):
-            self._single = SingleRow(
-                self._provider, self.loaded, self._stream, job, prompt, samplings
-            )
+            self._single = SingleRow(self._provider, job, prompt, samplings)
             return
         first, *others = samplings
         scores = None

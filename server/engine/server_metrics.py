@@ -35,7 +35,6 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def note(self, seconds: float) -> None:
-        """Count a duration."""
         self._counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
@@ -50,9 +49,8 @@ class ServerMetrics:
     """The metrics of one server.
 
     Attributes:
-        prompt_tokens: prompt tokens of jobs that began.
+        prompt_tokens: of jobs that began.
         cached_tokens: those of them that hit a cached prefix.
-        generation_tokens: generated tokens.
         prepared_tokens: tokens of next turns that were computed before they were asked for.
         prepared_found: those of them that later prompts have found.
         prepared_unused: those that were computed for nothing.
@@ -84,11 +82,7 @@ _STEPS = 32
 
 
 class StepWatch:
-    """The present step.
-
-    Args:
-        timeout_s: no step hangs that has not taken longer.
-    """
+    """The present step. None hangs that has not taken longer than the timeout."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -97,7 +91,6 @@ class StepWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surrounds a step."""
         began = self._began = monotonic()
         try:
             yield

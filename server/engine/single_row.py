@@ -15,7 +15,7 @@ from paged_kv.integrations.batching.prompt_caches import compute
 from paged_kv.integrations.batching.short_memory import FittingSteps
 from paged_kv.integrations.states.counted_states import are_ours
 from paged_kv.server.engine.jobs import Begun, Event, Job, Progress, Prompt, Token, TopToken
-from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from paged_kv.server.engine.sampling import Sampling
 from paged_kv.server.http.api_errors import wrong_value
@@ -35,50 +35,40 @@ class PromptStart(NamedTuple):
     cached: int
     ends: list[int]
 
-    def steps(
-        self, tokens: list[int], most: int, stream: mx.Stream, *, can_repeat: bool
-    ) -> Iterator[int]:
+    def steps(self, tokens: list[int], most: int, *, can_repeat: bool) -> Iterator[int]:
         """Compute a prompt up to the last of the ends; yields the end of each step.
 
         Args:
-            tokens: of the prompt.
             most: the most tokens of a step.
-            stream: of MLX.
             can_repeat: whether a step that there was no memory for can be undone.
         """
         done, sizes = self.cached, FittingSteps(most)
         for border in self.ends:
             while done < border:
                 left = tokens[done : min(done + most, border)]
-                step = partial(self._step, stream, left)
+                step = partial(self._step, left)
                 if can_repeat:
                     done += sizes.take(step, len(left))
                 else:
                     step(len(left))
                     done += len(left)
                 # What cannot be undone once a step is computed.
-                with mx.stream(stream):
-                    mx.eval([layer.state for layer in self.cache])
+                mx.eval([layer.state for layer in self.cache])
                 mx.clear_cache()
                 yield done
 
-    def _step(self, stream: mx.Stream, tokens: list[int], count: int) -> None:
+    def _step(self, tokens: list[int], count: int) -> None:
         """Compute the first `count` of these next tokens of a prompt."""
-        with mx.stream(stream):
-            self.model(mx.array([tokens[:count]]), cache=self.cache)
-            compute(self.cache)
+        self.model(mx.array([tokens[:count]]), cache=self.cache)
+        compute(self.cache)
 
 
 class SingleRow:
     """A job that runs alone. All of this runs on the generation thread.
 
     Args:
-        provider: has loaded `loaded`.
-        loaded: the model.
-        stream: of MLX.
-        job: to compute.
-        prompt: of it.
-        samplings: of its choices.
+        provider: has loaded the model.
+        samplings: of the job's choices.
 
     Raises:
         APIError: 400, the model cannot read its images.
@@ -89,27 +79,18 @@ class SingleRow:
     """
 
     def __init__(
-        self,
-        provider: PagedModelProvider,
-        loaded: LoadedModel,
-        stream: mx.Stream,
-        job: Job,
-        prompt: Prompt,
-        samplings: list[Sampling],
+        self, provider: PagedModelProvider, job: Job, prompt: Prompt, samplings: list[Sampling]
     ) -> None:
         self.job = job
         self.dropped: set[int] = set()
-        self._loaded = loaded
         self._prompt = prompt
         self._provider = provider
-        (self._factory, *_) = provider.factories
-        self._stream = stream
         start = self._start()
         job.cached_tokens = start.cached
         self.events = self._choices(samplings, [start])
 
     def _choices(self, samplings: list[Sampling], started: list[PromptStart]) -> Generator[Event]:
-        yield Begun(self.job, self._loaded)
+        yield Begun(self.job, self._provider.described)
         for number, sampling in enumerate(samplings, self.job.first_choice):
             # Taken out, so that only the choice holds the pages that are inserted at its end.
             start = started.pop() if started else self._start()
@@ -122,7 +103,7 @@ class SingleRow:
 
     def _start(self) -> PromptStart:
         model: Any = self._provider.model
-        prompt, salt, factory = self._prompt, self.job.salt, self._factory
+        prompt, salt, factory = self._prompt, self.job.salt, self._provider.factories[0]
         lengths = accumulate(len(segment) for segment in prompt.segments)
         known = prompt.cache_key
         ends = sorted({*lengths, factory.parting(known, salt=salt)} - {0, len(prompt.tokens)})
@@ -147,18 +128,19 @@ class SingleRow:
                 self._keep(computed[:done], [*cache])
             yield Progress(done, len(tokens))
         job, most, model = self.job, self.job.arguments.max_tokens, start.model
-        stops = job.ending.stop_sequences(self._loaded.tokenizer).matcher()
+        stops = job.ending.stop_sequences(self._provider.described.tokenizer).matcher()
+        stream = mx.default_stream(mx.default_device())
         steps: Any = generate_step(
             mx.array(tokens[-1:]),
             model,
-            self._stream,
+            stream,
             max_tokens=most,
             sampler=sampling.sampler,
             logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
             prompt_cache=cache,
             prefill_step_size=self._provider.prompt_step,
         )
-        with wired_limit(model, [self._stream]):
+        with wired_limit(model, [stream]):
             for count, (token, logprobs) in enumerate(steps, 1):
                 computed.append(token)
                 reason = "length" if count == most else None
@@ -179,7 +161,7 @@ class SingleRow:
         can_repeat = start.model is self._provider.model and are_ours(start.cache)
         tokens, most = self._prompt.tokens, self._provider.prompt_step
         whole = start._replace(ends=[*start.ends, len(tokens) - 1])
-        return whole.steps(tokens, most, self._stream, can_repeat=can_repeat)
+        return whole.steps(tokens, most, can_repeat=can_repeat)
 
     def _keep(self, tokens: list[int], cache: list[Any]) -> None:
         self._provider.reuse.insert(tokens, cache, self.job.salt, self.job.session)
@@ -187,15 +169,7 @@ class SingleRow:
 
 
 class EmbeddedImages:
-    """The images of a prompt.
-
-    Args:
-        tokens: of the prompt.
-        vision: mlx-lm's, whose arrays are computed.
-
-    Attributes:
-        cache_key: the tokens; those of images differ by the image's content.
-    """
+    """The images of a prompt, which mlx-lm has read; see `PromptMedia`."""
 
     def __init__(self, tokens: list[int], vision: Vision) -> None:
         self.cache_key = vision.cache_key
@@ -203,7 +177,6 @@ class EmbeddedImages:
         self._vision = vision
 
     def begin(self, model: Any, cached: int) -> EmbeddedSteps:
-        """The model's steps behind a cached prefix of so many tokens."""
         seen = sum(start < cached for start in self._vision.starts)
         rest = mx.array(self._tokens[cached:])
         pixels = self._vision.pixel_values[seen:]
@@ -214,11 +187,7 @@ class EmbeddedImages:
 
 
 class EmbeddedSteps:
-    """A model's steps for one prompt and the tokens after it, called as the model is.
-
-    Attributes:
-        start: the tokens of the prompt that the prompt cache has to hold before the first step.
-    """
+    """A model's steps for one prompt and the tokens after it; see `PromptSteps`."""
 
     in_parts = True
 
@@ -228,14 +197,12 @@ class EmbeddedSteps:
         self._embeddings = embeddings
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """The logits of the tokens [1, T], which continue those of the step before."""
-        if self._embeddings is None:
-            logits: mx.array = self._model(inputs, cache=cache)
-            return logits
-        part, self._embeddings = mx.split(self._embeddings, [inputs.shape[1]])
-        if not len(self._embeddings):
-            self._embeddings = None
-        logits = self._model(inputs, cache=cache, input_embeddings=part[None])
+        part: dict[str, mx.array] = {}
+        if self._embeddings is not None:
+            count = inputs.shape[1]
+            part = {"input_embeddings": self._embeddings[None, :count]}
+            self._embeddings = self._embeddings[count:] if count < len(self._embeddings) else None
+        logits: mx.array = self._model(inputs, cache=cache, **part)
         return logits
 
 

@@ -44,6 +44,7 @@ class Idle:
             factories=[self.factory],
             model=self.model,
             reuse=self.reuse,
+            described=LOADED,
         )
         self.turns = NextTurns(provider, self.metrics)
 
@@ -53,7 +54,7 @@ class Idle:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.turns.step(LOADED, mx.default_stream(mx.default_device()), now=0.0)
+            self.turns.step(now=0.0)
 
     def run(self) -> None:
         while self.turns.has_work:
