@@ -28,7 +28,7 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from paged_kv.server.replicas.forwarded_request import (
+from paged_kv.server.replicas.placement import (
     ForwardedRequest,
     Progress,
     Trail,
