@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from starlette.concurrency import run_in_threadpool
 
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.checks import counted, format_size
+from paged_kv.checks import format_size
 from paged_kv.openblas import blas_name
 from paged_kv.options import not_loaded
 from paged_kv.server import status_page
