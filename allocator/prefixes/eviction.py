@@ -154,7 +154,6 @@ class LeastWorth:
     """
 
     def rank(self, use: Use) -> float:
-        """The tick at which its worth is 1."""
         worth = use.recent * use.saving * (_SUPERSEDED if use.is_superseded else 1)
         return use.last + max(use.half_life, 1) * log2(worth)
 

@@ -94,13 +94,11 @@ class PrefixIndex:
 
     def peek(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """As `match`, but nothing counts as used: the prompt is not computed yet."""
-        with self.lock:
-            return Match(*self._path(namespace, tokens, len(tokens) - 1))
+        return self._match(namespace, tokens, len(tokens) - 1)
 
     def known(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """As `peek`, the prompt's last token included."""
-        with self.lock:
-            return Match(*self._path(namespace, tokens, len(tokens)))
+        return self._match(namespace, tokens, len(tokens))
 
     def insert(
         self,
@@ -232,21 +230,20 @@ class PrefixIndex:
             }
         return sum(allocator.format_of(block).block_bytes for allocator, block in blocks)
 
-    def _path(
-        self, namespace: Hashable, tokens: Sequence[int], most: int
-    ) -> tuple[tuple[Node, ...], int]:
-        """The nodes that hold at most so many first tokens of a prompt, and how many they do."""
+    def _match(self, namespace: Hashable, tokens: Sequence[int], most: int) -> Match:
+        """The nodes that hold the first tokens of a prompt, at most so many."""
         path: list[Node] = []
-        node, matched = self._roots.get(namespace), 0
-        while node is not None and matched < most:
-            page = tuple(tokens[matched : min(most, matched + self.page_size)])
-            node, common = _closest_child(node, page)
-            if node is not None and common:
-                path.append(node)
-                matched += common
-            if common < self.page_size:
-                break
-        return tuple(path), matched
+        with self.lock:
+            node, matched = self._roots.get(namespace), 0
+            while node is not None and matched < most:
+                page = tuple(tokens[matched : min(most, matched + self.page_size)])
+                node, common = _closest_child(node, page)
+                if node is not None and common:
+                    path.append(node)
+                    matched += common
+                if common < self.page_size:
+                    break
+        return Match(tuple(path), matched)
 
     def _add(
         self,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, takewhile
 
 from paged_kv.admission.pool_size import GroupSize
@@ -32,6 +33,12 @@ from paged_kv.pool.stats import GroupStats
 WRITTEN_BLOCKS = 2
 # The share of a group's pages that get smaller at a time, so that not many more do than must.
 REQUANTISED_SHARE = 16
+
+Needs = Mapping["LayerGroup", Mapping[str, int]]
+"""Blocks that are needed in each group, by page format."""
+
+MakeRoom = Callable[[Callable[[], Needs]], None]
+"""See `Reclaimer.make_room`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -198,13 +205,11 @@ class LayerGroup:
         self,
         full_blocks: Callable[[], Mapping[BlockTable, Iterable[int]]],
         page_format: PageFormat,
-        make_room: Callable[[int], None],
+        make_room: MakeRoom,
     ) -> None:
         """Convert the full blocks of some tables to that format, slab by slab: each emptied slab is
         unmapped before the next one is read. Blocks that the tables share stay shared, and other
         tables keep the blocks as they are.
-
-        `make_room(n)` reclaims memory for n blocks of the format.
 
         Raises:
             PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
@@ -227,15 +232,10 @@ class LayerGroup:
             self.allocator.unmap_empty_slabs()
 
     def recode(
-        self,
-        blocks: Callable[[], Iterable[int]],
-        page_format: str,
-        make_room: Callable[[int], None],
+        self, blocks: Callable[[], Iterable[int]], page_format: str, make_room: MakeRoom
     ) -> None:
-        """Recode full blocks, slab by slab, for all tables and prefixes that hold them.
-
-        `blocks()` gives those that are left, and `make_room(n)` reclaims memory for n blocks of the
-        format.
+        """Recode full blocks, slab by slab, for all tables and prefixes that hold them. `blocks()`
+        gives those that are left.
 
         Raises:
             PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
@@ -305,11 +305,12 @@ class LayerGroup:
         self,
         blocks: Callable[[], Iterable[int]],
         page_format: PageFormat,
-        make_room: Callable[[int], None],
+        make_room: MakeRoom,
     ) -> Iterator[list[int]]:
         """Those of other formats, slab by slab, each time with room for as many of that format."""
         while found := self._in_last_slab(blocks(), page_format):
-            make_room(len(found))
+            needs = {self: {page_format.name: len(found)}}
+            make_room(partial(dict, needs))
             # Reclaiming memory may have moved some.
             yield self._in_last_slab(blocks(), page_format)[: len(found)]
 

@@ -26,15 +26,12 @@ from paged_kv.allocator.slabs import FormatSlabs
 from paged_kv.allocator.writes import Write, blocks_needed, reserve_all
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.offload.offloading import OffloadError
-from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.layer_group import LayerGroup, Needs
 from paged_kv.pool.stats import Compaction, PoolCounts
 
 # Of what another pool uses, this share is evicted at a time for a pool that is short of memory, and
 # compacted: less of it goes than with larger ones, and more is copied.
 EVICTED_SHARE = 16
-
-Needs = Mapping[LayerGroup, Mapping[str, int]]
-"""Blocks that a step needs in each group, by page format."""
 
 Writes = Mapping[LayerGroup, list[Write]]
 

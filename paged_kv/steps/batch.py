@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.blocks import common_len, make_room
+from paged_kv.steps.blocks import common_len
 from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow
 from paged_kv.steps.step import Step
@@ -177,8 +177,7 @@ class Batch:
             for group in open_groups:
                 for each in dict.fromkeys((page_format, page_format.first)):
                     full = partial(_full_blocks, others, group, each.name)
-                    room = partial(make_room, pool.reclaimer, group, each.name)
-                    group.convert(full, each, room)
+                    group.convert(full, each, pool.reclaimer.make_room)
             for sequence in others:
                 sequence.is_converting = False
 

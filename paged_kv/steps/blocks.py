@@ -185,8 +185,7 @@ def _recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) ->
             for name in each.write.table.full_formats:
                 left[each.group, name].append(each)
     for (group, name), theirs in left.items():
-        room = partial(make_room, reclaimer, group, name)
-        group.recode(partial(_unrecoded, theirs, name), name, room)
+        group.recode(partial(_unrecoded, theirs, name), name, reclaimer.make_room)
 
 
 def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
@@ -218,15 +217,6 @@ def _unrecoded(writes: list[SequenceWrite], name: str) -> set[int]:
         written = min(write.start, common_len(sequence, group))
         blocks.update(write.table.unrecoded(written).get(name, ()))
     return blocks
-
-
-def make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: int) -> None:
-    """Reclaim memory for blocks of one format.
-
-    Raises:
-        PoolExhausted: the budget does not hold them.
-    """
-    reclaimer.make_room(lambda: {group: {page_format: count}})
 
 
 def _cache_overwritten(

@@ -151,8 +151,7 @@ def test_attention_follows_pages_that_were_converted_since(queries: int, is_shar
     if is_shared:
         (group,), (table,) = pool.groups, cache.sequences[0].tables.values()
         group.add_formats(page_format_named("q8"))
-        free = group.allocator.ensure_free
-        group.recode(lambda: table.full_blocks(1000), "q8", lambda count: free({"q8": count}))
+        group.recode(lambda: table.full_blocks(1000), "q8", pool.reclaimer.make_room)
     else:
         cache.to_quantized(bits=8)
     # Another sequence takes the pages that were freed.
