@@ -22,7 +22,7 @@ from mlx_vlm.prompt_utils import apply_chat_template
 from openai import BadRequestError, OpenAI
 from PIL import Image
 
-from paged_kv.integrations.mlx_vlm.text_model import PromptSteps, TextModel
+from paged_kv.integrations.mlx_vlm.image_generation import PromptSteps, TextModel
 from paged_kv.server.completions import handler
 from tests.server.messages.test_messages import anthropic_client
 from tests.support.folders import MODEL_FOLDERS

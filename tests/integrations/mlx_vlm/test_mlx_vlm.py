@@ -18,7 +18,7 @@ from benches.model_families import NEW_TOKENS, PROMPTS
 from benches.vision_families import alone, batched, greedy
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
-from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from paged_kv.integrations.mlx_vlm.image_generation import TextModel
 from tests.support.vision_folder import IMAGE as IMAGE_MARKS
 from tests.support.vision_folder import MARKS, write_model_and_pictures
 from tests.support.vision_zoo import IMAGE, small_language_model, whole_model

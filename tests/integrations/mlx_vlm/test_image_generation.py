@@ -12,7 +12,7 @@ from mlx_vlm.generate import ar
 from mlx_vlm.models import qwen3_vl
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.mlx_vlm.text_model import MediaPrompt, PromptSteps, TextModel
+from paged_kv.integrations.mlx_vlm.image_generation import MediaPrompt, PromptSteps, TextModel
 from tests.support.vision_zoo import IMAGE, drawn
 
 START = 98
