@@ -11,6 +11,7 @@ is looked up elsewhere.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -39,6 +40,8 @@ _CLASSES: dict[str, Any] = {
         SeparateCaches,
     )
 }
+# mlx-vlm's class of the same name, in a process that has loaded it.
+_VLM_MODULE, _VLM_ARRAYS = "mlx_vlm.models.cache", "mlx_vlm.ArraysCache"
 _DTYPES = {
     str(dtype).rpartition(".")[2]: dtype
     for dtype in (
@@ -53,13 +56,17 @@ Bytes = npt.NDArray[np.uint8]
 
 def can_pack(states: list[Any]) -> bool:
     """Whether all of these states can be packed."""
-    return all(_CLASSES.get(type(each).__name__) is type(each) for each in states)
+    return all(_name_of(each) is not None for each in states)
 
 
 def pack(states: list[Any]) -> tuple[Any, dict[str, Any]]:
     """Notes for JSON, and the states' arrays as uint8, by name."""
     arrays: dict[str, Bytes] = {}
-    notes = [[type(each).__name__, _packed(content_of(each), arrays)] for each in states]
+    notes = []
+    for each in states:
+        name = _name_of(each)
+        content = each.state if name == _VLM_ARRAYS else content_of(each)
+        notes.append([name, _packed(content, arrays)])
     return notes, arrays
 
 
@@ -69,7 +76,24 @@ def unpack(notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
     Raises:
         ValueError, KeyError or TypeError: the notes or arrays are not those of `pack`.
     """
-    return [cache_with(_CLASSES[name], _unpacked(tree, arrays)) for name, tree in notes]
+    states = []
+    for name, tree in notes:
+        content = _unpacked(tree, arrays)
+        if name == _VLM_ARRAYS:
+            states.append(sys.modules[_VLM_MODULE].ArraysCache(len(content)))
+            states[-1].state = content
+        else:
+            states.append(cache_with(_CLASSES[name], content))
+    return states
+
+
+def _name_of(state: Any) -> str | None:
+    """The name of a state's class in files; None of a class that is not known."""
+    kind = type(state)
+    if _CLASSES.get(kind.__name__) is kind:
+        return kind.__name__
+    is_vlms = (kind.__module__, kind.__name__) == (_VLM_MODULE, "ArraysCache")
+    return _VLM_ARRAYS if is_vlms else None
 
 
 def _packed(value: Any, arrays: dict[str, Bytes]) -> Any:

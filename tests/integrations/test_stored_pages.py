@@ -2,7 +2,9 @@
 states are the same after packing and unpacking."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -175,3 +177,23 @@ def test_caches_keep_their_order_and_arrays_their_dtype_and_shape(dtype: mx.Dtyp
     for at, each in enumerate(arrays):
         assert (second[at].dtype, second[at].shape) == (each.dtype, each.shape)
         assert mx.array_equal(second[at], each)
+
+
+def test_mlx_vlms_states_are_known_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("mlx_vlm.models.cache")
+    module.ArraysCache = type(  # type: ignore[attr-defined]
+        "ArraysCache",
+        (),
+        {"__module__": module.__name__, "__init__": lambda self, size: setattr(self, "size", size)},
+    )
+    states = module.ArraysCache(2)
+    states.state = [mx.arange(3), None]
+    assert can_pack([states])
+    notes, packed = pack([states])
+    monkeypatch.delitem(sys.modules, module.__name__, raising=False)
+    with pytest.raises(KeyError):
+        unpack(notes, packed)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (again,) = unpack(json.loads(json.dumps(notes)), packed)
+    assert (type(again), again.size, again.state[1]) == (module.ArraysCache, 2, None)
+    assert again.state[0].tolist() == [0, 1, 2]

@@ -95,6 +95,12 @@ def test_prompts_resume_from_a_store(model: Any, expected: mx.array, tmp_path: P
                 factory.insert_cache(PROMPT[:256], cache)
 
 
+def test_a_hybrid_resumes_from_a_store(tmp_path: Path) -> None:
+    model = small_language_model("qwen3_5")
+    expected = continued(model, vlm_cache.make_prompt_cache(model), PROMPT)
+    test_prompts_resume_from_a_store(model, expected, tmp_path)
+
+
 def test_decode_reads_what_is_chosen(model: Any, expected: mx.array) -> None:
     factory = PagedCacheFactory(model, max_bytes=BYTES)
     cache = factory.make_cache()
