@@ -89,7 +89,7 @@ def unpack(notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
 
 def _name_of(state: Any) -> str | None:
     """The name of a state's class in files; None of a class that is not known."""
-    kind = type(state)
+    kind: type = type(state)
     if _CLASSES.get(kind.__name__) is kind:
         return kind.__name__
     is_vlms = (kind.__module__, kind.__name__) == (_VLM_MODULE, "ArraysCache")

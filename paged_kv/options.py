@@ -327,6 +327,9 @@ def priorities(text: str) -> PriorityRange:
 NGRAM, OWN_HEAD, AUTO_HEAD = "ngram", "head", "auto"
 NO_DRAFT_MODEL = frozenset({None, NGRAM, OWN_HEAD, AUTO_HEAD})
 
+# The embedded model, where a command takes the name of a model.
+EMBEDDED = "stdlib-llama"
+
 # The Hub takes no name that begins with a dot or a dash: ./model is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -411,10 +414,6 @@ class ModelOptions(Options):
             require_model("--model", self.model)
         if self.draft_model not in NO_DRAFT_MODEL:
             require_model("--draft-model", str(self.draft_model))
-
-
-EMBEDDED = "stdlib-llama"
-"""Its name, where a command takes the name of a model."""
 
 
 def embedded_model() -> str:

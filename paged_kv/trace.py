@@ -27,13 +27,13 @@ A trace holds no tokens. The numbers count pages in the order in which they were
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -53,6 +53,12 @@ logger = logging.getLogger("paged_kv")
 
 # Pages that are remembered, to find requests that begin alike: a few MB.
 MOST_PAGES = 1 << 16
+VERSION = 2
+MOONCAKE_BLOCK = 512
+# For each number of a request the least and the most. More tokens would fill the memory.
+_LIMITS = {"timestamp": (0, 1 << 44), "input_length": (1, 1 << 24), "output_length": (0, 1 << 24)}
+# Ids are tokens of a replay, which MLX holds in 32 bits. From here on each is of one request alone.
+_OWN = 1 << 30
 
 _recorders: dict[Path, RequestRecorder] = {}
 
@@ -83,9 +89,6 @@ class RecordedRequest(NamedTuple):
 class RequestRecorder:
     """Writes the requests of one pool, from any thread; processes that are forked write none. No
     method raises an `Exception`: a trace whose file cannot be written ends, which is logged.
-
-    Args:
-        path: the file, which must be missing or empty.
 
     Raises:
         OSError: the file cannot be written, or is not empty.
@@ -152,7 +155,7 @@ class RequestRecorder:
                 *(self._path, error),
             )
             # Closing would write once more what could not be written.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._file.close()
             self._file = None
 
@@ -198,14 +201,6 @@ def open_trace(path: Path) -> IO[str]:
     return file
 
 
-VERSION = 2
-MOONCAKE_BLOCK = 512
-# For each number of a request the least and the most. More tokens would fill the memory.
-_LIMITS = {"timestamp": (0, 1 << 44), "input_length": (1, 1 << 24), "output_length": (0, 1 << 24)}
-# Ids are tokens of a replay, which MLX holds in 32 bits. From here on each is of one request alone.
-_OWN = 1 << 30
-
-
 @dataclass(frozen=True)
 class TracedLayers:
     """Layers that are alike: `count` of them, each with keys of `k_heads` heads of `k_dim` numbers,
@@ -235,15 +230,9 @@ LLAMA = TracedLayers(8, 128, 8, 128, "float16", count=32)
 
 @dataclass(frozen=True, eq=False)
 class TracedRequest:
-    """A request.
-
-    Attributes:
-        number: its place in the order of arrival.
-        arrives: milliseconds since the trace began.
-        prompt_length, answer_length: in tokens; at least 1.
-        block_ids: of its first tokens, see `hash_ids` of the recorder.
-        block_size: tokens that each of these stands for.
-    """
+    """A request. `number` is its place in the order of arrival, `arrives` milliseconds since the
+    trace began; lengths are at least 1. `block_ids` are the `hash_ids` of its first tokens, each of
+    which stands for `block_size` tokens."""
 
     number: int
     arrives: int
@@ -259,7 +248,6 @@ class TracedRequest:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens of its prompt."""
         blocks = ([block] * self.block_size for block in self.block_ids)
         known = [*chain.from_iterable(blocks)][: self.prompt_length]
         return known + [_OWN + self.number] * (self.prompt_length - len(known))
@@ -295,9 +283,10 @@ def read_trace(path: Path) -> Trace:
             try:
                 content = _object(line)
                 if number == 1 and "paged_kv_trace" in content:
-                    header = _of_this_version(content)
+                    _require_version(header := content)
                 else:
-                    lines.append(_request(content))
+                    _require_request(content)
+                    lines.append(content)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not lines:
@@ -332,7 +321,7 @@ def _trace(header: dict[str, Any], lines: list[dict[str, Any]]) -> Trace:
     return Trace(requests, layers, **known)
 
 
-def _of_this_version(header: dict[str, Any]) -> dict[str, Any]:
+def _require_version(header: dict[str, Any]) -> None:
     version = header["paged_kv_trace"]
     if version != VERSION:
         writer = header.get("written_by", "an earlier one, which recorded the events of blocks")
@@ -340,21 +329,19 @@ def _of_this_version(header: dict[str, Any]) -> dict[str, Any]:
             f"version {version} of the format is of another paged_kv ({writer}): this one reads "
             f"requests, version {VERSION}. Record them again with `paged-kv trace record`"
         )
-    return header
 
 
 def _object(line: str) -> dict[str, Any]:
-    with_what = "give a trace of `paged-kv trace record`, or one in Mooncake's format"
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{line[:80]!r} is no JSON object: {with_what}")
-    return content
+    with suppress(ValueError, RecursionError):
+        if isinstance(content := json.loads(line), dict):
+            return content
+    raise ValueError(
+        f"{line[:80]!r} is no JSON object: give a trace of `paged-kv trace record`, or one in "
+        "Mooncake's format"
+    )
 
 
-def _request(content: dict[str, Any]) -> dict[str, Any]:
+def _require_request(content: dict[str, Any]) -> None:
     for name, (least, most) in _LIMITS.items():
         number = content.get(name)
         if type(number) is not int or not least <= number <= most:
@@ -364,4 +351,3 @@ def _request(content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < _OWN for each in ids):
         found = repr(ids)[:80]
         raise ValueError(f"hash_ids is {found}: it must be a list of integers from 0 to 2^30 - 1")
-    return content

@@ -85,7 +85,9 @@ def run_stats(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.pid:
             raise ValueError("--list shows all processes: leave out --pid")
-        _print_list()
+        from paged_kv.monitor.stats_table import process_list
+
+        _print_in_columns(process_list(_running_processes()))
     elif arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
@@ -109,12 +111,6 @@ def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
         from paged_kv.monitor.stats_table import process_tables
 
         _print_in_columns(process_tables(view))
-
-
-def _print_list() -> None:
-    from paged_kv.monitor.stats_table import process_list
-
-    _print_in_columns(process_list(_running_processes()))
 
 
 def _print_in_columns(content: RenderableType) -> None:

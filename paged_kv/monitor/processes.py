@@ -149,9 +149,8 @@ def _answer(folder: Path, pid: int, question: int, until: float) -> ProcessView:
 
 def _files(folder: Path) -> list[tuple[Path, int]]:
     """The files of processes, and the numbers of these."""
-    found = [
-        (path, re.fullmatch(r"([1-9][0-9]*)\.(json|part)", path.name)) for path in folder.iterdir()
-    ]
+    names = re.compile(r"([1-9][0-9]*)\.(json|part)")
+    found = [(path, names.fullmatch(path.name)) for path in folder.iterdir()]
     return [(path, int(match[1])) for path, match in found if match]
 
 
@@ -221,15 +220,8 @@ VERSION = 1
 
 
 class SequenceView(NamedTuple):
-    """A sequence of a pool.
-
-    Attributes:
-        name: the beginning of its uid.
-        tokens: its context length.
-        blocks: entries of its block tables, in all groups.
-        shared: those of them that other sequences hold too.
-        nbytes: bytes of the pages of all of them.
-    """
+    """A sequence of a pool: the beginning of its uid, its context length, the entries of its block
+    tables in all groups, those of them that other sequences hold too, and the bytes of all."""
 
     name: str
     tokens: int
@@ -240,13 +232,8 @@ class SequenceView(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolView:
-    """One pool.
-
-    Attributes:
-        number: unique within the process.
-        slabs: the group and the block map of each slab.
-        sequences: the largest sequences, the largest first.
-    """
+    """One pool, whose number is unique within the process, with the group and the block map of each
+    slab, and the largest sequences, the largest first."""
 
     name: str
     number: int
@@ -257,13 +244,8 @@ class PoolView:
 
 @dataclass(frozen=True)
 class ProcessView:
-    """All pools of one process.
-
-    Attributes:
-        time: seconds since 1970.
-        pools: in the order of their creation.
-        ranks: the memory of each process that computes the model with this one; empty if none does.
-    """
+    """All pools of one process, in the order of their creation, at a time in seconds since 1970.
+    `ranks` is the memory of each process that computes the model with this one, if any does."""
 
     pid: int
     command: str
@@ -274,14 +256,9 @@ class ProcessView:
     def as_dict(self) -> dict[str, Any]:
         """The JSON form that the module describes."""
         shared = {"ranks": [[rank, *memory] for rank, memory in self.ranks]} if self.ranks else {}
-        return {
-            "paged_kv": VERSION,
-            "pid": self.pid,
-            "command": self.command,
-            "time": self.time,
-            "pools": [_pool_as_dict(pool) for pool in self.pools],
-            **shared,
-        }
+        process = {"pid": self.pid, "command": self.command, "time": self.time}
+        pools = [_pool_as_dict(pool) for pool in self.pools]
+        return {"paged_kv": VERSION, **process, "pools": pools, **shared}
 
     @classmethod
     def from_dict(cls, content: Any) -> ProcessView:

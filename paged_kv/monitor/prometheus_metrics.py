@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paged_kv.allocator.allocator_stats import Column
-from paged_kv.monitor.processes import PoolView, ProcessView
+from paged_kv.monitor.processes import ProcessView
 from paged_kv.pool.stats import COLUMNS
 
 
@@ -29,21 +28,17 @@ class _Collector(Collector):
         self._pools = view.pools
 
     def collect(self) -> Iterator[Metric]:
+        labels = ["pool", "model"]
         for column in COLUMNS:
-            if column.metric is not None:
-                yield self._metric(column, f"paged_kv:{column.metric}")
-        yield self._blocks(["pool", "model"])
-
-    def _metric(self, column: Column, name: str) -> Metric:
-        family = CounterMetricFamily if column.is_counter else GaugeMetricFamily
-        labels = ["pool", "model", *([column.by] if column.by else [])]
-        metric = family(name, column.meaning, labels=labels)
-        for pool in self._pools:
-            for part, number in column.parts(pool.stats).items():
-                metric.add_metric([*_of(pool), *part], number)
-        return metric
-
-    def _blocks(self, labels: list[str]) -> Metric:
+            if column.metric is None:
+                continue
+            family = CounterMetricFamily if column.is_counter else GaugeMetricFamily
+            by = [*labels, column.by] if column.by else labels
+            metric = family(f"paged_kv:{column.metric}", column.meaning, labels=by)
+            for pool in self._pools:
+                for part, number in column.parts(pool.stats).items():
+                    metric.add_metric([str(pool.number), pool.name, *part], number)
+            yield metric
         blocks = GaugeMetricFamily(
             "paged_kv:kv_blocks", "Blocks by state and format", labels=[*labels, "state", "format"]
         )
@@ -54,9 +49,6 @@ class _Collector(Collector):
                 ("free", pool.stats.free_by_format),
             ):
                 for page_format, count in by_format.items():
-                    blocks.add_metric([*_of(pool), state, page_format], count)
-        return blocks
-
-
-def _of(pool: PoolView) -> list[str]:
-    return [str(pool.number), pool.name]
+                    labels = [str(pool.number), pool.name, state, page_format]
+                    blocks.add_metric(labels, count)
+        yield blocks

@@ -55,8 +55,7 @@ def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessV
 
 
 def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
-    """A view of a pool; None if it stays locked for `patience_s` seconds. The pool is locked only
-    while references are copied."""
+    """A view of a pool; None if it stays locked for `patience_s` seconds."""
     if not pool.lock.acquire(timeout=patience_s):
         return None
     try:
@@ -121,11 +120,7 @@ class Publisher:
         return self._thread is not None and self._thread.is_alive()
 
     def publish(self, path: Path) -> None:
-        """Write the present view to a file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the present view to a file."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self._view().as_dict()))
         part.replace(path)
@@ -142,18 +137,14 @@ class Publisher:
             return
         while not self._is_over:
             with suppress(OSError):  # the disk may be full, or the folder gone, for a while
-                self._answer(self._path)
+                # Empty from the start, so that whoever asks knows whom to wait for.
+                if not self._path.exists():
+                    make_runtime_folder(folder)
+                    self._path.touch()
+                if not is_later(self._path.stat(), last_question(folder)):
+                    self.publish(self._path)
             time.sleep(LOOK_S)
         self._path.unlink(missing_ok=True)
-
-    def _answer(self, path: Path) -> None:
-        """Answer the last question unless that was done. The file is there from the start, empty,
-        so that whoever asks knows whom to wait for."""
-        if not path.exists():
-            make_runtime_folder(path.parent)
-            path.touch()
-        if not is_later(path.stat(), last_question(path.parent)):
-            self.publish(path)
 
 
 def is_wanted() -> bool:

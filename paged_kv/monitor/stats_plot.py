@@ -35,14 +35,8 @@ _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "f
 
 
 class _History:
-    """What views of one process say over time.
-
-    Attributes:
-        title: the process.
-        seconds: since the first view.
-        stats: the sum of all pools at these seconds.
-        peak: the pools with their maps, when most bytes were active.
-    """
+    """What views of one process say over time: the sum of all pools, at seconds since the first
+    view, and the pools with their maps when most bytes were active."""
 
     def __init__(self, views: Iterable[ProcessView]) -> None:
         self.title = ""
@@ -54,17 +48,12 @@ class _History:
             began = view.time if began is None else began
             self.title = f"process {view.pid}: {view.command}"
             self.seconds.append(view.time - began)
-            self.stats.append(_total([pool.stats for pool in view.pools]))
+            pools = [pool.stats for pool in view.pools] or [no_stats()]
+            # Each pool has a budget of its own.
+            budget = sum(pool.bytes_budget for pool in pools)
+            self.stats.append(replace(sum(pools[1:], pools[0]), bytes_budget=budget))
             if self.stats[-1].bytes_active > most:
                 most, self.peak = self.stats[-1].bytes_active, view.pools
-
-
-def _total(pools: list[PoolStats]) -> PoolStats:
-    """The sum of several pools, each with a budget of its own."""
-    if not pools:
-        return no_stats()
-    budget = sum(pool.bytes_budget for pool in pools)
-    return replace(sum(pools[1:], pools[0]), bytes_budget=budget)
 
 
 def draw(views: Iterable[ProcessView], path: Path) -> None:
@@ -80,7 +69,24 @@ def draw(views: Iterable[ProcessView], path: Path) -> None:
     if not history.stats:
         raise ValueError("there is nothing to draw: the process has ended before its first sample")
     with rc_context({"svg.hashsalt": "paged_kv"}):
-        _save(_figure(history), path, history.title)
+        figure = Figure(figsize=(10, 8), layout="constrained")
+        blocks, losses, map_axes = figure.subplots(3, 1, height_ratios=(2, 2, 2))
+        figure.suptitle(history.title[:100], fontsize="medium")
+        _draw_blocks(history, blocks)
+        _draw_losses(history, losses)
+        _draw_map(history.peak, map_axes)
+        # No time of day: the same history makes the same file.
+        if path.suffix == ".html":
+            picture = io.StringIO()
+            figure.savefig(picture, format="svg", metadata={"Date": None})
+            _, tag, svg = picture.getvalue().partition("<svg")
+            path.write_text(
+                '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+                f"<title>{escape(history.title)}</title>\n<body>\n{tag}{svg}\n</body>\n</html>\n"
+            )
+        else:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, metadata=metadata, dpi=120)
 
 
 def require_drawable(path: Path) -> None:
@@ -91,25 +97,6 @@ def require_drawable(path: Path) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
-
-
-def _figure(history: _History) -> Figure:
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    blocks, losses, map_axes = figure.subplots(3, 1, height_ratios=(2, 2, 2))
-    figure.suptitle(history.title[:100], fontsize="medium")
-    _draw_blocks(history, blocks)
-    _draw_losses(history, losses)
-    _draw_map(history.peak, map_axes)
-    return figure
-
-
-def _save(figure: Figure, path: Path, title: str) -> None:
-    if path.suffix == ".html":
-        path.write_text(_page(figure, title))
-    else:
-        # No time of day: the same history makes the same file.
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata, dpi=120)
 
 
 def _draw_blocks(history: _History, axes: Any) -> None:
@@ -157,14 +144,3 @@ def _draw_map(pools: tuple[PoolView, ...], axes: Any) -> None:
     axes.set(xticks=[], yticks=[], title=f"Map at the peak, {unit} a cell, {blocks:,} in all")
     patches = [Patch(color=COLOURS[state], label=WORDS[state]) for state in STATES]
     axes.legend(handles=patches, **_BESIDE)
-
-
-def _page(figure: Figure, title: str) -> str:
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})
-    svg = picture.getvalue()
-    svg = svg[svg.index("<svg") :]
-    return (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f"<title>{escape(title)}</title>\n<body>\n{svg}\n</body>\n</html>\n"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from itertools import cycle
 
 from rich.columns import Columns
@@ -12,12 +12,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paged_kv.allocator.allocator_stats import Column, Unit
+from paged_kv.allocator.allocator_stats import Unit
 from paged_kv.allocator.block_allocator import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.checks import counted, format_size
 from paged_kv.monitor.processes import PoolView, ProcessView, SequenceView
 from paged_kv.pool.stats import COLUMNS, PoolStats, byte_rows
-from paged_kv.ranks import RankMemory
 
 # The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
@@ -33,23 +32,19 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
 def process_tables(view: ProcessView) -> RenderableType:
-    """The tables of all pools of a process."""
-    ranks = [ranks_table(view.ranks)] if view.pools and view.ranks else []
-    return Group(*_head(view), *map(pool_tables, view.pools), *ranks)
+    """The tables of all pools of a process, and the bytes of each process of its model."""
+    rows = [
+        (str(rank), *map(format_size, (memory.active, memory.mapped, memory.budget)))
+        for rank, memory in view.ranks
+    ]
+    ranks = _table(("\nrank", "\nin use", "\nmapped", "\nallowed"), rows)
+    tables = [*map(pool_tables, view.pools), *([ranks] if view.pools and rows else [])]
+    return Group(*_head(view), *tables)
 
 
 def _head(view: ProcessView) -> list[RenderableType]:
     head = Text(f"process {view.pid}: {view.command}", style="bold", overflow="ellipsis")
     return [head] if view.pools else [head, Text("no pool of pages yet")]
-
-
-def ranks_table(ranks: tuple[tuple[int, RankMemory], ...]) -> Table:
-    """The bytes of each process that computes the model."""
-    rows = [
-        (str(rank), *map(format_size, (memory.active, memory.mapped, memory.budget)))
-        for rank, memory in ranks
-    ]
-    return _table(("\nrank", "\nin use", "\nmapped", "\nallowed"), rows)
 
 
 def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -104,31 +99,18 @@ def blocks_table(stats: PoolStats) -> Table:
 
 def numbers(stats: PoolStats) -> RenderableType:
     """The other numbers, without those that are zero."""
-    known = [(column.label, _told(column, stats)) for column in _OTHERS]
-    told = [Text(f"{label} {number}") for label, number in known if number]
+    told = []
+    for column in _OTHERS:
+        parts = [(part, number) for part, number in column.parts(stats).items() if number]
+        words = [" ".join([_number(column.unit, number), *part]) for part, number in parts]
+        told += [Text(f"{column.label} {', '.join(words)}")] if words else []
     return Group(Text(""), Columns(told, equal=True, padding=(0, 3)))
 
 
-def _told(column: Column, stats: PoolStats) -> str:
-    """The entries that are not zero."""
-    told = [
-        " ".join([_number(column.unit, number), *part])
-        for part, number in column.parts(stats).items()
-        if number
-    ]
-    return ", ".join(told)
-
-
 def _number(unit: Unit, number: float) -> str:
-    match unit:
-        case Unit.HELD_BYTES | Unit.BYTES:
-            return format_size(int(number))
-        case Unit.SHARE:
-            return f"{number:.1%}"
-        case Unit.FACTOR:
-            return f"{number:.2f}"
-        case Unit.COUNT:
-            return f"{number:,}"
+    if unit in (Unit.HELD_BYTES, Unit.BYTES):
+        return format_size(int(number))
+    return format(number, {Unit.SHARE: ".1%", Unit.FACTOR: ".2f", Unit.COUNT: ","}[unit])
 
 
 def process_list(views: list[ProcessView]) -> Table:
@@ -162,12 +144,20 @@ def map_text(pool: PoolView, columns: int, lines: int) -> Text:
     while blocks > run * columns * max(1, lines - 2 * len(pool.slabs)) and run < blocks:
         run *= 2
     text = Text(f"map: {f'{run} blocks' if run > 1 else 'a block'} a mark\n", style="bold")
-    colours = _colours(pool)
+    # Also of formats that no slab has now.
+    names = dict.fromkeys(each.page_format for each in pool.stats.formats)
+    colours = dict(zip(names, cycle(_COLOURS), strict=False))
     for group in range(len(pool.stats.groups)):
         if len(pool.stats.groups) > 1:
             window = pool.stats.groups[group].window
             text.append(f"{'all tokens' if window is None else f'window {window:,}'}\n")
-        text.append_text(_wrapped(_cells(pool, group, run), columns, colours))
+        slabs = [slab for owner, slab in pool.slabs if owner == group]
+        cells = [(slab.page_format, state) for slab in slabs for state in coarse(slab, run)]
+        for at, (page_format, state) in enumerate(cells):
+            if at and not at % columns:
+                text.append("\n")
+            text.append(MARKS[state], style=_style(colours[page_format], state))
+        text.append("\n")
     for state, mark in MARKS.items():
         text.append(f"{mark} {WORDS[state]}  ")
     for name in dict.fromkeys(slab.page_format for _, slab in pool.slabs):
@@ -175,32 +165,11 @@ def map_text(pool: PoolView, columns: int, lines: int) -> Text:
     return text
 
 
-def _cells(pool: PoolView, group: int, run: int) -> Iterator[tuple[str, str]]:
-    for owner, slab in pool.slabs:
-        if owner == group:
-            yield from ((slab.page_format, state) for state in coarse(slab, run))
-
-
 def coarse(slab: SlabMap, run: int) -> list[str]:
     """The most frequent state of each run of blocks; the busier one of two that are equally
     frequent."""
     parts = [slab.states[at : at + run] for at in range(0, len(slab.states), run)]
     return [max((SHARED, USED, CACHED, FREE), key=Counter(part).__getitem__) for part in parts]
-
-
-def _colours(pool: PoolView) -> dict[str, str]:
-    """A colour for each page format of a pool, also for those that no slab has now."""
-    names = dict.fromkeys(each.page_format for each in pool.stats.formats)
-    return dict(zip(names, cycle(_COLOURS), strict=False))
-
-
-def _wrapped(cells: Iterator[tuple[str, str]], columns: int, colours: Mapping[str, str]) -> Text:
-    text = Text()
-    for number, (page_format, state) in enumerate(cells):
-        if number and not number % columns:
-            text.append("\n")
-        text.append(MARKS[state], style=_style(colours[page_format], state))
-    return text.append("\n")
 
 
 def _style(colour: str, state: str) -> str:
