@@ -91,15 +91,10 @@ _PROBE = [
 
 @dataclass(frozen=True)
 class TemplateRoles:
-    """Which roles a chat template takes, and where.
+    """Which roles a chat template takes, and where."""
 
-    Attributes:
-        form: changes a conversation that the template refuses; None if it takes all.
-        names_developer: whether it tells the messages of developers from those of the system.
-    """
-
-    form: Form | None
-    names_developer: bool
+    form: Form | None  # changes a conversation that the template refuses; None if it takes all
+    names_developer: bool  # whether it tells the messages of developers from those of the system
 
     def fitted(self, messages: Sequence[Any], names: Mapping[str, Any]) -> Messages:
         """A conversation as the template takes it; `names` are a request's own for the roles."""

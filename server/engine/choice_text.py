@@ -29,14 +29,9 @@ _UNFINISHED = "\ufffd"
 
 
 class LongLineDetokenizer(NaiveStreamingDetokenizer):
-    """Decodes the end of a long line only, where the text before it can no longer change.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """Decodes the end of a long line only, where the text before it can no longer change."""
 
     def add_token(self, token: int) -> None:
-        """See `StreamingDetokenizer`."""
         super().add_token(token)  # type: ignore[no-untyped-call]
         length = len(self._current_tokens)
         if length >= MOST_LINE_TOKENS and length.bit_count() == 1:
@@ -78,27 +73,17 @@ MOST_UNFINISHED_TOKENS = 64
 
 @dataclass
 class Delta:
-    """The part that a token adds to a choice.
+    """The part that a token adds to a choice."""
 
-    Attributes:
-        text: of the answer.
-        reasoning: of a model that thinks before it answers.
-        is_reasoning: whether the token is one of thoughts.
-        calls: the texts between the marks of tool calls that have ended.
-        open_call: what is written of the next one behind its mark; None if none has begun.
-        finish_reason: why the choice ends here, "stop" or "length"; None if it continues.
-        stop_text: the stop word before which it ends, if it does.
-        tokens: with log probabilities, if these were asked for: those of which any text is known to
-            be before a stop word. The end token has none.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    is_reasoning: bool = False
-    calls: list[str] = field(default_factory=list)
-    open_call: str | None = None
-    finish_reason: str | None = None
-    stop_text: str | None = None
+    text: str = ""  # of the answer
+    reasoning: str = ""  # of a model that thinks before it answers
+    is_reasoning: bool = False  # whether the token is one of thoughts
+    calls: list[str] = field(default_factory=list)  # the texts between the marks of ended ones
+    open_call: str | None = None  # what is written of the next one behind its mark
+    finish_reason: str | None = None  # "stop" or "length" if the choice ends here
+    stop_text: str | None = None  # the stop word before which it ends, if it does
+    # With log probabilities, if these were asked for: those of which any text is known to be before
+    # a stop word. The end token has none.
     tokens: list[Token] = field(default_factory=list)
 
 

@@ -38,37 +38,24 @@ class TopToken:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of a prompt.
-
-    Attributes:
-        logprob: its log probability behind those before it; None for the first token.
-        rank: 1 if no token was likelier.
-        top: the likeliest tokens in its place, the likeliest first.
-    """
+    """A token of a prompt."""
 
     token: int
-    logprob: float | None = None
-    rank: int | None = None
-    top: tuple[TopToken, ...] = ()
+    logprob: float | None = None  # behind those before it; None for the first token
+    rank: int | None = None  # 1 if no token was likelier
+    top: tuple[TopToken, ...] = ()  # the likeliest tokens in its place, the likeliest first
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as a model reads it.
+    """A prompt as a model reads it."""
 
-    Attributes:
-        tokens: of the whole prompt; not empty.
-        segments: the same tokens in parts; other prompts may share the end of each part.
-        initial_state: the kind of text that the model writes first: "normal" or "reasoning".
-        media: the images in it. Such a prompt is computed alone.
-        held: what clients ask to keep cached for some time.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # of the whole prompt; not empty
+    # The same tokens in parts; other prompts may share the end of each part.
     segments: list[list[int]]
-    initial_state: str = "normal"
-    media: PromptMedia | None = None
-    held: tuple[HeldPrompt, ...] = ()
+    initial_state: str = "normal"  # of the text that the model writes: or "reasoning"
+    media: PromptMedia | None = None  # the images in it. Such a prompt is computed alone.
+    held: tuple[HeldPrompt, ...] = ()  # what clients ask to keep cached for some time
 
     @property
     def cache_key(self) -> list[int]:
@@ -89,57 +76,36 @@ _numbers = count()
 
 @dataclass(eq=False)
 class Job:
-    """One prompt and the choices to generate for it. A request has one or several jobs.
-
-    Attributes:
-        request_id: of the HTTP request.
-        read: makes the prompt of the job for that model; may be slow.
-        arguments: mlx-lm's, within their bounds.
-        choices: how many continuations to generate.
-        first_choice: its number in the request.
-        salt: only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
-        channel: receives the events; None on ranks that have no clients.
-        prompt: the prompt, if the model was loaded when the job was made.
-        constraint: what each choice must fit; None for any text.
-        compiled: the grammar of the constraint, if it was compiled for the model.
-        priority: of waiting jobs, those with the lowest begin first.
-        asked_tokens: `max_tokens` as the request has it, or the default. In `arguments` it is
-            lowered to what fits.
-        ending: the tokens that end a choice.
-        prompt_logprobs: how many of the likeliest tokens to list for each token of the prompt, with
-            its log probability; None if these are not asked for.
-        session: that the prompt is part of.
-        stage: the generation thread sets it and the fields that follow.
-        cached_tokens: tokens of the prompt that hit a cached prefix.
-        scored: the prompt's tokens so far, if their log probabilities are asked for.
-        generated_tokens: of all choices.
-        speculation: counts the drafts of all choices.
-        number: names the job, on all ranks.
-    """
+    """One prompt and the choices to generate for it. A request has one or several jobs."""
 
     request_id: str
     model: ModelKey
-    read: Callable[[Job, LoadedModel], Prompt]
-    arguments: GenerationArguments
-    choices: int
-    first_choice: int
+    read: Callable[[Job, LoadedModel], Prompt]  # makes the prompt; may be slow
+    arguments: GenerationArguments  # mlx-lm's, within their bounds
+    choices: int  # how many continuations to generate
+    first_choice: int  # its number in the request
+    # Only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
     salt: Hashable
-    channel: Channel | None
-    prompt: Prompt | None = None
-    constraint: Constraint | CallConstraint | None = None
-    compiled: CompiledGrammar | None = None
-    priority: int = 0
+    channel: Channel | None  # receives the events; None on ranks that have no clients
+    prompt: Prompt | None = None  # None if the model was not loaded when the job was made
+    constraint: Constraint | CallConstraint | None = None  # what each choice must fit
+    compiled: CompiledGrammar | None = None  # of the constraint, if the model was loaded
+    priority: int = 0  # of waiting jobs, those with the lowest begin first
+    # `max_tokens` as the request has it, or the default. In `arguments` it is lowered to what fits.
     asked_tokens: int = 0
-    ending: Ending = field(default_factory=Ending)
+    ending: Ending = field(default_factory=Ending)  # the tokens that end a choice
+    # How many of the likeliest tokens to list for each token of the prompt, with its log
+    # probability; None if these are not asked for.
     prompt_logprobs: int | None = None
-    session: str | None = None
+    session: str | None = None  # that the prompt is part of
+    # The generation thread sets these.
     stage: Literal["waiting", "running"] = "waiting"
-    cached_tokens: int = 0
-    scored: list[ScoredToken] = field(default_factory=list)
-    generated_tokens: int = 0
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    cached_tokens: int = 0  # tokens of the prompt that hit a cached prefix
+    scored: list[ScoredToken] = field(default_factory=list)  # of the prompt, if asked for
+    generated_tokens: int = 0  # of all choices
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)  # of all choices
     since: float = field(default_factory=monotonic)
-    number: int = field(default_factory=_numbers.__next__)
+    number: int = field(default_factory=_numbers.__next__)  # names the job, on all ranks
 
     @property
     def numbers(self) -> range:
@@ -191,22 +157,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a choice.
+    """A token of a choice."""
 
-    Attributes:
-        choice: its number in the request.
-        logprob: log probability, if requested.
-        top: the likeliest tokens, the likeliest first, if requested.
-        finish_reason: "stop" or "length" if this is the last token.
-        is_text: whether it is one of the answer's text; not of thoughts, calls or their marks.
-    """
-
-    choice: int
+    choice: int  # its number in the request
     token: int
-    logprob: float | None = None
-    top: tuple[TopToken, ...] = ()
-    finish_reason: str | None = None
-    is_text: bool = True
+    logprob: float | None = None  # log probability, if requested
+    top: tuple[TopToken, ...] = ()  # the likeliest tokens, the likeliest first, if requested
+    finish_reason: str | None = None  # "stop" or "length" if this is the last token
+    is_text: bool = True  # one of the answer's text; not of thoughts, calls or their marks
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,19 +55,15 @@ _POWER = Path("/sys/class/power_supply")
 
 @dataclass(eq=False)
 class NextTurn:
-    """The turn that follows the answer to a request.
-
-    Attributes:
-        read: makes the tokens that the next prompt begins with; may be slow.
-        tokens: these, once they were read.
-    """
+    """The turn that follows the answer to a request."""
 
     request_id: str
     model: ModelKey
     salt: Hashable
     session: str | None
+    # Makes the tokens that the next prompt begins with; may be slow.
     read: Callable[[LoadedModel], list[int]]
-    tokens: list[int] | None = None
+    tokens: list[int] | None = None  # these, once they were read
 
 
 class _Prepared(NamedTuple):

@@ -56,45 +56,24 @@ _TEXT_ONLY = "this model takes no images: send text only"
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A description of the loaded model that other threads may read.
-
-    Attributes:
-        key: names it.
-        tokenizer: mlx-lm's.
-        processor: of images that mlx-lm's model reads; None for others.
-        prompts: makes the prompts of a model of mlx-vlm; None for others.
-        media_marks: the texts of the tokens that stand for images and sounds in prompts, by their
-            ids; empty for a model that reads none.
-        why_no_images: what a client is told that sends an image; None if the model takes them.
-        vocab_size: its token ids are less than this.
-        context_length: the most tokens that it was made for; None if its config does not say.
-        is_batchable: whether several sequences can run as a batch.
-        has_states: whether it has recurrent layers.
-        at_pages: whether prompts resume only after full pages, which are quantised, stored or
-            reproducible.
-        text_machine: separates reasoning and tool calls from text.
-        callless_machine: separates reasoning from text, for requests without tools.
-        roles: those that its chat template takes.
-        grammars: compiled for its tokenizer.
-        kept_tokens: of the parts of chats; None if its tokenizer needs them whole.
-    """
+    """A description of the loaded model that other threads may read."""
 
     key: ModelKey
-    tokenizer: Any
-    processor: Any
-    prompts: Any
-    media_marks: dict[int, str]
-    why_no_images: str | None
-    vocab_size: int
-    context_length: int | None
+    tokenizer: Any  # mlx-lm's
+    processor: Any  # of images that mlx-lm's model reads; None for others
+    prompts: Any  # makes the prompts of a model of mlx-vlm; None for others
+    media_marks: dict[int, str]  # texts of the tokens that stand for images and sounds, by id
+    why_no_images: str | None  # what a client is told that sends one; None if the model takes them
+    vocab_size: int  # its token ids are less than this
+    context_length: int | None  # None if its config does not say
     is_batchable: bool
-    has_states: bool
-    at_pages: bool
-    text_machine: TextStateMachine
-    callless_machine: TextStateMachine
+    has_states: bool  # of recurrent layers
+    at_pages: bool  # prompts resume only after full pages: quantised, stored or reproducible ones
+    text_machine: TextStateMachine  # separates reasoning and tool calls from text
+    callless_machine: TextStateMachine  # separates reasoning from text, for requests without tools
     roles: TemplateRoles
     grammars: ModelGrammars
-    kept_tokens: KeptTokens | None
+    kept_tokens: KeptTokens | None  # of the parts of chats; None if its tokenizer needs them whole
 
 
 class PagedModelProvider(ModelProvider):

@@ -128,23 +128,17 @@ _STEP_TOKENS = 2048
 
 @dataclass(eq=False)
 class _Fetch:
-    """A prompt whose pages are fetched.
-
-    Attributes:
-        keys: of entries that were read, which hold `tokens` tokens.
-        tier: where they came from.
-        seconds: how long reading them took.
-        is_cancelled: set when nobody waits any more.
-    """
+    """A prompt whose pages are fetched."""
 
     prompt: list[int]
     salt: Hashable
     wanted: Wanted
+    # Of entries that were read, which hold `tokens` tokens.
     keys: list[str] = field(default_factory=list)
     tokens: int = 0
-    tier: str = ""
-    seconds: float = 0.0
-    is_cancelled: Event = field(default_factory=Event)
+    tier: str = ""  # where they came from
+    seconds: float = 0.0  # how long reading them took
+    is_cancelled: Event = field(default_factory=Event)  # set when nobody waits any more
 
 
 class PromptFetcher:

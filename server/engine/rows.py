@@ -50,11 +50,6 @@ MOST_LOGITS = 1 << 26
 class PromptScores:
     """Scores the tokens of a job's prompt, part by part, into `job.scored`. Of each part the scores
     and the likeliest tokens are kept, and not the logits.
-
-    Args:
-        job: asks for them.
-        tokens: of the prompt.
-        vocab_size: of the model.
     """
 
     def __init__(self, job: Job, tokens: list[int], vocab_size: int) -> None:
@@ -76,11 +71,8 @@ class PromptScores:
         return logits
 
     def _score(self, logits: mx.array) -> None:
-        """Score the next tokens.
-
-        Args:
-            logits: [1, N, vocabulary], behind the last scored token and the N - 1 after it.
-        """
+        """Score the next tokens, of the logits [1, N, vocabulary] behind the last scored token and
+        the N - 1 after it."""
         scored, count = self._job.scored, self._job.prompt_logprobs or 0
         at = len(scored)
         _, length, vocab_size = logits.shape
@@ -92,12 +84,7 @@ class PromptScores:
         best = mx.argpartition(logprobs, kth=-max(1, count), axis=-1)[:, vocab_size - count :]
         values = mx.take_along_axis(logprobs, best, axis=-1)
         mx.eval(own, ranks, best, values)
-        lists: tuple[Any, ...] = (
-            own[:, 0].tolist(),
-            ranks.tolist(),
-            best.tolist(),
-            values.tolist(),
-        )
+        lists: list[Any] = [each.tolist() for each in (own[:, 0], ranks, best, values)]
         for token, logprob, rank, ids, logprobs_of_ids in zip(tokens, *lists, strict=True):
             top = sorted(map(TopToken, ids, logprobs_of_ids), key=lambda each: -each.logprob)
             scored.append(ScoredToken(token, logprob, rank, tuple(top)))
@@ -108,9 +95,7 @@ class ScoredPrompts(PromptProcessingBatch):
     steps of their own, with few enough tokens for their logits: a model computes no logits of a
     prompt that nobody asks for, and in a common step it would compute them of all.
 
-    Args:
-        stock: the batch whose place this takes.
-        scores: what scores a prompt, by uid; others are not scored.
+    It takes the place of the stock batch. `scores` has what scores a prompt by uid.
     """
 
     def __init__(
@@ -141,8 +126,7 @@ class ScoredPrompts(PromptProcessingBatch):
             part.model = partial(scores.step, self.model)
             part.prefill_step_size = min(self.prefill_step_size, scores.step_tokens)
         super(ScoredPrompts, part).prompt(tokens)
-        caches: list[Any] = part.prompt_cache
-        return caches
+        return list(part.prompt_cache)
 
 
 Happened = Iterator[tuple[Job, Event]]
@@ -150,19 +134,14 @@ Happened = Iterator[tuple[Job, Event]]
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One sequence of the batch.
-
-    Attributes:
-        number: of the choice, in the request.
-        followers: the sampling of the other choices, while they wait for this one's prompt.
-        scores: of the tokens of its prompt, if the job asks for them.
-    """
+    """One sequence of the batch."""
 
     job: Job
     prompt: Prompt
-    number: int
+    number: int  # of the choice, in the request
+    # The sampling of the other choices, while they wait for this one's prompt.
     followers: list[Sampling]
-    scores: PromptScores | None = None
+    scores: PromptScores | None = None  # of the tokens of its prompt, if the job asks for them
 
 
 class Rows:
@@ -171,9 +150,6 @@ class Rows:
     A job's prompt is computed for its first choice. The others fork it before its last token. A job
     waits in the batch's queue until it can begin. A job with images, or of a model whose caches
     cannot be batched, runs alone, and nothing is drafted for it.
-
-    Args:
-        provider: has loaded the model.
     """
 
     def __init__(self, provider: PagedModelProvider) -> None:
@@ -186,9 +162,8 @@ class Rows:
         self._reading: dict[int, PromptScores | None] = {}
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
         # The same request is to get the same answer, with a seed or without.
-        self._samplers = Samplers(
-            loaded.tokenizer, loaded.vocab_size, 0 if options.cache.reproducible else None
-        )
+        seed = 0 if options.cache.reproducible else None
+        self._samplers = Samplers(loaded.tokenizer, loaded.vocab_size, seed)
         sizes: dict[str, Any] = {
             "completion_batch_size": options.decode_concurrency,
             "prefill_batch_size": min(options.prompt_concurrency, options.decode_concurrency),
@@ -231,9 +206,8 @@ class Rows:
         if grammars := self._begun_grammars(job, prompt):
             self._grammars[job] = grammars
         for number, sampling in enumerate(samplings):
-            sampling.processors.extend(
-                [*later, *map(GrammarProcessor, grammars[number : number + 1])]
-            )
+            followed = grammars[number : number + 1]
+            sampling.processors.extend([*later, *map(GrammarProcessor, followed)])
         if self._is_alone(prompt):
             self._single = SingleRow(self._provider, job, prompt, samplings)
             return
@@ -271,11 +245,8 @@ class Rows:
             else:
                 self._single.dropped.add(number)
             return
-        uids = [
-            uid
-            for uid, row in self._rows.items()
-            if row.job is job and number in (None, row.number)
-        ]
+        own = [(uid, row) for uid, row in self._rows.items() if row.job is job]
+        uids = [uid for uid, row in own if number in (None, row.number)]
         caches = self._generator.remove(uids, return_prompt_caches=True)
         for uid in uids:
             row = self._rows.pop(uid)
@@ -339,8 +310,12 @@ class Rows:
         for response in sampled:
             yield from self._note_sampled(response)
         while self._failed:
+            # There is no memory for a choice, and the generator has removed it.
             uid, _ = self._failed.popitem()
-            yield from self._note_failed(uid)
+            if (row := self._rows.pop(uid, None)) is not None:  # not dropped since
+                self._reading.pop(uid, None)
+                self.drop(row.job)
+                yield row.job, Failed(no_memory())
 
     def _insert(
         self,
@@ -365,8 +340,7 @@ class Rows:
         if row.scores is not None:
             # What is cached has no logits: the prompt finds only what it has computed itself.
             salt = Unstored(("scored", job.number))
-        begun = partial(self._record_begun, uid)
-        keep = partial(self._keep, row)
+        begun, keep = partial(self._record_begun, uid), partial(self._keep, row)
         request = Request(job.priority, first, salt, job.session, job.since, begun, keep)
         self._preemption.requests[uid] = request
         self._rows[uid] = row
@@ -374,7 +348,6 @@ class Rows:
         return int(uid)
 
     def _record_begun(self, uid: int, cached: int) -> None:
-        """Note that a job begins with so many tokens of its prompt cached."""
         row = self._rows[uid]
         hold(self._provider.reuse, row.prompt, row.job.salt)
         row.job.cached_tokens = cached
@@ -423,15 +396,6 @@ class Rows:
         yield row.job, as_token(row.job, row.number, response.token, response.logprobs, reason)
         if reason is not None:
             del self._rows[response.uid]
-
-    def _note_failed(self, uid: int) -> Happened:
-        """End the job of a choice that there is no memory for, and that the generator has removed;
-        unless it was dropped since."""
-        row = self._rows.pop(uid, None)
-        if row is not None:
-            self._reading.pop(uid, None)
-            self.drop(row.job)
-            yield row.job, Failed(no_memory())
 
     def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
         self._provider.reuse.insert(tokens, cache, row.job.salt, row.job.session)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock, Thread
 from typing import Any
 
@@ -88,15 +87,11 @@ class RandomSampler:
 
 
 class Samplers:
-    """Makes the samplings of jobs for one model.
+    """Makes the samplings of jobs for one model. mlx-lm samples all sequences of a batch with the
+    same sampler in one call, so jobs with equal options share a sampler.
 
     Args:
-        tokenizer: mlx-lm's.
-        vocab_size: the number of the model's logits.
         default_seed: of requests that give none; None for MLX's global random numbers.
-
-    mlx-lm samples all sequences of a batch with the same sampler in one call, so jobs with equal
-    options share a sampler.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, default_seed: int | None = None) -> None:
@@ -106,11 +101,7 @@ class Samplers:
         self._known: dict[Any, Sampler] = {}
 
     def of(self, arguments: GenerationArguments, choices: int) -> list[Sampling]:
-        """One sampling for each choice.
-
-        Raises:
-            APIError: 400, the options do not work.
-        """
+        """One sampling for each choice; raises APIError 400 if the options do not work."""
         try:
             processors = logits_processors(arguments)
             samplers = [self._sampler(arguments, number) for number in range(choices)]
@@ -177,18 +168,12 @@ def model_constraint(
 
 
 class ModelGrammars:
-    """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it.
-
-    Args:
-        tokenizer: mlx-lm's.
-        vocab_size: the number of the model's logits.
-    """
+    """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
-        self._vocabulary_lock = Lock()
         self._lock = Lock()
         self._known: LRU[Grammar, Future[CompiledGrammar]] = LRU(
             _MOST_CHARACTERS, lambda grammar, _: max(len(grammar.text), _LEAST_COUNTED)
@@ -202,36 +187,37 @@ class ModelGrammars:
             APIError: 400, it does not compile, or the extra `structured` is not installed.
         """
         grammar = constraint.grammar
-        with self._lock:
-            future, is_new = self._known.use(grammar), grammar not in self._known
-            if future is None:
-                future = self._known[grammar] = Future()
-        if is_new:
-            self._compile(grammar, future)
         try:
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+                future, is_new = self._known.use(grammar), grammar not in self._known
+                if future is None:
+                    future = self._known[grammar] = Future()
+            if is_new:
+                self._compile(grammar, self._vocabulary, future)
             return future.result()
         except ValueError as error:
             raise wrong_value(f"{constraint.field}: {error}", constraint.field) from error
 
     def begin_compiling(self, constraint: Constraint) -> None:
         """Compile a grammar on a thread, so that it is there when a request begins."""
-        work = partial(self._prepared, constraint)
-        Thread(target=work, name="paged-kv-grammar", daemon=True).start()
 
-    def _prepared(self, constraint: Constraint) -> None:
-        with suppress(APIError):  # which the request gets when it begins
-            self.compiled(constraint)
+        def compile_it() -> None:
+            with suppress(APIError):  # which the request gets when it begins
+                self.compiled(constraint)
+
+        Thread(target=compile_it, name="paged-kv-grammar", daemon=True).start()
 
     def made(self, compiled: CompiledGrammar) -> bool:
         """Whether a grammar was compiled for this tokenizer."""
         return self._vocabulary is not None and compiled.tokens is self._vocabulary.tokens
 
-    def _compile(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
+    def _compile(
+        self, grammar: Grammar, vocabulary: Vocabulary, future: Future[CompiledGrammar]
+    ) -> None:
         try:
-            with self._vocabulary_lock:
-                if self._vocabulary is None:
-                    self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
-            future.set_result(self._vocabulary.compiled(grammar))
+            future.set_result(vocabulary.compiled(grammar))
         except BaseException as error:
             with self._lock:
                 self._known.pop(grammar, None)
@@ -240,20 +226,13 @@ class ModelGrammars:
 
 @dataclass(frozen=True)
 class Ending:
-    """The tokens that end the choices of a job.
+    """The tokens that end the choices of a job."""
 
-    Attributes:
-        stop_token_ids: tokens that end a choice beside the model's end tokens.
-        ignores_end: whether the model's end tokens end nothing.
-        min_tokens: no choice ends by a token or a stop text among so many first ones.
-    """
-
-    stop_token_ids: tuple[int, ...] = ()
-    ignores_end: bool = False
-    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a choice beside the model's end tokens
+    ignores_end: bool = False  # whether the model's end tokens end nothing
+    min_tokens: int = 0  # no choice ends by a token or a stop text among so many first ones
 
     def tokens(self, tokenizer: Any) -> list[int]:
-        """The ids of the tokens that end a choice."""
         own = () if self.ignores_end else tokenizer.eos_token_ids
         return sorted({*self.stop_token_ids, *own})
 

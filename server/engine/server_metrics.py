@@ -46,32 +46,19 @@ class Histogram:
 
 @dataclass
 class ServerMetrics:
-    """The metrics of one server.
+    """The metrics of one server."""
 
-    Attributes:
-        prompt_tokens: of jobs that began.
-        cached_tokens: those of them that hit a cached prefix.
-        prepared_tokens: tokens of next turns that were computed before they were asked for.
-        prepared_found: those of them that later prompts have found.
-        prepared_unused: those that were computed for nothing.
-        answered: requests by the status of the answer.
-        refused: requests answered with 503, or whose stream ended with such an error.
-        finished: choices by finish reason; "abort" if the client left.
-        first_token: time to a request's first token.
-        output_token: mean time between the tokens of a choice.
-        whole_request: time until a request's last token.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: int = 0  # of jobs that began
+    cached_tokens: int = 0  # those of them that hit a cached prefix
     generation_tokens: int = 0
-    prepared_tokens: int = 0
-    prepared_found: int = 0
-    prepared_unused: int = 0
-    answered: Counter[int] = field(default_factory=Counter)
-    refused: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
+    prepared_tokens: int = 0  # tokens of next turns that were computed before they were asked for
+    prepared_found: int = 0  # those of them that later prompts have found
+    prepared_unused: int = 0  # those that were computed for nothing
+    answered: Counter[int] = field(default_factory=Counter)  # requests by the status of the answer
+    refused: int = 0  # requests answered with 503, or whose stream ended with such an error
+    finished: Counter[str] = field(default_factory=Counter)  # choices; "abort" if the client left
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    # Of each choice, the mean between its tokens.
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
 

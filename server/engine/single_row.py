@@ -22,18 +22,13 @@ from paged_kv.server.http.api_errors import wrong_value
 
 
 class PromptStart(NamedTuple):
-    """Where the computation of a prompt begins.
+    """Where the computation of a prompt begins."""
 
-    Attributes:
-        model: computes the prompt's steps: the loaded model, or `PromptSteps`.
-        cache: holds the first `cached` tokens.
-        ends: of the parts of the prompt that other prompts may share: a step ends at each.
-    """
-
+    # Computes the prompt's steps: the loaded model, or `PromptSteps`.
     model: Callable[..., mx.array]
-    cache: list[Any]
+    cache: list[Any]  # holds the first `cached` tokens
     cached: int
-    ends: list[int]
+    ends: list[int]  # of the parts of the prompt that other prompts may share: a step ends at each
 
     def steps(self, tokens: list[int], most: int, *, can_repeat: bool) -> Iterator[int]:
         """Compute a prompt up to the last of the ends; yields the end of each step.

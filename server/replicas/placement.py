@@ -37,15 +37,10 @@ CUT_SHARE = 16
 
 @dataclass(frozen=True)
 class Trail:
-    """The beginnings of a prompt, by which replicas that know them are found.
+    """The beginnings of a prompt, by which replicas that know them are found."""
 
-    Attributes:
-        digests: of the beginnings that end at `cuts`, the shortest first.
-        length: of the whole prompt in bytes of JSON, of which a token takes about four.
-    """
-
-    digests: tuple[int, ...] = ()
-    length: int = 0
+    digests: tuple[int, ...] = ()  # of the beginnings that end at `cuts`, the shortest first
+    length: int = 0  # of the whole prompt in bytes of JSON, of which a token takes about four
 
 
 @dataclass(eq=False)
@@ -59,19 +54,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A request of HTTP.
-
-    Attributes:
-        place: the replica that alone can answer it, as it keeps the response that is asked for;
-            empty for any.
-        avoided: replicas that have refused it.
-    """
+    """A request of HTTP."""
 
     scope: Scope
     body: bytes
     trail: Trail = Trail()
+    # The replica that alone can answer it, as it keeps the response that is asked for; empty for
+    # any.
     place: str = ""
-    avoided: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()  # replicas that have refused it
     progress: Progress = field(default_factory=Progress, compare=False)
 
 
@@ -156,15 +147,10 @@ MOST_BEGINNINGS = 1 << 17
 
 @dataclass(slots=True)
 class Beginning:
-    """What is known of a beginning.
+    """What is known of a beginning."""
 
-    Attributes:
-        replicas: those that have computed it.
-        continuations: in how many ways prompts went on, up to the next cut.
-    """
-
-    replicas: tuple[str, ...] = ()
-    continuations: int = 0
+    replicas: tuple[str, ...] = ()  # those that have computed it
+    continuations: int = 0  # in how many ways prompts went on, up to the next cut
 
 
 @dataclass(frozen=True)
