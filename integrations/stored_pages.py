@@ -89,10 +89,10 @@ def unpack(notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
 
 def _name_of(state: Any) -> str | None:
     """The name of a state's class in files; None of a class that is not known."""
-    kind: type = type(state)
-    if _CLASSES.get(kind.__name__) is kind:
-        return kind.__name__
-    is_vlms = (kind.__module__, kind.__name__) == (_VLM_MODULE, "ArraysCache")
+    module, name = type(state).__module__, type(state).__name__
+    if _CLASSES.get(name) is type(state):
+        return name
+    is_vlms = (module, name) == (_VLM_MODULE, "ArraysCache")
     return _VLM_ARRAYS if is_vlms else None
 
 
