@@ -260,12 +260,6 @@ class PrefixCache:
         """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
 
-    def can_resume(self, node: Node, end: int) -> bool:
-        """Whether layers with pages can resume after the first `end` tokens of a node: not within a
-        quantised page, and within none that must be computed in one piece."""
-        is_whole = self.pool.is_reproducible or self._is_quantised(node)
-        return end == PAGE_SIZE or not is_whole
-
     def shared_groups(self) -> list[LayerGroup]:
         """The groups without a window: their sequences hold all their tokens."""
         return [group for group in self.pool.reclaimer.open_groups() if group.window is None]
@@ -366,34 +360,32 @@ class PrefixCache:
         return _Start(0, {})
 
     def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
-        """Positions to resume from, the longest first."""
+        """Positions to resume from, the longest first, with the snapshot there if the model needs
+        one."""
         for page in reversed(range(len(match.nodes))):
             node, begin = match.nodes[page], page * PAGE_SIZE
-            for end, snapshot in self._ends(node, min(match.num_tokens - begin, PAGE_SIZE)):
-                if self.can_resume(node, end):
+            tokens = min(match.num_tokens - begin, PAGE_SIZE)
+            ends: list[tuple[int, Snapshot | None]] = [
+                (tokens - tokens % self.pool.group_tokens, None)
+            ]
+            if self.has_states:
+                ends = [each for each in reversed(live_snapshots(node)) if each[0] <= tokens]
+            for end, snapshot in ends:
+                if end and self._can_resume(node, end):
                     yield begin + end, snapshot
 
-    def _ends(self, node: Node, tokens: int) -> Iterator[tuple[int, Snapshot | None]]:
-        """The numbers of a node's tokens, of its first `tokens`, after which all layers without
-        pages can resume, the longest first: where a snapshot was taken if the model needs one."""
-        if not self.has_states:
-            end = tokens - tokens % self.pool.group_tokens
-            if end:
-                yield end, None
-            return
-        for end, snapshot in reversed(live_snapshots(node)):
-            if end <= tokens:
-                yield end, snapshot
-
-    def _is_quantised(self, node: Node) -> bool:
-        """Whether any layer's page has not 16 bits, or loses them with the next step of a sequence
-        that fills it: memory was too short when it was inserted."""
-        return any(
+    def _can_resume(self, node: Node, end: int) -> bool:
+        """Whether layers with pages can resume after the first `end` tokens of a node: not within a
+        page that must be computed in one piece, nor within one of which any layer's has not 16
+        bits, or loses them with the next step of a sequence that fills it: memory was too short
+        when it was inserted."""
+        is_whole = self.pool.is_reproducible or any(
             group.allocator.format_of(node.blocks[group.allocator]).name != FP16.name
             or (group.recodes and len(node.tokens) == PAGE_SIZE)
             for group in self.shared_groups()
             if group.allocator in node.blocks
         )
+        return end == PAGE_SIZE or not is_whole
 
     def _is_in_use(self, node: Node) -> bool:
         """Whether a sequence holds a node's page, in all layers without a window."""
