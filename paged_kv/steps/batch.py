@@ -173,6 +173,7 @@ class Batch:
                 group.add_formats(page_format, page_format.first)
             for sequence in others:
                 sequence.commit()
+            for sequence in others:
                 sequence.begin_conversion(page_format)
             for group in open_groups:
                 for each in dict.fromkeys((page_format, page_format.first)):

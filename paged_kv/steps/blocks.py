@@ -61,8 +61,7 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
     """Recode full pages, and reserve blocks in all open groups for the tokens of a step; give back
     a little of the memory that is no longer needed.
 
-    Returns the blocks beside the block tables, to be held until the step is over. A model that asks
-    for masks first can be stopped here, before any of its layers has changed anything.
+    Returns the blocks beside the block tables, to be held until the step is over.
 
     Raises:
         PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already. It

@@ -81,11 +81,7 @@ class Read(Protocol):
 
 
 class FollowedArray(mx.array):
-    """An array that remembers what it was made of.
-
-    Attributes:
-        is_changed: whether the array was changed in place, and holds other numbers now.
-    """
+    """An array that remembers what it was made of, until it is changed in place."""
 
     is_changed = False
 
@@ -109,7 +105,6 @@ class ReadArray(FollowedArray):
     """An array that stands for numbers of a read of pages.
 
     Attributes:
-        read: the read.
         holds_values: whether these are the values of the pages, perhaps with another axis.
         is_as_held: whether it has the dtype and the heads of the pages.
     """
@@ -166,10 +161,7 @@ class PositionScores(ReadArray):
 
 class TokenIndices(FollowedArray):
     """Indices of tokens, [B, heads, K, dim], that are equal for all numbers of a token and head.
-
-    Attributes:
-        tokens: those of the first head, [B, K].
-    """
+    `tokens` are those of the first head, [B, K]."""
 
     tokens: mx.array
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, filled_key
+from paged_kv.kernels.pages.attention_metadata import filled_key
 from paged_kv.kernels.pages.backend import StepRecorder
 from paged_kv.kernels.pages.choice import exceeds, exceeds_key
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
@@ -22,7 +22,6 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.layer_kinds import Window
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.metadata import PagedMask, step_mask
 from paged_kv.steps.progress import Progress
@@ -199,8 +198,7 @@ class RecordedStep:
         Raises:
             NotRecordable: the model asked for an array.
         """
-        window = self._step.pool.windows.get(layer)
-        rows = _in_window(self._step.rows, window)
+        rows, window = self._step.rows, self._step.pool.windows.get(layer)
         mask = step_mask(rows, 1, window, return_array=return_array, window_size=window_size)
         if not isinstance(mask, PagedMask):
             return None
@@ -267,14 +265,6 @@ class _RecordedRead(PagedRead):
         raise NotRecordable("it chooses tokens, which are gathered")
 
 
-def _in_window(rows: list[StepRow], window: Window | None) -> list[StepRow]:
-    """The rows for a window, of any numbers: a ring's blocks are those of the step's own."""
-    if window is None:
-        return rows
-    blocks: Any = _AnyBlocks()
-    return [row._replace(sequence=blocks) for row in rows]
-
-
 class _AnyBlocks:
     """In the place of a sequence and of its table: a recorded step has its blocks in arrays."""
 
@@ -289,8 +279,11 @@ def _recorded(
     recordable: RecordableStep, group: LayerGroup, rows: list[StepRow], tables: Tables
 ) -> GroupStep:
     """A group's part of a step whose tables are those."""
-    group_step = GroupStep(group, _in_window(rows, group.window), 1, read_first=False)
-    metadata: AttentionMetadata = group_step.metadata
+    if group.window is not None:
+        blocks: Any = _AnyBlocks()  # a ring's are those of the step's own
+        rows = [row._replace(sequence=blocks) for row in rows]
+    group_step = GroupStep(group, rows, 1, read_first=False)
+    metadata = group_step.metadata
     # Pages that it fills are summarised after it, and what it leaves out is counted then.
     metadata.memo.update({TABLES: tables, WRITABLE: True, filled_key(1): []})
     if group.read_tokens is not None:

@@ -40,13 +40,6 @@ class OpenStep(Protocol):
     waiting: set[int]
 
 
-class _Before(NamedTuple):
-    """What a sequence had before its current step."""
-
-    inputs: Mapping[tuple[int, str], GroupInputs]
-    unwritten: dict[int, UnwrittenStep]
-
-
 @dataclass(frozen=True, eq=False)
 class BatchStates:
     """The caches without pages of a batch, as they were after a step."""
@@ -151,7 +144,8 @@ class Sequence:
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self._step: weakref.ref[OpenStep] | None = None
-        self._before: _Before
+        # `inputs` and `unwritten` before the current step.
+        self._before: tuple[Mapping[tuple[int, str], GroupInputs], dict[int, UnwrittenStep]]
         self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks = LayerwiseSequences()
         weakref.finalize(self, _drop_tables, self.tables).atexit = False
@@ -220,7 +214,7 @@ class Sequence:
         if row.after.tokens > row.before.tokens:
             self._forks.clear()
         self._step = weakref.ref(step)
-        self._before = _Before(self.layers.inputs, self.unwritten)
+        self._before = self.layers.inputs, self.unwritten
         self.layers.step = StepProgress(step.layers, step.waiting, row.after)
 
     def close_step(self) -> None:
@@ -236,26 +230,22 @@ class Sequence:
         one. `shrink` then gives back its blocks."""
         if self._step is None or self._step() is not step:
             return False
-        before = self._before
-        self._record_overwritten(before)
-        self.layers.inputs = before.inputs
+        self.layers.inputs, unwritten = self._before
+        self._record_overwritten(unwritten)
         self.layers.step = None
         self.close_step()
         self.canonical_tokens = min(self.canonical_tokens, self.length)
         self.prompt_states = None
         # An earlier step that was written to its ring since then stays so.
-        self.unwritten = {
-            layer: each
-            for layer, each in self.unwritten.items()
-            if before.unwritten.get(layer) is each
-        }
+        kept = self.unwritten.items()
+        self.unwritten = {layer: each for layer, each in kept if unwritten.get(layer) is each}
         return True
 
-    def _record_overwritten(self, before: _Before) -> None:
+    def _record_overwritten(self, before: Mapping[int, UnwrittenStep]) -> None:
         """Record what the current step has written over in rings: no undo brings it back."""
         for layer in self.pool.windows:
             tokens = self.layers.settled[layer].tokens
-            is_unwritten = self.unwritten.get(layer) not in (None, before.unwritten.get(layer))
+            is_unwritten = self.unwritten.get(layer) not in (None, before.get(layer))
             if 0 < tokens < self.progress(layer).tokens and not is_unwritten:
                 group = self.pool.group_of(layer)
                 self.layers.record_trim(group, self.layers.written(group))
