@@ -142,7 +142,6 @@ class BoundSlabs:
         return [*handles[: self.count], layouts]
 
     def with_handles(self, handles: list[mx.array]) -> BoundSlabs:
-        """The same with other handles."""
         *slabs, layouts = handles
         spare = MAX_SLABS - len(slabs)
         return BoundSlabs((*slabs, *slabs[:1] * spare, layouts), self.kind, self.count)
@@ -192,7 +191,6 @@ def _fields(layout: PageLayout) -> list[int]:
 
 
 def _encodings(layout: PageLayout) -> tuple[Encoding, Encoding]:
-    """The encodings of keys and of values."""
     page_format, geometry = layout.page_format, layout.geometry
     keys = page_format.keys.encoding(geometry.k_dtype)
     return keys, page_format.values.encoding(geometry.v_dtype)

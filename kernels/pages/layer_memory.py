@@ -85,7 +85,6 @@ class LayerMemory:
         return PageLayout(page_format, self.geometry).page_bytes
 
     def layout_of(self, entry: int) -> PageLayout:
-        """The layout of a page."""
         return self.slabs[entry // self.slab_stride].layout
 
     def require_writable(self, metadata: AttentionMetadata, count: int) -> None:

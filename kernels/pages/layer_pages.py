@@ -74,7 +74,6 @@ class LayerPages(LayerMemory):
 
     @property
     def unwritten(self) -> Unwritten | tuple[()]:
-        """The keys and values of the unwritten step."""
         return () if self._unwritten is None else self._unwritten.step
 
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:

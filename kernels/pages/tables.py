@@ -105,7 +105,6 @@ class Tables:
         return [self.array] if self.groups is None else [self.array, self.groups.array]
 
     def with_arrays(self, arrays: Iterator[mx.array]) -> "Tables":
-        """The same with other arrays."""
         array = next(arrays)
         if self.groups is None:
             return replace(self, array=array)

@@ -65,7 +65,6 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences of the batch."""
         return self.batch.sequences
 
     @property
@@ -110,7 +109,6 @@ class PagedKVCache:
         return arrays
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """Begin a step with these tokens."""
         batch = self.batch
         if keys.shape[0] > 1 == len(batch.sequences) and self.empty():
             # A new prompt cache takes a batch of any size.

@@ -265,7 +265,6 @@ class PrefixCache:
         return [group for group in self.pool.reclaimer.open_groups() if group.window is None]
 
     def window_groups(self) -> list[LayerGroup]:
-        """The groups with a window."""
         return [group for group in self.pool.reclaimer.open_groups() if group.window is not None]
 
     def _forgotten(self, blocks: int) -> int:
@@ -310,7 +309,6 @@ class PrefixCache:
         return nbytes / self.pool.budget.max_bytes + states / max(1, self.snapshots.max_bytes)
 
     def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
-        """Let a new sequence hold a match up to `start`."""
         held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
         for group in self.shared_groups():
             blocks = [node.blocks[group.allocator] for node in held]

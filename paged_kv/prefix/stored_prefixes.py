@@ -191,7 +191,6 @@ class StoredPrefixes:
         return held
 
     def _wanted(self, root: Link, tokens: abc.Sequence[int], held: int, known: int) -> Wanted:
-        """What to look up of a prompt."""
         has_states = self._prefixes.has_states
         windows = [(group, group.window) for group in self._pool.reclaimer.open_groups()]
         return Wanted(
@@ -229,7 +228,6 @@ class StoredPrefixes:
         return path
 
     def _parts(self, link: Link, node: Node) -> Iterator[_Part]:
-        """What a cached block has to be stored."""
         for group in self._pool.reclaimer.open_groups():
             block = _full_page(group, node)
             if block is not None:

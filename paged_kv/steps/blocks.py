@@ -50,8 +50,6 @@ class Scratch(dict[LayerGroup, dict[str, BlockTable]]):
 
 
 class SequenceWrite(NamedTuple):
-    """A coming write of a sequence's tokens in a group."""
-
     group: LayerGroup
     sequence: Sequence
     write: Write
@@ -210,7 +208,6 @@ def common_len(sequence: Sequence, group: LayerGroup) -> int:
 
 
 def _unrecoded(writes: list[SequenceWrite], name: str) -> set[int]:
-    """The blocks that are to be recoded to that format."""
     blocks: set[int] = set()
     for group, sequence, write in writes:
         written = min(write.start, common_len(sequence, group))

@@ -235,7 +235,6 @@ class LayerProgress:
         return self.longest() if self.settled else self.states_len
 
     def of(self, layer: int) -> Progress:
-        """The progress of one layer."""
         step = self.step
         if step is not None and layer in step.layers and layer not in step.waiting:
             return step.after
@@ -255,7 +254,6 @@ class LayerProgress:
         return frozenset([at for at, place in enumerate(places) if place == places[layer]])
 
     def set(self, layer: int, progress: Progress) -> None:
-        """Change how far one layer is."""
         self.settle()
         self.settled[layer] = progress
 
@@ -291,7 +289,6 @@ class LayerProgress:
         }
 
     def most_to_trim(self) -> int:
-        """The most tokens that can be trimmed."""
         windows, rows, length = self.pool.windows, self.pool.rows, self.length
         in_rings = [self.of(each).tokens - self._shortest_of_ring(each) for each in windows]
         in_rows = [length - self._shortest_of_rows(each) for each in rows]

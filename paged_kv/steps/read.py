@@ -329,7 +329,6 @@ class DependentArray(ReadArray):
 def depending(
     array: PagedKeys | PagedValues | DependentArray, dependencies: Iterable[mx.array]
 ) -> DependentArray:
-    """Keys or values that depend on these arrays too."""
     added = tuple(dependencies)
     result = DependentArray(mx.depends(mx.array(array), list(added)))
     earlier = array.dependencies if isinstance(array, DependentArray) else ()

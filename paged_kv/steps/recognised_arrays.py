@@ -33,9 +33,8 @@ attention uses keys and values, the model gets placeholders, which cannot be com
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import cache
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import mlx.core as mx
 
@@ -180,15 +179,8 @@ class TokenIndices(FollowedArray):
         return indices
 
 
-class Made(Enum):
-    """The latest operation on scores."""
-
-    PRODUCT = auto()
-    QUOTIENT = auto()
-    TANH = auto()
-    CAPPED = auto()
-    MASKED = auto()
-    WEIGHTS = auto()
+Made = Literal["product", "quotient", "tanh", "capped", "masked", "weights"]
+"""The latest operation on scores."""
 
 
 class GroupedArray(ReadArray):
@@ -225,24 +217,24 @@ class AttentionScores(ReadArray):
     """
 
     queries: mx.array
-    made = Made.PRODUCT
+    made: Made = "product"
     softcap: float
     mask: mx.array | None = None
     lowest: Any = None
 
     def __truediv__(self, divisor: Any) -> mx.array:
         quotient: mx.array = super().__truediv__(divisor)
-        if self._is(Made.PRODUCT) and isinstance(divisor, int | float) and divisor > 0:
-            return self._followed_by(quotient, Made.QUOTIENT, softcap=divisor)
+        if self._is("product") and isinstance(divisor, int | float) and divisor > 0:
+            return self._followed_by(quotient, "quotient", softcap=divisor)
         return quotient
 
     def tanh(self, result: mx.array) -> mx.array:
         """`result`, which is mx.tanh(self), as scores if these were divided by a softcap."""
-        return self._followed_by(result, Made.TANH) if self._is(Made.QUOTIENT) else result
+        return self._followed_by(result, "tanh") if self._is("quotient") else result
 
     def __mul__(self, factor: Any) -> mx.array:
         product: mx.array = super().__mul__(factor)
-        return self._followed_by(product, Made.CAPPED) if self._is_capped_by(factor) else product
+        return self._followed_by(product, "capped") if self._is_capped_by(factor) else product
 
     __rmul__ = __mul__
 
@@ -250,25 +242,25 @@ class AttentionScores(ReadArray):
         is_capped = self._is_capped_by(factor)
         super().__imul__(factor)
         if is_capped:
-            self.made, self.is_changed = Made.CAPPED, False
+            self.made, self.is_changed = "capped", False
         return self
 
     def masked(self, mask: Any, lowest: Any) -> mx.array:
         """mx.where(mask, self, lowest), where a mask [B, 1, S, T] is of all groups of heads."""
         result = mx.where(self._by_group(mask), mx.array(self), lowest)
-        if self._is(Made.CAPPED) and hides(mask, lowest, self.dtype):
-            return self._followed_by(result, Made.MASKED, mask=mask, lowest=lowest)
+        if self._is("capped") and hides(mask, lowest, self.dtype):
+            return self._followed_by(result, "masked", mask=mask, lowest=lowest)
         return result
 
     def softmax(self, result: mx.array, axis: Any) -> mx.array:
         """`result`, which is mx.softmax(self, axis), as weights if it is over all tokens."""
         is_over_tokens = axis in (-1, self.ndim - 1)
-        if is_over_tokens and (self._is(Made.CAPPED) or self._is(Made.MASKED)):
-            return self._followed_by(result, Made.WEIGHTS)
+        if is_over_tokens and (self._is("capped") or self._is("masked")):
+            return self._followed_by(result, "weights")
         return result
 
     def __matmul__(self, values: Any) -> mx.array:
-        if not self._is(Made.WEIGHTS) or not self._are_weights_of(values):
+        if not self._is("weights") or not self._are_weights_of(values):
             return super().__matmul__(values)
         queries = self.queries if self.ndim == 4 else mx.flatten(self.queries, 1, 2)
         output = self.read.attend(queries, self.mask, scale=1.0, softcap=self.softcap)
@@ -298,13 +290,12 @@ class AttentionScores(ReadArray):
         return is_as_read and values.ndim == self.ndim
 
     def _is(self, made: Made) -> bool:
-        return self.made is made and not self.is_changed
+        return self.made == made and not self.is_changed
 
     def _is_capped_by(self, factor: Any) -> bool:
-        return self._is(Made.TANH) and isinstance(factor, int | float) and factor == self.softcap
+        return self._is("tanh") and isinstance(factor, int | float) and factor == self.softcap
 
     def _followed_by(self, result: mx.array, made: Made, **others: Any) -> AttentionScores:
-        """`result` as scores that came from these by an operation."""
         scores = AttentionScores(result)
         vars(scores).update(vars(self), made=made, **others)
         return scores

@@ -40,8 +40,6 @@ class NotRecordable(Exception):
 
 
 class RecordableLayer(NamedTuple):
-    """A layer, and what records the operations of its backend."""
-
     number: int
     group: LayerGroup
     pages: LayerPages

@@ -89,7 +89,6 @@ class LayerwiseSequences:
         return made
 
     def clear(self) -> None:
-        """Let all layers get others."""
         self._made.clear()
 
 
@@ -152,12 +151,10 @@ class Sequence:
 
     @property
     def context_lens(self) -> list[int]:
-        """The number of tokens of each layer."""
         return [self.progress(layer).tokens for layer in range(self.pool.num_layers)]
 
     @property
     def length(self) -> int:
-        """See `LayerProgress.length`."""
         return self.layers.length
 
     def record_version(self, version: int) -> None:
@@ -173,7 +170,6 @@ class Sequence:
             self.canonical_tokens = end
 
     def progress(self, layer: int) -> Progress:
-        """See `LayerProgress.of`."""
         return self.layers.of(layer)
 
     @locked
@@ -275,7 +271,6 @@ class Sequence:
             self.layers.settled[layer] = progress._replace(latest=0)
 
     def keep_unwritten(self, layer: int, step: UnwrittenStep) -> None:
-        """Keep a layer's step until it is written to its ring."""
         # Not in place: `undo` needs the former ones.
         self.unwritten = {**self.unwritten, layer: step}
         self.pool.unwritten.add(step)

@@ -263,7 +263,6 @@ class GroupStep:
         self.needs_step = self.read_first or bool(self.parts)
 
     def follow_moves(self) -> None:
-        """Find where the tokens are if pages have moved."""
         if self.moves != self.group.moves:
             self.locate()
 
