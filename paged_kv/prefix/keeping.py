@@ -15,6 +15,9 @@ from typing import ClassVar, Protocol
 
 from paged_kv.allocator.prefixes.prefix_node import Node
 
+Nodes = Sequence[Node]
+Tokens = Sequence[int]
+
 # A share of an earlier measurement that a new one leaves, so that old ones fade.
 _FADING = 0.8
 
@@ -75,14 +78,12 @@ class LowerTier(Protocol):
     """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
     disk."""
 
-    def load(self, namespace: Hashable, tokens: Sequence[int], policy: StorePolicy) -> None:
+    def load(self, namespace: Hashable, tokens: Tokens, policy: StorePolicy) -> None:
         """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
         evict other prefixes. Unless nothing may be kept, this counts that the prompt was seen."""
         ...
 
-    def keep(
-        self, namespace: Hashable, nodes: Sequence[Node], num_tokens: int, policy: StorePolicy
-    ) -> None:
+    def keep(self, namespace: Hashable, nodes: Nodes, num_tokens: int, policy: StorePolicy) -> None:
         """Record that the index holds these nodes, a path from a root's child down, and that the
         first `num_tokens` tokens in them may be kept."""
         ...

@@ -9,7 +9,6 @@ ended with. Recurrent layers have one state, and resume only where a snapshot of
 
 from __future__ import annotations
 
-from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -24,7 +23,7 @@ from paged_kv.allocator.prefixes.prefix_node import Match, Node, Owner, WindowSl
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.prefix.keeping import LowerTier, Rates, StorePolicy
+from paged_kv.prefix.keeping import LowerTier, Nodes, Rates, StorePolicy, Tokens
 from paged_kv.prefix.snapshots import Snapshot, Snapshots, live_snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, supersede_rings, window_prefix
 from paged_kv.ranks import ALONE, Ranks
@@ -116,9 +115,7 @@ class PrefixCache:
         return evicted
 
     @locked
-    def hold(
-        self, namespace: Hashable, tokens: abc.Sequence[int], until: float, most: float
-    ) -> None:
+    def hold(self, namespace: Hashable, tokens: Tokens, until: float, most: float) -> None:
         """Evict the cached prefix of a prompt after all that is not held, until a time: see
         `Holds`. All that is held may take a share `most` of the memory, 0 to 1."""
         index = self.pool.index
@@ -129,7 +126,7 @@ class PrefixCache:
     def fetch(
         self,
         namespace: Hashable,
-        tokens: abc.Sequence[int],
+        tokens: Tokens,
         page_format: PageFormat,
         *,
         policy: StorePolicy = StorePolicy.DEFAULT,
@@ -156,7 +153,7 @@ class PrefixCache:
     def insert(
         self,
         namespace: Hashable,
-        tokens: abc.Sequence[int],
+        tokens: Tokens,
         sequence: Sequence,
         states: Any,
         *,
@@ -210,7 +207,7 @@ class PrefixCache:
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked
-    def forget(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
+    def forget(self, namespace: Hashable, tokens: Tokens) -> int:
         """See `PrefixIndex.forget_prompt`. O(tokens)."""
         return self._forgotten(self.pool.index.forget_prompt(namespace, tokens))
 
@@ -224,7 +221,7 @@ class PrefixCache:
         return self._forgotten(self.pool.index.end_session(owner))
 
     @locked
-    def peek(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Expected:
+    def peek(self, namespace: Hashable, tokens: Tokens) -> Expected:
         """What `fetch` would find in memory now. Nothing counts as used. O(tokens)."""
         for group in self.shared_groups():
             group.allocator.drain()  # what sequences held that are gone is not in use
@@ -234,7 +231,7 @@ class PrefixCache:
         return Expected(num_tokens, PAGE_SIZE * sum(1 for _ in pages))
 
     @locked
-    def has_room(self, namespace: Hashable, tokens: abc.Sequence[int]) -> bool:
+    def has_room(self, namespace: Hashable, tokens: Tokens) -> bool:
         """Whether what is not cached of a prompt fits beside all that is worth more than a new
         prompt. O(tokens), and O(nodes) if not all of it fits into free memory."""
         match, size = self.pool.index.peek(namespace, tokens), self.pool.size
@@ -244,7 +241,7 @@ class PrefixCache:
         return nbytes <= free or nbytes <= free + self.pool.index.bytes_worth_less(match.nodes)
 
     @locked
-    def parting(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
+    def parting(self, namespace: Hashable, tokens: Tokens) -> int:
         """After how many tokens of a prompt its states are worth keeping, because other prompts
         have these tokens and then others, and the index holds no state so far along; 0 if there is
         no such place a page or more from where the prompt can resume. O(tokens)."""
@@ -256,7 +253,7 @@ class PrefixCache:
         return self.ranks.all_min("parting", place if is_worth else 0)
 
     @locked
-    def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
+    def known(self, namespace: Hashable, tokens: Tokens) -> int:
         """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
 
@@ -286,9 +283,7 @@ class PrefixCache:
             return num_tokens - in_page
         return min(num_tokens, length)
 
-    def _keep_states(
-        self, path: abc.Sequence[Node], num_tokens: int, states: Any, *, is_answer: bool
-    ) -> None:
+    def _keep_states(self, path: Nodes, num_tokens: int, states: Any, *, is_answer: bool) -> None:
         """Keep the states after the last token of a path, if there is room."""
         nbytes = sum(cache.nbytes for cache in states)
         if nbytes > self.snapshots.max_bytes:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.prefix.keeping import StorePolicy
+from paged_kv.prefix.keeping import Nodes, StorePolicy, Tokens
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
@@ -75,7 +74,7 @@ class StoredPrefixes:
         self._unpack = unpack
         self._options = options
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], policy: StorePolicy) -> None:
+    def load(self, namespace: Hashable, tokens: Tokens, policy: StorePolicy) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is None:
@@ -114,7 +113,7 @@ class StoredPrefixes:
                 return
             failed.append(unusable or offer.stored.end_key)
 
-    def wanted(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Wanted | None:
+    def wanted(self, namespace: Hashable, tokens: Tokens) -> Wanted | None:
         """What to look up of a prompt in the tiers; None if nothing can be added to memory."""
         known = self._prefixes.known(namespace, tokens)
         identity = self._identify(namespace)
@@ -161,9 +160,7 @@ class StoredPrefixes:
         failed += damaged
         return ranks.all_true("readable", not damaged)
 
-    def keep(
-        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, policy: StorePolicy
-    ) -> None:
+    def keep(self, namespace: Hashable, nodes: Nodes, num_tokens: int, policy: StorePolicy) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is None:
@@ -179,7 +176,7 @@ class StoredPrefixes:
     def _part(self, group: LayerGroup) -> str:
         return f"pages {self._pool.groups.index(group)}"
 
-    def _held(self, namespace: Hashable, tokens: abc.Sequence[int]) -> list[Node]:
+    def _held(self, namespace: Hashable, tokens: Tokens) -> list[Node]:
         """The blocks of a prompt that are in memory: full matching blocks that every group without
         a window holds."""
         match = self._pool.index.match(namespace, tokens)
@@ -190,7 +187,7 @@ class StoredPrefixes:
             held.append(node)
         return held
 
-    def _wanted(self, root: Link, tokens: abc.Sequence[int], held: int, known: int) -> Wanted:
+    def _wanted(self, root: Link, tokens: Tokens, held: int, known: int) -> Wanted:
         has_states = self._prefixes.has_states
         windows = [(group, group.window) for group in self._pool.reclaimer.open_groups()]
         return Wanted(
@@ -213,7 +210,7 @@ class StoredPrefixes:
             self._store.record_lookup(link.digest)
         return self._options.is_due(self._store.lookups[link.digest], num_tokens)
 
-    def _save(self, parts: abc.Sequence[_Part], *, to_servers: bool) -> list[str]:
+    def _save(self, parts: list[_Part], *, to_servers: bool) -> list[str]:
         """Store the parts that are not stored yet; returns the keys of all of them."""
         path = [part.place.key for part in parts]
         for part in parts:

@@ -12,6 +12,7 @@ from paged_kv.allocator.prefixes.prefix_node import Node, OutOfWindowBlock, Wind
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.layer_kinds import Window
+from paged_kv.prefix.keeping import Nodes
 from paged_kv.steps.sequence import Sequence
 
 
@@ -50,7 +51,7 @@ def held_slots(
 
 
 def supersede_rings(
-    path: abc.Sequence[Node],
+    path: Nodes,
     windows: abc.Sequence[abc.Mapping[BlockAllocator, abc.Sequence[WindowSlots]]],
     group: LayerGroup,
 ) -> None:
@@ -74,7 +75,7 @@ def supersede_rings(
 
 
 def window_prefix(
-    nodes: abc.Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
+    nodes: Nodes, num_tokens: int, window: Window, allocator: BlockAllocator
 ) -> WindowPrefix | None:
     """The ring from which a sequence can resume after a prefix's first `num_tokens` tokens; None
     unless all of its pages are cached."""
@@ -89,11 +90,7 @@ def window_prefix(
 
 
 def _ring_with(
-    newest: WindowSlots,
-    nodes: abc.Sequence[Node],
-    num_tokens: int,
-    window: Window,
-    allocator: BlockAllocator,
+    newest: WindowSlots, nodes: Nodes, num_tokens: int, window: Window, allocator: BlockAllocator
 ) -> WindowPrefix | None:
     """The ring whose latest page is `newest`; None if another of its pages is missing."""
     ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
@@ -106,33 +103,21 @@ def _ring_with(
         pages[page] = slots
     if any(slots.first and page != oldest for page, slots in pages.items()):
         return None
-    first = _first_held(pages, oldest, last, nodes, window, allocator)
+    first = window.head_end  # the first position after the sink tokens that the ring holds
+    if last >= oldest:
+        first, before = oldest * PAGE_SIZE + pages[oldest].first, last - ring.entries
+        if before >= ring.head and not pages[oldest].first:
+            # The latest page still holds the end of the page that it is overwriting.
+            for slots in nodes[before].slots_of(allocator):
+                if slots.out_of_window is newest.out_of_window and slots.last == PAGE_SIZE:
+                    first = before * PAGE_SIZE + slots.first
+                    break
     is_full = len(pages) == ring.size
     if first > window.head_end and not (is_full and first <= window.first_visible(num_tokens)):
         return None
     lost = first > window.head_end
     written = max(num_tokens, first + window.capacity) if lost else num_tokens
     return WindowPrefix(tuple([slots.out_of_window for slots in pages.values()]), written)
-
-
-def _first_held(
-    pages: dict[int, WindowSlots],
-    oldest: int,
-    last: int,
-    nodes: abc.Sequence[Node],
-    window: Window,
-    allocator: BlockAllocator,
-) -> int:
-    """The first position after the sink tokens that the ring holds."""
-    if last < oldest:
-        return window.head_end
-    before = last - window.ring.entries
-    if before >= window.ring.head and not pages[oldest].first:
-        # The latest page still holds the end of the page that it is overwriting.
-        for slots in nodes[before].slots_of(allocator):
-            if slots.out_of_window is pages[last].out_of_window and slots.last == PAGE_SIZE:
-                return before * PAGE_SIZE + slots.first
-    return oldest * PAGE_SIZE + pages[oldest].first
 
 
 def _slots_to_the_end(node: Node, allocator: BlockAllocator) -> WindowSlots | None:
