@@ -145,11 +145,7 @@ class FormatStats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorStats:
-    """A snapshot of an allocator, or of several, and of the layers that use it.
-
-    Attributes:
-        formats: the blocks of each page format.
-    """
+    """A snapshot of an allocator, or of several, and of the layers that use it."""
 
     formats: tuple[FormatStats, ...] = ()
     # fmt: off

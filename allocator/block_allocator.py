@@ -30,29 +30,20 @@ class BlockTable:
     Copy on write: a block is written only if it has one reference and the right format, see
     `Write.format_of`. Before its first write to any other block, a table replaces it by a copy:
     see `reserve_all`.
-
-    Attributes:
-        page_format: the format of full blocks. A block that is written has the allocator's own.
-        first_format: the format of the first block once it is full. It differs from `page_format`
-            only if that is not the allocator's own.
-        ring: how a sliding window reuses entries; None if entries are not reused.
-        blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
-            identities to see that nothing has changed.
-        last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
-        tokens: number of tokens, including those reserved but not yet written.
-        owner: the sequence's name, the same in all groups.
-        is_scratch: whether no sequence has it: see `BlockAllocator.new_scratch`.
     """
 
     allocator: BlockAllocator
-    page_format: str
+    page_format: str  # of full blocks; a block that is written has the allocator's own
+    # Of the first block once it is full: another one only if `page_format` is not the allocator's.
     first_format: str
-    ring: Ring | None
+    ring: Ring | None  # how a sliding window reuses entries; None if they are not reused
+    # The ids. Every change replaces the tuple, so a reader may keep it and compare identities to
+    # see that nothing has changed.
     blocks: tuple[int, ...] = field(default=(), init=False)
-    last_reserved: int = field(init=False)
-    tokens: int = field(default=0, init=False)
-    owner: str = field(default="", init=False)
-    is_scratch: bool = field(default=False, init=False)
+    last_reserved: int = field(init=False)  # `tokens_reserved` of the allocator at the last time
+    tokens: int = field(default=0, init=False)  # those reserved but not yet written, too
+    owner: str = field(default="", init=False)  # the sequence's name, the same in all groups
+    is_scratch: bool = field(default=False, init=False)  # no sequence has it: see `new_scratch`
     _reserved_end: int = field(default=0, init=False)
     _recoded_pages: int = field(default=-1, init=False)
 
@@ -206,15 +197,11 @@ class BlockTable:
 
 @dataclass(eq=False, repr=False)
 class BlockAllocator(SlabAllocator):
-    """The blocks of one group of layers, and the tables that hold them.
+    """The blocks of one group of layers, and the tables that hold them."""
 
-    Attributes:
-        tables: the tables that were made and not dropped.
-        tokens_reserved: tokens that all tables ever reserved blocks for.
-    """
-
+    # Those that were made and not dropped.
     tables: set[BlockTable] = field(default_factory=set, init=False)
-    tokens_reserved: int = field(default=0, init=False)
+    tokens_reserved: int = field(default=0, init=False)  # by all tables, ever
     cow_copies: int = field(default=0, init=False)
     _dropped: deque[BlockTable] = field(default_factory=deque, init=False)
 

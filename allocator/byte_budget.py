@@ -48,17 +48,15 @@ class ByteBudget:
 
     Allocators that share a budget also evict for each other. So the budget's lock guards
     look-ups, insertions, forks, trims and reservations from several threads.
-
-    Attributes:
-        reclaimers: those of the pools that share it.
-        abandoned: release the memory of pools that were collected. Finalisers append to it, which
-            may interrupt anything, and `drain` calls them.
     """
 
     max_bytes: int
     mapped: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    # Those of the pools that share it.
     reclaimers: WeakSet[Reclaims] = field(default_factory=WeakSet, repr=False, compare=False)
+    # Release the memory of pools that were collected. Finalisers append to it, which may interrupt
+    # anything, and `drain` calls them.
     abandoned: deque[Callable[[], None]] = field(default_factory=deque, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,19 +13,12 @@ class UsedSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Maps pages of tokens to table entries.
+    """Maps pages of tokens to table entries."""
 
-    Attributes:
-        entries: number of reused entries: page b replaces page b - entries.
-        head: number of entries before those, for the first pages, which stay.
-        window: number of latest tokens that attention sees; None if it sees all that are held.
-        sink_tokens: number of first tokens that attention sees in addition.
-    """
-
-    entries: int
-    head: int = 0
-    window: int | None = None
-    sink_tokens: int = 0
+    entries: int  # reused ones: page b replaces page b - entries
+    head: int = 0  # entries before those, for the first pages, which stay
+    window: int | None = None  # latest tokens that attention sees; None for all that are held
+    sink_tokens: int = 0  # first tokens that attention sees in addition
 
     @property
     def size(self) -> int:

@@ -48,7 +48,6 @@ class SlabAllocator:
 
     A block keeps the page format of its slab. To the allocator a format is a name and a number of
     bytes per block.
-
     """
 
     budget: ByteBudget  # the bytes that this and other groups may map together

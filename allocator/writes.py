@@ -18,16 +18,12 @@ CopyPages = Callable[[Mapping[int, int]], None]
 
 @dataclass(frozen=True)
 class Write:
-    """A coming write of the tokens at [start, end) through a table.
-
-    Attributes:
-        step_end: the end of the step, if other writes of it follow.
-    """
+    """A coming write of the tokens at [start, end) through a table."""
 
     table: BlockTable
     start: int
     end: int
-    step_end: int = 0
+    step_end: int = 0  # the end of the step, if other writes of it follow
 
     @property
     def is_owned(self) -> bool:

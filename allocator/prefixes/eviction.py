@@ -191,9 +191,7 @@ Entry = TypeVar("Entry", bound=Hashable)
 class EvictionOrder(Generic[Entry]):
     """Entries in the order in which a policy evicts them. Changes take O(log n).
 
-    Attributes:
-        policy: ranks them. One of a user must not break what asks it.
-        history: when entries are used.
+    A policy of a user must not break what asks it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:

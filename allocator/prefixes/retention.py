@@ -42,16 +42,11 @@ class _Hold(NamedTuple):
 
 class Holds:
     """The pins and holds of a prefix index, `PrefixIndex.holds`. `unpin` and `expire` may be called
-    from any thread; for all else the caller holds the index's lock.
-
-    Attributes:
-        num_pinned: nodes with a pin or a hold.
-        next_end: no hold ends before this time; infinite without holds.
-    """
+    from any thread; for all else the caller holds the index's lock."""
 
     def __init__(self, lock: threading.RLock) -> None:
-        self.num_pinned = 0
-        self.next_end = inf
+        self.num_pinned = 0  # nodes with a pin or a hold
+        self.next_end = inf  # no hold ends before this time
         self._lock = lock
         self._pins: dict[tuple[Hashable, tuple[int, ...]], list[Match]] = {}
         self._holds: dict[Node, _Hold] = {}

@@ -51,7 +51,6 @@ class LayerGroup:
     A layer's shapes are known from its first write, never from the model's configuration. Until
     every layer has written once, the group assumes that the others are as large as the first.
     Otherwise it would plan the first slab as if the model had one layer.
-
     """
 
     layers: list[int]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -81,7 +80,7 @@ class _OpenPools:
     """The pools that are still referenced elsewhere. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
+        self._pools: WeakSet[PagePool] = WeakSet()
         self._lock = threading.Lock()
 
     def add(self, pool: PagePool) -> None:

@@ -74,7 +74,7 @@ class Reclaimer:
                 reserved the first.
             BaseException: what copying raises, such as a `ThreadConflict`; no table has changed.
         """
-        if self.policy is None or self._mapped_after(_needs_of(writes)) <= self._limit:
+        if self.policy is None or self._fits(_needs_of(writes)):
             self._reserve_together(writes)
         else:
             self._reserve_by_page(writes)
@@ -89,7 +89,7 @@ class Reclaimer:
                 `OffloadError`, if pages could not go out of memory.
         """
         needs = needed()
-        if self._mapped_after(needs) > self._limit:
+        if not self._fits(needs):
             failure = self._reclaim(needed)
             # Pages that could not go yet find room above the watermark later.
             most = self.budget.max_bytes if failure is None else self._limit
@@ -152,9 +152,9 @@ class Reclaimer:
         """A block for an optional page, possibly after evicting older out-of-window blocks; None if
         the budget does not hold one."""
         needs = {group: {group.allocator.page_format: 1}}
-        if self._mapped_after(needs) > self._limit:
-            self.out_of_window.evict(lambda: self._mapped_after(needs) <= self._limit)
-            if self._mapped_after(needs) > self._limit:
+        if not self._fits(needs):
+            self.out_of_window.evict(lambda: self._fits(needs))
+            if not self._fits(needs):
                 return None
         group.allocator.ensure_free(needs[group], 0)
         blocks = group.allocator.allocate(1)
@@ -211,7 +211,7 @@ class Reclaimer:
         else is evicted. Returns why pages could not go out of memory, if so."""
 
         def is_enough() -> bool:
-            return self._mapped_after(needed()) <= self._limit
+            return self._fits(needed())
 
         if self._evict_out_of_window(is_enough) and not is_enough():
             for group in self.open_groups():
@@ -219,7 +219,7 @@ class Reclaimer:
                     group.allocator.compact()
         self._evict_prefixes(is_enough)
         self._evict_out_of_window(is_enough)
-        return None if is_enough() else self._requantise(needed)
+        return None if self.policy is None else self._requantise(self.policy, needed)
 
     def _reclaim_everything(self, fits: Callable[[], bool]) -> None:
         """Unmap empty slabs, compact, let other pools do the same, evict all unpinned prefixes,
@@ -281,18 +281,20 @@ class Reclaimer:
         format_of = group.allocator.format_of
         return Counter([format_of(block).name for block in self._evictable_blocks(group)])
 
-    def _requantise(self, needed: Callable[[], Needs]) -> OffloadError | None:
+    def _requantise(
+        self, policy: RequantisationPolicy, needed: Callable[[], Needs]
+    ) -> OffloadError | None:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
         requantise. Groups with a window are spared: they hold only the latest tokens. No page gets
         smaller while others are free. Returns why pages could not go out of memory, if so."""
-        if self.policy is None:
+        if self._fits(needed()):
             return None
         self.compact()
         groups = [group for group in self.open_groups() if group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
             pressure = mapped / self.budget.max_bytes
             try:
-                requantised = [group.requantise(self.policy, pressure) for group in groups]
+                requantised = [group.requantise(policy, pressure) for group in groups]
             except OffloadError as failure:
                 return OffloadError(*failure.args)  # frames of the other hold the step's tables
             if not any(requantised):
@@ -314,6 +316,10 @@ class Reclaimer:
             blocks[group.page_format.name] -= more
             blocks[policy.page_formats[-1]] += len(full) + more
         return sum(allocator.format_named(name).block_bytes * n for name, n in blocks.items())
+
+    def _fits(self, needs: Needs) -> bool:
+        """Whether the needs fit below the policy's watermark. O(slabs)."""
+        return self._mapped_after(needs) <= self._limit
 
     def _mapped_after(self, needs: Needs, beside: int = 0) -> int:
         """Bytes mapped after the needs are free, if other pools give back `beside` bytes; more than

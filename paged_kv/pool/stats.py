@@ -28,15 +28,10 @@ _NO_LAYERS = counted(AllocatorStats())
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats(AllocatorStats):
-    """A snapshot of the layers that share one block table.
+    """A snapshot of the layers that share one block table."""
 
-    Attributes:
-        layers: number of layers.
-        window: tokens that they see; None for all.
-    """
-
-    layers: int = 0
-    window: int | None = None
+    layers: int = 0  # how many they are
+    window: int | None = None  # tokens that they see; None for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +230,7 @@ def _sum(one: Any, other: Any) -> Any:
 
 class PoolCounts(SimpleNamespace):
     """What a pool has done so far: every number of `PoolStats` that only goes up and that no group
-    of layers counts, by its name.
-
-    Attributes:
-        of_store: returns the counts of a store, by name and tier.
-    """
+    of layers counts, by its name. `of_store` returns the counts of a store, by name and tier."""
 
     def __init__(self) -> None:
         of_groups = {each.name for each in fields(AllocatorStats)}
