@@ -9,7 +9,6 @@ from typing import Any
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.checks import described
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.prompt_caches import is_list
@@ -56,11 +55,6 @@ class CacheLibrary:
     own_attention: Mapping[str, Callable[[], Replacements]] = field(default_factory=dict)
     growing: tuple[list[GrowingLayer], ...] = ()
 
-    def of(self, model: Module) -> CacheLibrary:
-        """The same for one model."""
-        growing = growing_layers(model, self.make_prompt_cache(model, None))
-        return replace(self, growing=tuple(growing))
-
     def layers(self, model: Module, paged: Paged, max_kv_size: int | None = None) -> list[Any]:
         """The library's prompt cache, with `paged(cache)` in the place of each that is paged, or
         `paged(part)` for each `GrowingLayer` of one that appends rows.
@@ -72,10 +66,6 @@ class CacheLibrary:
             return [LayerRows(*map(paged, parts)) for parts in self.growing]
         replaced = self.indexed.get(model_file(model), self._replaced)
         return [replaced(cache, paged) for cache in self.make_prompt_cache(model, max_kv_size)]
-
-    def paged_class(self, cache: Any) -> type[PagedKVCache]:
-        """The class of the paged cache that takes the place of one of the library's."""
-        return PagedChunkedKVCache if isinstance(cache, self.chunked) else PagedKVCache
 
     def window_of(self, cache: Any, write_chunk: int | None) -> Window | None:
         """The window of the layer of a cache that can be paged, if it has one.
@@ -160,7 +150,7 @@ def library_of(model: Module) -> CacheLibrary:
         ValueError: a package that mlx-vlm needs is not installed.
     """
     if not _is_of_mlx_vlm(model):
-        return MLX_LM.of(model)
+        return replace(MLX_LM, growing=tuple(growing_layers(model, stock_make_prompt_cache(model))))
     library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.hooks", "vlm").MLX_VLM
     return library
 

@@ -81,7 +81,7 @@ class MediaKeys:
                     for part in _content(kind, each):
                         digest.update(len(part).to_bytes(8, "little") + part)
                     digests.append(digest.digest())
-                _replace(ids, _runs(places), digests)
+                _replace(ids, places, digests)
         return ids
 
 
@@ -114,25 +114,15 @@ def _content(kind: str, item: Any) -> tuple[bytes, ...]:
     )
 
 
-def _runs(places: list[int]) -> list[list[int]]:
-    """The places, those next to each other together."""
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
-
-
-def _replace(ids: list[int], runs: list[list[int]], digests: list[bytes]) -> None:
-    """Replace each run's tokens by ids of its item.
+def _replace(ids: list[int], places: list[int], digests: list[bytes]) -> None:
+    """Replace the tokens at each run of places by ids of its item.
 
     Some processors cut one image into several runs. Where runs and items do not pair up, every run
     stands for all items: nothing wrong is shared, and less of what could be.
     """
+    runs = np.split(np.array(places), np.flatnonzero(np.diff(places) > 1) + 1)
     if len(runs) != len(digests):
-        runs, digests = [[place for run in runs for place in run]], [b"".join(digests)]
+        runs, digests = [np.array(places)], [b"".join(digests)]
     for run, digest in zip(runs, digests, strict=True):
         stream = hashlib.shake_256(digest).digest(8 * len(run))
         for place, number in zip(run, np.frombuffer(stream, "<u8"), strict=True):

@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.cache.paged_kv_cache import PagedChunkedKVCache, PagedKVCache
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS
 from paged_kv.integrations.batch_steps import BATCH_STEPS
 from paged_kv.integrations.cache_library import (
@@ -30,12 +30,11 @@ from paged_kv.integrations.model_calls import compile_steps, hook_calls
 from paged_kv.integrations.model_hooks import ModelHooks, modules_of
 from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
 from paged_kv.integrations.model_version import ModelVersion
-from paged_kv.integrations.slow_products import warn_in_program
+from paged_kv.integrations.slow_products import warn_of_slow_products
 from paged_kv.integrations.states.counted_states import known_states
 from paged_kv.integrations.states.layer_rows import GrowingLayer
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.ranks import Ranks
 from paged_kv.steps.sequence import Sequence
 
 
@@ -74,7 +73,7 @@ class PagedModel:
     ) -> None:
         self.module: Module = language_model(model)
         require_model(self.module)
-        warn_in_program(self.module)
+        warn_of_slow_products(self.module)
         self.file = model_file(self.module)
         # Pages of images depend on the parts that see them, too.
         self.version = ModelVersion(model)
@@ -82,7 +81,13 @@ class PagedModel:
         self.head = None if head is None else ModelHead(self.module, head)
         self.library = library_of(self.module)
         self.ranks = ranks_of(self.module)
-        self._options = _shared(options, self.ranks)
+        if options.offload is not None and self.ranks.size > 1:
+            raise ValueError(
+                f"offload is for a model in one process, and {self.ranks.size} share this one: "
+                "leave it out"
+            )
+        max_bytes = agreed_budget(options.max_bytes, self.ranks)
+        self._options = replace(options, max_bytes=max_bytes)
         self._hooks = ModelHooks()
         self._trial: Trial | None = None
         self.pools: WeakValueDictionary[int | None, PagePool] = WeakValueDictionary()
@@ -129,7 +134,9 @@ class PagedModel:
         sequence.model_version = self.version.number
 
         def paged(cache: Any) -> Any:
-            return self.library.paged_class(cache)(pool, next(layers), [sequence])
+            is_chunked = isinstance(cache, self.library.chunked)
+            kind = PagedChunkedKVCache if is_chunked else PagedKVCache
+            return kind(pool, next(layers), [sequence])
 
         made = self.library.layers(self.module, paged, max_kv_size)
         if self.head is not None:
@@ -205,16 +212,3 @@ class PagedModel:
         if self._compiles is not False and not pool.rows:
             on_trial = self._compiles is None
             self.recordings[pool] = compile_steps(self.version, pool, on_trial=on_trial)
-
-
-def _shared(options: CacheOptions, ranks: Ranks) -> CacheOptions:
-    """The options of one of the processes that share a model.
-
-    Raises:
-        ValueError: one is for a model in one process.
-    """
-    if options.offload is not None and ranks.size > 1:
-        raise ValueError(
-            f"offload is for a model in one process, and {ranks.size} share this one: leave it out"
-        )
-    return replace(options, max_bytes=agreed_budget(options.max_bytes, ranks))

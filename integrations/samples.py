@@ -66,16 +66,21 @@ def generate_samples(
     if not tokens:
         raise ValueError("prompt is empty: give at least one token")
     if prompt_cache is None:
-        cache = PagedCacheFactory(model).make_cache()
-    else:
-        cache = _require_cache(model, prompt_cache)
-    read_shared(model, tokens, cache, step)
+        prompt_cache = PagedCacheFactory(model).make_cache()
+    elif not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
+    elif len(prompt_cache) != (expected := len(stock_make_prompt_cache(model))):
+        raise ValueError(
+            f"prompt_cache must be {expected} caches, as make_cache() makes them for this model, "
+            f"got {len(prompt_cache)}"
+        )
+    read_shared(model, tokens, prompt_cache, step)
     return batch_generate(
         model,
         tokenizer,
         [tokens[-1:]] * n,
         # A batch forks its caches, so all samples can be given the same one.
-        prompt_caches=[cache] * n,
+        prompt_caches=[prompt_cache] * n,
         prefill_step_size=step,
         **kwargs,
     )
@@ -100,24 +105,6 @@ def _require_options(options: dict[str, Any]) -> None:
     most = options.get("max_tokens", 1)
     for each in most if isinstance(most, list) else [most]:
         whole_number("max_tokens", each, least=1)
-
-
-def _require_cache(model: Module, prompt_cache: object) -> list[Any]:
-    """Check that a prompt cache is as long as mlx-lm's for the model.
-
-    Raises:
-        TypeError: `prompt_cache` is not a list.
-        ValueError: it has another length.
-    """
-    expected = len(stock_make_prompt_cache(model))
-    if not isinstance(prompt_cache, list):
-        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
-    if len(prompt_cache) != expected:
-        raise ValueError(
-            f"prompt_cache must be {expected} caches, as make_cache() makes them for this model, "
-            f"got {len(prompt_cache)}"
-        )
-    return prompt_cache
 
 
 def read_shared(model: Module, tokens: list[int], cache: list[Any], step: int = 2048) -> None:

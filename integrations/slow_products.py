@@ -19,34 +19,22 @@ from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
 
 
-def warn_in_command(model: Module) -> None:
-    """Name what makes a command of paged-kv quicker with this model: OpenBLAS, or `--dtype`."""
-    if not _is_on_linux_cpu():
+def warn_of_slow_products(model: Module, *, in_command: bool = False) -> None:
+    """Name what makes MLX quicker with this model: OpenBLAS; for commands of paged-kv also
+    `--dtype`."""
+    if sys.platform != "linux" or mx.default_device().type != mx.cpu:
         return
-    if slow := _slow_blas():
-        _warn_of(slow)
-    elif (dtype := _dtype_of_weights(model)) in ("float16", "bfloat16"):
+    dtype = _dtype_of_weights(model)
+    if (in_command or dtype == "float32") and (slow := _slow_blas()):
+        warn_once(
+            f"MLX multiplies float32 matrices with {slow}, many times slower than OpenBLAS: "
+            f"{how_to_get_openblas()}"
+        )
+    elif in_command and dtype in ("float16", "bfloat16"):
         warn_once(
             f"MLX multiplies {dtype} matrices slowly on a CPU: --dtype float32 reads prompts "
             "several times as fast, and takes twice the memory"
         )
-
-
-def warn_in_program(model: Module) -> None:
-    """Name what makes MLX quicker with this model, if that is OpenBLAS."""
-    if _is_on_linux_cpu() and _dtype_of_weights(model) == "float32" and (slow := _slow_blas()):
-        _warn_of(slow)
-
-
-def _warn_of(library: str) -> None:
-    warn_once(
-        f"MLX multiplies float32 matrices with {library}, many times slower than OpenBLAS: "
-        f"{how_to_get_openblas()}"
-    )
-
-
-def _is_on_linux_cpu() -> bool:
-    return sys.platform == "linux" and bool(mx.default_device().type == mx.cpu)
 
 
 def _slow_blas() -> str | None:

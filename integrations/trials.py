@@ -105,10 +105,6 @@ def _try_mlx_lm(make_factory: Callable[[Any], Any]) -> None:
                 raise MLXLMChanged(f"gives other tokens with pages than without in {part}")
 
 
-def _generated(model: Any) -> Tokens:
-    return _continued(model, mlx_lm_cache.make_prompt_cache(model), _PROMPT)
-
-
 def _batched(model: Any) -> list[Tokens]:
     generator = BatchGenerator(model, max_tokens=_NEW_TOKENS)
     tokens: dict[int, Tokens] = {uid: [] for uid in generator.insert(_PROMPTS)}
@@ -135,7 +131,7 @@ def _loaded(model: Any) -> Tokens:
 
 
 _PARTS: dict[str, Callable[[Any], Any]] = {
-    "generate": _generated,
+    "generate": lambda model: _continued(model, mlx_lm_cache.make_prompt_cache(model), _PROMPT),
     "batches with rows of unequal length": _batched,
     "trim": _trimmed,
     "save and load": _loaded,

@@ -23,7 +23,7 @@ from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.generation.options import GenerateOptions
 from paged_kv.integrations.media_keys import PromptMedia
 from paged_kv.integrations.samples import read_shared
-from paged_kv.integrations.slow_products import warn_in_command
+from paged_kv.integrations.slow_products import warn_of_slow_products
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
     load_draft_model,
@@ -58,7 +58,7 @@ class TextGeneration:
             options.cache,
             dtype=options.dtype,
         )
-        warn_in_command(self._model)
+        warn_of_slow_products(self._model, in_command=True)
         self._factory = self._factories[0]
         self._draft = make_draft(draft, draft_model, self._factories)
         self._num_draft_tokens = options.num_draft_tokens

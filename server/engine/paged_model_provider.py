@@ -24,7 +24,7 @@ from paged_kv.integrations.distributed.connected_ranks import joined_ranks
 from paged_kv.integrations.mlx_lm_internals import downloaded, knows_model
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.integrations.slow_products import warn_in_command
+from paged_kv.integrations.slow_products import warn_of_slow_products
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
     load_draft_model,
@@ -295,7 +295,7 @@ class PagedModelProvider(ModelProvider):
         models = [each for each in (self.model, self.draft_model) if each is not None]
         with budget_named(options):
             self.factories = divided_factories(models, options.cache, dtype=options.dtype)
-        warn_in_command(models[0])
+        warn_of_slow_products(models[0], in_command=True)
         steps = [factory.prompt_step or options.prefill_step_size for factory in self.factories]
         self.prompt_step = min(options.prefill_step_size, *steps)
         for factory in self.factories:

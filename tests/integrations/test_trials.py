@@ -89,5 +89,5 @@ def test_what_does_not_work_is_named_and_not_recorded(
     change(monkeypatch)
     with pytest.raises(MLXLMChanged, match=rf"mlx-lm [\d.]+ .*{part}.* 0\.32\.0"):
         require_trusted(make_factory)
-    assert not (tmp_path / "caches").exists()
+    assert not (tmp_path / "caches" / "paged-kv" / "tried-mlx-lm.json").exists()
     assert not trials._trusted

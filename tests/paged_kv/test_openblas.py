@@ -198,5 +198,5 @@ def test_a_command_in_16_bits_on_a_cpu_is_told_of_dtype(
     model = model_in(dtype)
     divided_factories([model], CacheOptions(max_bytes="8MB"), dtype=converted)[0].close()
     assert caplog.messages == []
-    slow_products.warn_in_command(model)
+    slow_products.warn_of_slow_products(model, in_command=True)
     assert [message.startswith(hint or "-") for message in caplog.messages] == [True] * bool(hint)
