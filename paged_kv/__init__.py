@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory as PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples as generate_samples
     from paged_kv.integrations.servers.every_model import use_pages as use_pages
+    from paged_kv.integrations.speculation.drafts import HeadDraft as HeadDraft
+    from paged_kv.integrations.speculation.drafts import ModelDraft as ModelDraft
+    from paged_kv.integrations.speculation.drafts import NGramDraft as NGramDraft
     from paged_kv.integrations.speculation.generator import (
         SpeculativeBatchGenerator as SpeculativeBatchGenerator,
     )
-    from paged_kv.integrations.speculation.head_draft import HeadDraft as HeadDraft
-    from paged_kv.integrations.speculation.model_draft import ModelDraft as ModelDraft
-    from paged_kv.integrations.speculation.ngram_draft import NGramDraft as NGramDraft
-    from paged_kv.integrations.speculation.speculative_generation import (
+    from paged_kv.integrations.speculation.generator import (
         speculative_batch_generate as speculative_batch_generate,
     )
     from paged_kv.kernels.pages.errors import PagesNotRead as PagesNotRead
@@ -92,10 +92,10 @@ _NAMES = {
     "integrations.samples": "generate_samples",
     "integrations.servers.every_model": "use_pages",
     "integrations.speculation.generator": "SpeculativeBatchGenerator",
-    "integrations.speculation.head_draft": "HeadDraft",
-    "integrations.speculation.model_draft": "ModelDraft",
-    "integrations.speculation.ngram_draft": "NGramDraft",
-    "integrations.speculation.speculative_generation": "speculative_batch_generate",
+    "integrations.speculation.drafts": "HeadDraft",
+    "integrations.speculation.drafts": "ModelDraft",
+    "integrations.speculation.drafts": "NGramDraft",
+    "integrations.speculation.generator": "speculative_batch_generate",
     "kernels.pages.errors": "PagesNotRead ThreadConflict",
     "offload.offloading": "OffloadError",
     "options": "embedded_model",

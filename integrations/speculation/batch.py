@@ -4,11 +4,15 @@ A step emits the token that the last step sampled, and samples the next one. Wit
 computes the drafted tokens too, and emits also those that it accepts. The next step begins, as
 without drafts, with one sampled token that is not emitted yet; so BatchGenerator, and what preempts
 its rows, need not know about drafts.
+
+A drafted token is accepted if the token that the model samples in its place equals it. This is
+mlx-lm's rule: the emitted token of a position is always the sampler's, so it is a sample of the
+model; a draft only decides how many positions one step computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -16,6 +20,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
+from mlx_lm.sample_utils import greedy_sampler
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.batch_steps import SampledState
@@ -31,8 +36,9 @@ from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_proces
 from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
-from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step
-from paged_kv.integrations.speculation.verification import Chooser, Sampled, Sampler, sample
+from paged_kv.integrations.speculation.rollback import Rollback, ragged_step
+
+Sampler = Callable[[mx.array], mx.array]
 
 
 @dataclass
@@ -95,6 +101,18 @@ class _Row:
         return self.forced_acceptance if self.is_forced else self.acceptance
 
 
+class _Sampled(NamedTuple):
+    """What the model samples behind one row's inputs.
+
+    Attributes:
+        tokens: the accepted drafts, and the token after them.
+        logprobs: the model's log-probabilities [vocabulary] for each of them.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[mx.array]
+
+
 class _Verified(NamedTuple):
     """A step with drafts, as yet without an effect on its batch.
 
@@ -105,7 +123,7 @@ class _Verified(NamedTuple):
     """
 
     inputs: list[list[int]]
-    sampled: list[Sampled]
+    sampled: list[_Sampled]
     next_tokens: mx.array
 
 
@@ -175,7 +193,8 @@ class SpeculativeBatch(MaskedBatch):
         """Emit one token of each row, and the drafted tokens that follow it and are accepted."""
         if not self.uids:
             return []
-        in_rings = longest_draft(self.prompt_cache)
+        paged = first_paged(self.prompt_cache)
+        in_rings = None if paged is None else paged.pool.longest_rollback
         most = [self._draft_length(row, in_rings) for row in range(len(self.uids))]
         candidates = [
             Candidate(row.drafting, count)
@@ -186,6 +205,33 @@ class SpeculativeBatch(MaskedBatch):
         length = self._ranks.broadcast("draft length", length)  # each rank has times of its own
         responses = self._with_drafts([min(length, each) for each in most]) if length else None
         return self._without_drafts() if responses is None else responses
+
+    def _draft_length(self, row: int, most: int | None) -> int:
+        """The most tokens to draft for a row, 0 if the draft has nothing to say. Its cache can roll
+        back `most`; None for any number."""
+        each = self._rows[row]
+        left: int = self.max_tokens[row] - self.parts.num_tokens[row] - 1
+        count = min(left, each.options.num_draft_tokens, left if most is None else most)
+        grammar = grammar_of((self.logits_processors or [])[row])
+        # The first of these is the token that is sampled already.
+        forced = 0 if grammar is None or count <= 0 else len(grammar.forced) - 1
+        each.is_forced = forced > 0
+        if each.is_forced:
+            return min(count, forced)
+        return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
+
+    def _without_drafts(self) -> list[GenerationBatch.Response]:
+        counts = [row.counts for row in self._rows]
+        began = perf_counter()
+        responses: list[Any] = super().next()
+        seconds = perf_counter() - began
+        if self._plain_rows == len(counts):
+            # It has waited for the step before it, which was begun as this one was.
+            self._lengths.record(len(counts), 1, seconds)
+        self._plain_rows = len(counts)
+        for response, count in zip(responses, counts, strict=True):
+            response.speculation = count
+        return responses
 
     def _with_drafts(self, counts: list[int]) -> list[GenerationBatch.Response] | None:
         """A step that drafts so many tokens for each row. None, and nothing is changed, if there
@@ -249,7 +295,7 @@ class SpeculativeBatch(MaskedBatch):
         if grammars:
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
             logits = within_grammars(logits, grammars, inputs)
-        sampled = sample(logits, inputs, self._choosers(), self.fallback_sampler)
+        sampled = self._sample(logits, inputs)
         for row, grammar in grammars.items():
             accepted = sampled[row].tokens[:-1]
             for at, token in enumerate(accepted, self.parts.num_tokens[row] + 1):
@@ -257,41 +303,56 @@ class SpeculativeBatch(MaskedBatch):
         following = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
         return _Verified(inputs, sampled, following)
 
-    def _without_drafts(self) -> list[GenerationBatch.Response]:
-        counts = [row.counts for row in self._rows]
-        began = perf_counter()
-        responses: list[Any] = super().next()
-        seconds = perf_counter() - began
-        if self._plain_rows == len(counts):
-            # It has waited for the step before it, which was begun as this one was.
-            self._lengths.record(len(counts), 1, seconds)
-        self._plain_rows = len(counts)
-        for response, count in zip(responses, counts, strict=True):
-            response.speculation = count
-        return responses
+    def _sample(self, logits: mx.array, inputs: list[list[int]]) -> list[_Sampled]:
+        """Sample after each row's inputs, until a drafted token differs.
 
-    def _draft_length(self, row: int, most: int | None) -> int:
-        """The most tokens to draft for a row, 0 if the draft has nothing to say. Its cache can roll
-        back `most`; None for any number."""
-        each = self._rows[row]
-        left: int = self.max_tokens[row] - self.parts.num_tokens[row] - 1
-        count = min(left, each.options.num_draft_tokens, left if most is None else most)
-        grammar = grammar_of((self.logits_processors or [])[row])
-        # The first of these is the token that is sampled already.
-        forced = 0 if grammar is None or count <= 0 else len(grammar.forced) - 1
-        each.is_forced = forced > 0
-        if each.is_forced:
-            return min(count, forced)
-        return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
+        A sampler of one row may count its calls, as one with a seed does, and processors may count
+        tokens. So these rows are sampled token by token: sampler and processors see what they would
+        see without drafts. The other rows are sampled in one call of each sampler.
 
-    def _choosers(self) -> list[Chooser]:
-        rows = zip(
-            self.samplers or [], self.logits_processors or [], self.parts.token_context, strict=True
-        )
+        Args:
+            logits: [rows, positions, vocabulary]; a row's positions after its inputs are padding.
+            inputs: per row the token to emit now, followed by the drafted tokens.
+        """
+        samplers: list[Sampler] = self.samplers or []
+        processors = [other_processors(each) for each in self.logits_processors or []]
+        groups: dict[Sampler, list[int]] = {}
+        for row, sampler in enumerate(samplers):
+            if not processors[row]:
+                groups.setdefault(sampler, []).append(row)
+        found: dict[int, _Sampled] = {}
+        for sampler, rows in groups.items():
+            if len(rows) > 1 or sampler in (self.fallback_sampler, greedy_sampler):
+                part = logits if len(rows) == len(inputs) else logits[mx.array(rows)]
+                jointly = _sample_jointly(part, [inputs[row] for row in rows], sampler)
+                found.update(zip(rows, jointly, strict=True))
         return [
-            Chooser(each, other_processors(processors), context)
-            for each, processors, context in rows
+            found[row]
+            if row in found
+            else self._sample_by_token(row, logits[row], inputs[row], processors[row])
+            for row in range(len(inputs))
         ]
+
+    def _sample_by_token(
+        self, row: int, logits: mx.array, inputs: list[int], processors: list[Any]
+    ) -> _Sampled:
+        """Sample after the inputs of one row; its processors see mlx-lm's buffer of its tokens."""
+        tokens: list[int] = []
+        logprobs: list[mx.array] = []
+        for at, token in enumerate(inputs):
+            if at and token != tokens[-1]:
+                break
+            processed = logits[at : at + 1]
+            if processors:
+                buffer = self.parts.token_context[row]
+                context = buffer.update_and_fetch(mx.array([token], dtype=mx.uint32))
+                for processor in processors:
+                    processed = processor(context, processed)
+            normalised = _normalised(processed)
+            chosen: Any = (self.samplers or [])[row](normalised).item()
+            tokens.append(int(chosen))
+            logprobs.append(normalised[0])
+        return _Sampled(tokens, logprobs)
 
     def _emit(self, verified: _Verified, rollback: Rollback) -> list[GenerationBatch.Response]:
         """Emit the accepted tokens of each row, until it ends, and remove the others."""
@@ -324,9 +385,10 @@ class SpeculativeBatch(MaskedBatch):
         return len(tokens), None
 
     def _count(self, row: int, drafted: int, accepted: int) -> None:
+        each = self._rows[row]
         self.counts.record(drafted, accepted)
-        self._rows[row].counts.record(drafted, accepted)
-        self._rows[row].drafting.record(drafted, accepted)
+        each.counts.record(drafted, accepted)
+        each.drafting.record(drafted, accepted)
         if (cache := first_paged(self.prompt_cache)) is not None:
             cache.pool.counts.record_draft(drafted, accepted)
 
@@ -343,3 +405,24 @@ class SpeculativeBatch(MaskedBatch):
             all_tokens=self.tokens[row] if has_ended else None,
             speculation=self._rows[row].counts,
         )
+
+
+def _sample_jointly(logits: mx.array, inputs: list[list[int]], sampler: Sampler) -> list[_Sampled]:
+    rows, positions, vocabulary = logits.shape
+    logprobs = _normalised(logits)
+    tokens = sampler(logprobs.reshape(-1, vocabulary)).reshape(rows, positions)
+    mx.eval(tokens, logprobs)
+    chosen: Any = tokens.tolist()
+    return [_accepted(chosen[row], inputs[row], logprobs[row]) for row in range(rows)]
+
+
+def _accepted(chosen: list[int], inputs: list[int], logprobs: mx.array) -> _Sampled:
+    drafted = inputs[1:]
+    count = 0
+    while count < len(drafted) and chosen[count] == drafted[count]:
+        count += 1
+    return _Sampled(chosen[: count + 1], list(logprobs[: count + 1]))
+
+
+def _normalised(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -15,10 +15,7 @@ from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.speculation.drafts import Draft
-from paged_kv.integrations.speculation.head_draft import HeadDraft
-from paged_kv.integrations.speculation.model_draft import ModelDraft
-from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+from paged_kv.integrations.speculation.drafts import Draft, HeadDraft, ModelDraft, NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
 from paged_kv.options import AUTO_HEAD, NGRAM, OWN_HEAD, not_loaded
 

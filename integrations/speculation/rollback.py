@@ -13,11 +13,17 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.allocator.errors import NotReproducible
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.prompt_caches import leaves, paged_caches, selected
+from paged_kv.integrations.batching.prompt_caches import (
+    first_paged,
+    leaves,
+    paged_caches,
+    replaced,
+    selected,
+)
 from paged_kv.integrations.batching.short_memory import Shortage, attempted, make_room
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
@@ -56,12 +62,6 @@ def require_rollback(prompt_cache: list[Any]) -> None:
         )
 
 
-def longest_draft(prompt_cache: list[Any]) -> int | None:
-    """The most drafted tokens that rings can roll back; None without windows."""
-    first = next(iter(paged_caches(prompt_cache)), None)
-    return None if first is None else first.pool.longest_rollback
-
-
 class Rollback:
     """The caches of a batch before a step.
 
@@ -77,14 +77,12 @@ class Rollback:
         counted = [each for each in leaves(prompt_cache) if isinstance(each, CountedArraysCache)]
         self._held = [(cache, list(cache.held)) for cache in counted]
         # All layers with pages hold as many tokens.
-        self._lengths = [
-            [sequence.length for sequence in cache.sequences]
-            for cache in paged_caches(prompt_cache)[:1]
-        ]
+        first = first_paged(prompt_cache)
+        self._lengths = [] if first is None else [each.length for each in first.sequences]
 
     def undo(self) -> None:
         """Let the caches be as before, whatever part of the step was taken."""
-        self._trim(range(len(self._lengths[0]) if self._lengths else 0))
+        self._trim(range(len(self._lengths)))
         for states in _recurrent(self._prompt_cache):
             states.finalize()  # a call that was undone left them as it began: with padding to come
             states.cache = self._before[id(states)]
@@ -95,7 +93,7 @@ class Rollback:
         """Remove what these rows have taken since, as far as it is not undone."""
         for cache in paged_caches(self._prompt_cache):
             held = [sequence.progress(cache.layer).tokens for sequence in cache.sequences]
-            pairs = enumerate(zip(held, self._lengths[0], strict=True))
+            pairs = enumerate(zip(held, self._lengths, strict=True))
             taken = [now - before if row in rows else 0 for row, (now, before) in pairs]
             cache.trim_per_sequence(taken)
 
@@ -112,34 +110,38 @@ class Rollback:
         for cache in paged_caches(self._prompt_cache):
             cache.trim_per_sequence(rejected)
         if self._before:
-            accepted = [inputs[row][: counts[row]] for row in rows]
-            again = partial(self._compute_again, rows, accepted)
+            accepted = {row: inputs[row][: counts[row]] for row in rows}
+            again = partial(self._compute_again, accepted, len(inputs))
             if isinstance(attempted(again), Shortage):
                 self._trim(rows)
                 make_room()
                 again()
 
-    def _compute_again(self, rows: list[int], tokens: list[list[int]]) -> None:
-        """Take a step of these rows alone, from the states before."""
-        caches = [self._rows_of(cache, rows) for cache in self._prompt_cache]
-        ragged_step(self._model, caches, tokens)
+    def _compute_again(self, accepted: dict[int, list[int]], count: int) -> None:
+        """Take a step of some rows alone, from the states before, in a batch of `count` rows."""
+        rows = [*accepted]
+
+        def rows_of(cache: Any) -> Any:
+            """A cache of some rows: a view of their pages, and their states before the step."""
+            if isinstance(cache, PagedKVCache):
+                return PagedKVCache(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
+            part = copy.copy(cache)
+            part.cache = self._before[id(cache)]
+            part.filter(mx.array(rows))
+            return part
+
+        caches = [replaced(cache, rows_of) for cache in self._prompt_cache]
+        ragged_step(self._model, caches, [*accepted.values()])
+        new_rows = {row: count + place for place, row in enumerate(rows)}
+        order = mx.array([new_rows.get(row, row) for row in range(count)])
         for cache, part in zip(_recurrent(self._prompt_cache), _recurrent(caches), strict=True):
+            # States are [batch, ...]; a layer may leave one out, as None.
             cache.cache = [
-                _replaced(old, rows, new) for old, new in zip(cache.cache, part.cache, strict=True)
+                None if old is None else mx.concatenate([old, new])[order]
+                for old, new in zip(cache.cache, part.cache, strict=True)
             ]
         mx.eval([cache.state for cache in caches])
         mx.eval([cache.cache for cache in _recurrent(self._prompt_cache)])
-
-    def _rows_of(self, cache: Any, rows: list[int]) -> Any:
-        """A cache of some rows: a view of their pages, and their states before the step."""
-        if isinstance(cache, CacheList):
-            return CacheList(*[self._rows_of(inner, rows) for inner in cache.caches])
-        if isinstance(cache, PagedKVCache):
-            return PagedKVCache(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
-        part = copy.copy(cache)
-        part.cache = self._before[id(cache)]
-        part.filter(mx.array(rows))
-        return part
 
 
 def ragged_step(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) -> mx.array:
@@ -171,7 +173,7 @@ def ragged_step(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) ->
 def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) -> mx.array:
     """See `ragged_step`; the rows of each length take a step of their own."""
     lengths = [len(each) for each in inputs]
-    for first in paged_caches(prompt_cache)[:1]:
+    if (first := first_paged(prompt_cache)) is not None:
         # Now, for all rows: one that fails would leave others a step ahead.
         steps = zip(first.sequences, lengths, strict=True)
         reserve(first.pool, [each.next_step(first.layer, count) for each, count in steps])
@@ -195,13 +197,3 @@ def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list
 
 def _recurrent(prompt_cache: list[Any]) -> list[ArraysCache]:
     return [cache for cache in leaves(prompt_cache) if isinstance(cache, ArraysCache)]
-
-
-def _replaced(state: Any, rows: list[int], new: Any) -> Any:
-    """A state [batch, ...] with new rows; a layer may leave a state out, as None."""
-    if state is None:
-        return None
-    order = list(range(len(state)))
-    for place, row in enumerate(rows):
-        order[row] = len(state) + place
-    return mx.concatenate([state, new])[mx.array(order)]

@@ -9,7 +9,7 @@ import pytest
 from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
-from paged_kv.integrations.speculation.head_draft import HeadDraft
+from paged_kv.integrations.speculation.drafts import HeadDraft
 from tests.support.generation import Run, assert_nothing_is_used, assert_same_runs, greedy, runs_of
 from tests.support.heads import random_head
 from tests.support.zoo import small_model

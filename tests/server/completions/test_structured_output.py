@@ -12,7 +12,7 @@ from openai import BadRequestError
 
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
-from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+from paged_kv.integrations.speculation.drafts import NGramDraft
 from paged_kv.server.completions import output_constraint
 from tests.support.agent_model import Script, agent_folder
 from tests.support.running_server import PagedRunningServer, paged_server

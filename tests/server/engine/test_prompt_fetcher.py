@@ -19,8 +19,7 @@ import pytest
 from openai import OpenAI
 
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
-from paged_kv.integrations.speculation.drafts import DraftRow
-from paged_kv.integrations.speculation.model_draft import ModelDraft
+from paged_kv.integrations.speculation.drafts import DraftRow, ModelDraft
 from paged_kv.server.engine.prompt_fetcher import OtherServer, PrefillRequest
 from paged_kv.store.tier import Tier
 from tests.support.ports import free_port
