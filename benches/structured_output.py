@@ -25,8 +25,7 @@ from benches.generated_schemas import Schema, generated_schema
 from benches.models import load_model
 from benches.results_file import write_result
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
-from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.grammar.processor import GrammarProcessor
+from paged_kv.integrations.grammar.processor import GrammarProcessor, MaskedBatchGenerator
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar, Vocabulary
 
 GENERATED = 2000

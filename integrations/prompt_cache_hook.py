@@ -21,9 +21,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.integrations.batching.preemption import PagedFactory, attach
+from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.prompt_caches import copied_to_pages, first_paged, leaves
 from paged_kv.integrations.batching.prompt_segments import joined
+from paged_kv.integrations.batching.prompts import PagedFactory
 from paged_kv.integrations.batching.rows import Request
 from paged_kv.integrations.model_hooks import Hooks
 

@@ -67,10 +67,6 @@ class LastResponse(GenerationBatch.Response):
         # mlx-lm's would read the prompt cache.
         return f"{type(self).__name__}({self.uid=}, {self.token=}, {self.finish_reason=})"
 
-    def take_back(self) -> None:
-        """Drop the prompt cache."""
-        self.__dict__.pop("prompt_cache", None)
-
 
 class LastResponses:
     """The last responses of sequences with pages of one pool, as long as somebody holds them."""
@@ -80,8 +76,8 @@ class LastResponses:
         self._responses: list[weakref.ref[LastResponse]] = []
 
     def note(self, responses: list[Any]) -> None:
-        """Note a step's responses."""
-        last = [each for each in responses if self._has_pages(each.prompt_cache)]
+        paged = [(each, first_paged(each.prompt_cache or [])) for each in responses]
+        last = [each for each, first in paged if first is not None and first.pool is self._pool]
         if not last:
             return
         for response in last:
@@ -94,13 +90,9 @@ class LastResponses:
         """Drop the prompt caches that nobody has read; whether there was one."""
         unread = [response for ref in self._responses if (response := _unread(ref)) is not None]
         for response in unread:
-            response.take_back()
+            response.__dict__.pop("prompt_cache", None)
         self._responses.clear()
         return bool(unread)
-
-    def _has_pages(self, prompt_cache: list[Any] | None) -> bool:
-        cache = first_paged(prompt_cache or [])
-        return cache is not None and cache.pool is self._pool
 
 
 def _unread(ref: weakref.ref[LastResponse]) -> LastResponse | None:

@@ -21,27 +21,20 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from paged_kv.admission.pool_size import Growth, has_room
-from paged_kv.admission.scheduler import PromptTurns, Scheduler
+from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import OutOfMemory, PoolExhausted
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.prompt_caches import first_paged
-from paged_kv.integrations.batching.prompt_choice import PromptChoice
-from paged_kv.integrations.batching.prompt_segments import (
-    Reuses,
-    Tokens,
-    cut_at_pages,
-    whole_pages,
-)
-from paged_kv.integrations.batching.prompt_sharing import PromptSharing
+from paged_kv.integrations.batching.prompt_segments import Tokens, cut_at_pages
+from paged_kv.integrations.batching.prompts import PagedFactory, Prompts
 from paged_kv.integrations.batching.rows import (
     Request,
     Requests,
-    Responses,
     Waiting,
     WaitingQueue,
     chunk_length,
@@ -49,45 +42,27 @@ from paged_kv.integrations.batching.rows import (
     generating_row,
     growths,
     is_at_last_token,
-    merged_cache,
     prompt_chunks,
     row_as_waiting,
     running_uids,
 )
 from paged_kv.integrations.batching.short_memory import (
+    Responses,
     Shortage,
     Shortages,
     attempted,
     if_short_again,
 )
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.keeping import LookedUp
-from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.ranks import Ranks
 from paged_kv.steps.blocks import reserve
-from paged_kv.trace import RecordedRequest, RequestRecorder
+from paged_kv.trace import RecordedRequest
 
 Work = Callable[[], None]
 
 logger = logging.getLogger("paged_kv")
 
 _ATTACHED = "paged_kv_preemption"
-
-
-class PagedFactory(Reuses, Protocol):
-    """Makes, finds and keeps the prompt caches of one model."""
-
-    pool: PagePool
-    prefixes: PrefixCache
-    ranks: Ranks
-    recorder: RequestRecorder | None
-    decode_share: float | None
-
-    def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
-
-    def can_admit(self, tokens: int) -> bool: ...
 
 
 class Preemption:
@@ -105,7 +80,8 @@ class Preemption:
         requests: of the sequences that are for one, by uid.
         reserve_share: the share of an answer's tokens that memory is reserved for when a sequence
             begins, 0 to 1.
-        prompts: the prompts that each step computes.
+        prompts: those that wait or are being computed.
+        shortages: what there was no memory for.
     """
 
     def __init__(self, generator: BatchGenerator, factory: PagedFactory) -> None:
@@ -119,7 +95,6 @@ class Preemption:
         self.requests = Requests()
         self.reserve_share = 0.0
         self._queue = WaitingQueue(self._generator, self.requests.order)
-        self._sharing = PromptSharing(self._generator, factory, self._queue, self.requests)
         self._last_responses = LastResponses(self._pool)
         self._scheduler = Scheduler(self, self.requests.order)
         self._known: set[int] = set()
@@ -128,22 +103,16 @@ class Preemption:
         self._held: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # where the prompts of preempted ones end
         self._answered: dict[int, int] = {}  # of how many tokens their answers are
-        if self._pool.is_reproducible:
-            generator.prefill_step_size = whole_pages(generator.prefill_step_size)
-        self.prompts = PromptChoice(
+        self.shortages = Shortages(generator, self.step)
+        self.prompts = Prompts(
             self._generator,
+            factory,
             self._queue,
             self.requests,
-            self._sharing,
             self._generating,
             self._pause,
-            factory.prefixes.rates,
-            factory.ranks,
-            in_pages=self._pool.is_reproducible,
+            self.shortages,
         )
-        if factory.decode_share is not None:
-            most = generator.prefill_step_size, generator.prefill_batch_size
-            self.prompts.turns = PromptTurns(*most, PAGE_SIZE, factory.decode_share)
         self._error: PoolExhausted | OutOfMemory | None = None
         recorder = factory.recorder
         self._recorder = recorder if recorder is not None and recorder.is_of(self._pool) else None
@@ -161,7 +130,6 @@ class Preemption:
         self._rejoin()
         running = sorted(running_uids(self._generator), key=self.requests.order)
         self._queue.sort()
-        self._sharing.begin_step()
         waiting = self.prompts.begin_step()
         places = free_places(self._generator, in_turns=self.prompts.turns is not None)
         fixed = set(running) - self._known
@@ -173,8 +141,6 @@ class Preemption:
             raise error
         begun = {each.uid for each in self._queue}.intersection(running)
         prompts, generated = self.prompts.step(begun)
-        for response in prompts:
-            self._sharing.keep(response)
         for response in generated:
             self._record_token(response)
         self._last_responses.note(generated)
@@ -184,13 +150,20 @@ class Preemption:
         """Look up what is cached of a sequence's prompt when it begins. It was inserted with an
         empty cache."""
         self._held[uid] = 0
-        self._sharing.new.add(uid)
+        self.prompts.new.add(uid)
 
     def has_room(self, number: int, running: list[int]) -> bool:
-        while not self._ranks.all_true("room", self._has_room(number, running)):
+        while True:
+            shared = 0
+            if number in self._held:
+                _, in_use = self.prompts.cached(number)
+                shared = min(in_use, len(self._queue[number].all_tokens) - 1)
+            others = [*self._running(running)]
+            fits = self._fits(number, others, self._pool.bytes_active, shared)
+            if self._ranks.all_true("room", fits):
+                return True
             if not self._take_back():
                 return False
-        return True
 
     def would_have_room(self, number: int, running: list[int], victims: list[int]) -> bool:
         size = self._pool.size
@@ -202,16 +175,9 @@ class Preemption:
 
     def awaits(self, number: int, running: list[int]) -> bool:
         awaits = not self.prompts.is_turn(number, running) or (
-            number in self._held and self._sharing.awaits(number, running)
+            number in self._held and self.prompts.awaits(number, running)
         )
         return not self._ranks.all_true("ready", not awaits)
-
-    def _has_room(self, number: int, running: list[int]) -> bool:
-        shared = 0
-        if number in self._held:
-            _, in_use = self._sharing.cached(number)
-            shared = min(in_use, len(self._queue[number].all_tokens) - 1)
-        return self._fits(number, [*self._running(running)], self._pool.bytes_active, shared)
 
     def _fits(
         self, number: int, others: list[tuple[int, Growth]], in_use: int, shared_tokens: int
@@ -229,7 +195,14 @@ class Preemption:
         yield from ((each.uid, each.growth) for each in self._queue if each.uid in running)
 
     def reserve(self, running: list[int]) -> bool:
-        return self._try(self._reserve_step, behind=None)
+        batch = self._parts.generating
+
+        def reserve_step() -> None:
+            if batch.uids:
+                self._reserve(batch.prompt_cache, [1] * len(batch.uids))
+            self._reserve(self._parts.reading.prompt_cache, prompt_chunks(self._generator))
+
+        return self._try(reserve_step, behind=None)
 
     def begin(self, number: int) -> bool:
         each = self._queue[number]
@@ -245,15 +218,18 @@ class Preemption:
         if not self._try(lambda: self._reserve(each.cache, [count]), behind=number):
             self._give_back(each)
             return False
-        self._record_begun(each)
-        if number in self._generating and each.is_at_last_token:
+        cached = len(each.tokens)
+        self._pool.counts.tokens_recomputed += max(0, self._held.pop(number, 0) - cached)
+        if number in self.prompts.new:
+            self.prompts.new.discard(number)
+            self.requests.of(number).when_begun(cached)
+        if number in self._generating and is_at_last_token(each.segments):
             self._queue.remove(number)
-            cache = merged_cache(self._generator.model, number, each.cache)
-            self._resume(number, cache, each.tokens)
+            batch = PromptProcessingBatch(self._generator.model, [number], [each.cache])
+            self._resume(number, batch.prompt_cache, each.tokens)
         return True
 
     def preempt(self, number: int) -> None:
-        """Let a running sequence wait without its pages."""
         stage, at = self._parts.place_of(number)
         each = self._interrupted(at) if stage == 1 else self._paused(at)
         self._generator.remove([number])
@@ -266,9 +242,7 @@ class Preemption:
         _, at = self._parts.place_of(uid)
         each = self._interrupted(at)
         self._generator.remove([uid])
-        if cache := first_paged(each.cache):
-            for sequence in cache.sequences:
-                sequence.shrink()
+        _shrink(each.cache)
         self._queue.put(each)
 
     def _paused(self, at: int) -> Waiting:
@@ -290,11 +264,7 @@ class Preemption:
 
     def _without_pages(self, waiting: Waiting) -> Waiting:
         """A waiting sequence whose pages only the prefix cache holds."""
-        cache = first_paged(waiting.cache)
-        assert cache is not None, "sequences without pages are not preempted"
-        # A reserved block that was not written is not worth keeping.
-        for sequence in cache.sequences:
-            sequence.shrink()
+        _shrink(waiting.cache)
         request = self.requests.of(waiting.uid)
         self._factory.insert_cache(
             waiting.tokens, waiting.cache, salt=request.salt, session=request.session
@@ -309,28 +279,19 @@ class Preemption:
         counts = self._pool.counts
         read_before = counts.tokens_read
         salt = self.requests.of(waiting.uid).salt
-        is_new = waiting.uid in self._sharing.new
+        is_new = waiting.uid in self.prompts.new
         cache, cached = self._factory.fetch_cache(tokens, salt=salt if is_new else LookedUp(salt))
         counts.tokens_reread += counts.tokens_read - read_before
         found = waiting.starting_with(cache, cached)
-        return self._sharing.cut(found) if is_new else found
+        return self.prompts.cut(found) if is_new else found
 
     def _give_back(self, waiting: Waiting) -> None:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
-        if waiting.uid in self._held:
-            held = self._held[waiting.uid]
+        if (held := self._held.get(waiting.uid)) is None:
+            _shrink(waiting.cache)
+        else:
             self._queue.put(self._without_pages(waiting))
             self._held[waiting.uid] = held
-        elif cache := first_paged(waiting.cache):
-            for sequence in cache.sequences:
-                sequence.shrink()
-
-    def _record_begun(self, waiting: Waiting) -> None:
-        uid, cached = waiting.uid, len(waiting.tokens)
-        self._pool.counts.tokens_recomputed += max(0, self._held.pop(uid, 0) - cached)
-        if uid in self._sharing.new:
-            self._sharing.new.discard(uid)
-            self.requests.of(uid).when_begun(cached)
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -347,13 +308,6 @@ class Preemption:
         row.prompt_cache, row.tokens = prompt_cache, [tokens]
         self._parts.generating.extend(row)
 
-    def _reserve_step(self) -> None:
-        """Reserve the blocks of the next step of all running sequences."""
-        batch = self._parts.generating
-        if batch.uids:
-            self._reserve(batch.prompt_cache, [1] * len(batch.uids))
-        self._reserve(self._parts.reading.prompt_cache, prompt_chunks(self._generator))
-
     def _reserve(self, prompt_cache: list[Any], counts: list[int]) -> None:
         cache = first_paged(prompt_cache)
         if cache is None or cache.pool is not self._pool or not counts:
@@ -369,16 +323,13 @@ class Preemption:
         """Whether the work succeeds on every rank, if need be with the pages of ended sequences
         that nobody has asked for, and then with those of sequences that wait behind this one, or
         of all that wait."""
-        while not self._succeeds(work):
+        while True:
+            errors = self._ranks.gather("blocks", self._shortage(work))
+            self._error = next((error for error in errors if error is not None), None)
+            if self._error is None:
+                return True
             if not self._take_back() and not self._take_pages(behind):
                 return False
-        return True
-
-    def _succeeds(self, work: Work) -> bool:
-        """Whether the work succeeds on every rank with the memory that there is."""
-        errors = self._ranks.gather("blocks", self._shortage(work))
-        self._error = next((error for error in errors if error is not None), None)
-        return self._error is None
 
     def _shortage(self, work: Work) -> PoolExhausted | OutOfMemory | None:
         """Do some work; returns the error if the pool does not hold what it needs, or if there is
@@ -416,14 +367,16 @@ class Preemption:
             cache = first_paged(each.cache)
             if cache is not None and cache.pool is self._pool and cache.size() == len(each.tokens):
                 self._known.add(each.uid)
-                self._record(each)
+                if self._recorder is not None:
+                    since = (self.requests.get(each.uid) or Request()).since
+                    self._recorded[each.uid] = RecordedRequest(since, each.all_tokens, [])
         running = running_uids(self._generator)
         if max(len(self._known), len(self.requests)) > len(line) + len(running):
             uids = {each.uid for each in line}.union(running)
             for uid in self._known - uids:
                 self._end_record(uid)
             self._known &= uids
-            self._sharing.forget_all_but(uids)
+            self.prompts.forget_all_but(uids)
             ended: tuple[dict[int, Any], ...] = (self.requests, self._generating, self._held)
             for gone in (*ended, self._prompt_tokens, self._answered):
                 for uid in [uid for uid in gone if uid not in uids]:
@@ -441,12 +394,6 @@ class Preemption:
             if has_ended:
                 self._end_record(uid)
 
-    def _record(self, new: Waiting) -> None:
-        """Begin to record the request of a sequence, if requests are recorded."""
-        if self._recorder is not None:
-            request = self.requests.get(new.uid) or Request()
-            self._recorded[new.uid] = RecordedRequest(request.since, new.all_tokens, [])
-
     def _end_record(self, uid: int) -> None:
         if self._recorder is not None and (recorded := self._recorded.pop(uid, None)) is not None:
             self._recorder.end(recorded, self.requests.of(uid).salt, self._factory.prefixes.rates)
@@ -463,12 +410,17 @@ class Preemption:
         return response
 
 
+def _shrink(prompt_cache: list[Any]) -> None:
+    """Give back the blocks of a sequence that are reserved and not written."""
+    cache = first_paged(prompt_cache)
+    for sequence in () if cache is None else cache.sequences:
+        sequence.shrink()
+
+
 def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption:
     """Let a generator's steps preempt sequences, from now on, and survive shortages of memory."""
     preemption: Preemption | None = getattr(generator, _ATTACHED, None)
     if preemption is None:
         preemption = Preemption(generator, factory)
         setattr(generator, _ATTACHED, preemption)
-    if Shortages.of(generator) is None:
-        Shortages(generator, preemption.step)
     return preemption

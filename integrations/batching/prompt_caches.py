@@ -40,7 +40,6 @@ def replaced(cache: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def paged_caches(prompt_cache: list[Any]) -> list[PagedKVCache]:
-    """The paged caches, in order."""
     return [cache for cache in leaves(prompt_cache) if isinstance(cache, PagedKVCache)]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
-from typing import Any, Protocol
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.page_pool import PagePool
 
 Tokens = list[int]
 
@@ -21,27 +19,6 @@ WORTH_SHARING = PAGE_SIZE
 # where nobody has parted before resumes at least half-way. A state can be as large as the pages of
 # a thousand tokens or more. That is mlx-lm's prefill step, so no step gets shorter.
 SNAPSHOT_TOKENS = 8 * PAGE_SIZE
-
-
-class Reuses(Protocol):
-    """Finds and keeps cached prompts."""
-
-    pool: PagePool
-
-    def peek(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[int, int]: ...
-
-    def fetch_cache(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[list[Any], int]: ...
-
-    def parting(self, tokens: Tokens, *, salt: Hashable = None) -> int: ...
-
-    def insert_cache(
-        self,
-        tokens: Tokens,
-        prompt_cache: list[Any],
-        *,
-        salt: Hashable = None,
-        session: Hashable = None,
-    ) -> int: ...
 
 
 def shared_beyond(cached: int, prompt: Tokens, other: Tokens) -> int:
@@ -64,7 +41,6 @@ def without_first(segments: Sequence[Tokens], count: int) -> list[Tokens]:
 
 
 def joined(segments: Sequence[Tokens]) -> Tokens:
-    """A prompt from its segments."""
     return list(chain.from_iterable(segments))
 
 

@@ -11,14 +11,13 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from paged_kv.admission.pool_size import Growth
 from paged_kv.integrations.batching.prompt_caches import first_paged
 from paged_kv.integrations.batching.prompt_segments import Tokens, without_first
+from paged_kv.integrations.batching.short_memory import Responses
 from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, next_of
-
-Responses = tuple[list[Any], list[Any]]
 
 
 class Waiting(NamedTuple):
@@ -48,16 +47,10 @@ class Waiting(NamedTuple):
 
     @property
     def growth(self) -> Growth:
-        """Its tokens."""
         known = len(self.tokens)
         ((held, length),) = token_counts(self.cache) or [(known, known)]
         prompt = length + sum(map(len, self.segments))
         return Growth(held, prompt, prompt + self.max_tokens, _owns_last_page(self.cache))
-
-    @property
-    def is_at_last_token(self) -> bool:
-        """Whether only the last token is left to compute."""
-        return is_at_last_token(self.segments)
 
     def starting_with(self, cache: list[Any], cached: int) -> Waiting:
         """The same sequence with a prompt cache that holds its first `cached` tokens."""
@@ -96,7 +89,6 @@ class Requests(dict[int, Request]):
     """What sequences are for, by uid: of those that are for a request."""
 
     def of(self, uid: int) -> Request:
-        """What a sequence is for."""
         return self.get(uid, NO_REQUEST)
 
     def order(self, uid: int) -> tuple[int, tuple[int, int]]:
@@ -139,12 +131,10 @@ class WaitingQueue:
         self._parts.put_in_line(sorted(self._parts.waiting, key=lambda each: self._order(each[0])))
 
     def remove(self, uid: int) -> None:
-        """Remove a sequence if it is there."""
         self._parts.put_in_line([each for each in self._parts.waiting if each[0] != uid])
 
 
 def is_at_last_token(segments: list[Tokens]) -> bool:
-    """Whether only the last token is left to compute."""
     return len(segments) == 1 and len(segments[0]) == 1
 
 
@@ -169,7 +159,6 @@ def free_places(generator: BatchGenerator, *, in_turns: bool) -> int:
 
 
 def running_uids(generator: BatchGenerator) -> list[int]:
-    """The uids of the running sequences."""
     parts = GeneratorParts(generator)
     return [*parts.generating.uids, *parts.reading.uids]
 
@@ -273,9 +262,3 @@ def generating_row(batch: Any, at: int) -> GenerationBatch:
     new.num_tokens = [old.num_tokens[at]]
     new.matchers = [old.matchers[at]]
     return row
-
-
-def merged_cache(model: Any, uid: int, cache: list[Any]) -> list[Any]:
-    """A prompt cache of one sequence, as the cache of a batch of one."""
-    batch: list[Any] = PromptProcessingBatch(model, [uid], [cache]).prompt_cache
-    return batch

@@ -25,7 +25,7 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv.allocator.errors import OutOfMemory, PagedKVError
 from paged_kv.integrations.batching.prompt_caches import compute as compute_caches
 from paged_kv.integrations.batching.prompt_caches import joined, put_back, selected
-from paged_kv.integrations.mlx_lm_internals import next_of, set_next
+from paged_kv.integrations.mlx_lm_internals import set_next
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")
@@ -43,8 +43,6 @@ _SHORTAGES = (
 # However short memory is for one step, later ones are not shorter than this: another sequence may
 # have taken the memory, and steps of few tokens take much longer.
 LEAST_LASTING = 256
-
-_ATTACHED = "paged_kv_shortages"
 
 Undo = Callable[[], None]
 Responses = tuple[list[Any], list[Any]]
@@ -215,7 +213,7 @@ class Shortages:
 
     Args:
         generator: BatchGenerator.
-        step: takes its step; None for its own.
+        step: takes its step.
 
     Attributes:
         failed: the errors of sequences that it has removed, by uid. Whoever asks for the next step
@@ -223,20 +221,13 @@ class Shortages:
         longest: the most tokens of a prompt in its steps; None for as many as it is set to.
     """
 
-    def __init__(self, generator: BatchGenerator, step: Callable[[], Responses] | None) -> None:
-        proxy: Any = weakref.proxy(generator)
-        self._generator = proxy
-        self._step = step or partial(next_of, proxy)
+    def __init__(self, generator: BatchGenerator, step: Callable[[], Responses]) -> None:
+        self._generator: Any = weakref.proxy(generator)
+        self._step = step
         self.failed: dict[int, OutOfMemory] = {}
         self.longest: int | None = None
-        setattr(generator, _ATTACHED, self)
         # Of this generator only, which keeps it if the factory is uninstalled before it ends.
         set_next(generator, self.step)
-
-    @classmethod
-    def of(cls, generator: BatchGenerator) -> Shortages | None:
-        """Those of a generator, if any are attached."""
-        return getattr(generator, _ATTACHED, None)
 
     def step(self) -> Responses:
         """The generator's step.
@@ -271,7 +262,6 @@ class Shortages:
         return prompts, generated
 
     def note(self, uid: int, why: str) -> None:
-        """Note that there is no memory for a sequence."""
         # A new error: one that was raised holds frames, and so caches.
         self.failed[uid] = OutOfMemory(why, uid)
         logger.warning("%s", self.failed[uid])

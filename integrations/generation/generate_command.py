@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
@@ -23,7 +23,6 @@ _NAME_LENGTH = 60
 def add_generate_parser(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "generate",
         help="generate text on paged caches",
@@ -43,7 +42,6 @@ def add_generate_parser(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate, print a summary, return the exit status."""
     try:
         options = parsed_options(arguments, GENERATE_OPTIONS)
         options.cache.require_usable()
@@ -72,15 +70,13 @@ def _generate(generation: Any, prompts: list[str], options: GenerateOptions) -> 
     if len(encoded) == options.num_samples == 1 and not generation.drafts:
         generation.stream(encoded[0], _progress(len(encoded[0])))
     else:
-        names = [_name(number, prompt) for number, prompt in enumerate(prompts, 1)]
+        # A prompt's number and how it begins, on one line.
+        lines = [" ".join(prompt.split()) for prompt in prompts]
+        names = [
+            f"prompt {number}: {line[:_NAME_LENGTH]}{'...' if len(line) > _NAME_LENGTH else ''}"
+            for number, line in enumerate(lines, 1)
+        ]
         generation.batch(encoded, names, options.num_samples)
-
-
-def _name(number: int, prompt: str) -> str:
-    """A prompt's number and how it begins, on one line."""
-    line = " ".join(prompt.split())
-    beginning = line if len(line) <= _NAME_LENGTH else f"{line[:_NAME_LENGTH]}..."
-    return f"prompt {number}: {beginning}"
 
 
 def _generation_class(options: GenerateOptions) -> Any:
@@ -135,18 +131,15 @@ def _prompt(text: str) -> str:
     return prompt
 
 
-def _progress(tokens: int) -> "_Progress | None":
+def _progress(tokens: int) -> Callable[[int, int], None] | None:
     """The progress bar of a prompt, on a terminal and for long prompts only."""
-    return _Progress(tokens) if tokens >= _LONG_PROMPT and sys.stderr.isatty() else None
+    if tokens < _LONG_PROMPT or not sys.stderr.isatty():
+        return None
+    bar = tqdm(total=tokens, unit="token", desc="prompt", leave=False)
 
-
-class _Progress:
-    """A progress bar for the prompt."""
-
-    def __init__(self, tokens: int) -> None:
-        self._bar = tqdm(total=tokens, unit="token", desc="prompt", leave=False)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(done - self._bar.n)
+    def show(done: int, total: int) -> None:
+        bar.update(done - bar.n)
         if done >= total:
-            self._bar.close()
+            bar.close()
+
+    return show

@@ -76,20 +76,18 @@ class TextGeneration:
         Raises:
             ValueError: the prompt has no tokens.
         """
-        tokens = self._encoded(prompt, use_template)
-        if not tokens:
-            raise ValueError(f"the tokenizer makes no tokens of {prompt!r}: give --prompt a text")
-        return tokens
-
-    def _encoded(self, prompt: str, use_template: bool) -> list[int]:
         tokenizer: Any = self._tokenizer
-        if use_template and tokenizer.has_chat_template:
+        text, has_template = prompt, use_template and tokenizer.has_chat_template
+        if has_template:
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-            return list(tokenizer.encode(text, add_special_tokens=False))
-        return list(tokenizer.encode(prompt))
+        options = {"add_special_tokens": False} if has_template else {}
+        tokens = list(tokenizer.encode(text, **options))
+        if not tokens:
+            raise ValueError(f"the tokenizer makes no tokens of {prompt!r}: give --prompt a text")
+        return tokens
 
     @property
     def drafts(self) -> bool:
@@ -113,6 +111,9 @@ class TextGeneration:
         model, prompt_cache, cached = self._begin(key, media)
         fetched, text = perf_counter() - start, list(key)
         has_states = self._factory.prefixes.has_states
+        # All ranks must take the same steps, and only one may have a terminal. Models of images may
+        # compute all of a prompt in the first step.
+        is_short = progress is not None and media is None and self._ranks.size == 1
 
         def note(done: int, total: int) -> None:
             if progress is not None:
@@ -133,7 +134,7 @@ class TextGeneration:
             sampler=self._sampler,
             prompt_cache=prompt_cache,
             prompt_progress_callback=note,
-            prefill_step_size=self._step_tokens(is_shown=progress is not None, media=media),
+            prefill_step_size=_SHOWN_STEP_TOKENS if is_short else _STEP_TOKENS,
         ):
             print(response.text, end="", flush=True)
             text.append(response.token)
@@ -144,14 +145,6 @@ class TextGeneration:
         known = f", {cached} of them cached" if cached else ""
         self._summarise(f"{counted(len(prompt), 'token')} in {read:.2f} s{known}", response)
         self._factory.insert_cache(text, prompt_cache)
-
-    def _step_tokens(self, *, is_shown: bool, media: PromptMedia | None) -> int:
-        """How many tokens of a prompt are computed at once."""
-        # All ranks must take the same steps, and only one may have a terminal. Models of images may
-        # compute all of a prompt in the first step.
-        if is_shown and media is None and self._ranks.size == 1:
-            return _SHOWN_STEP_TOKENS
-        return _STEP_TOKENS
 
     def _begin(self, key: list[int], media: PromptMedia | None) -> tuple[Any, list[Any], int]:
         """What computes a prompt, its cache, and the tokens that this holds."""
@@ -211,11 +204,17 @@ class TextGeneration:
     ) -> list[Any]:
         """Generate and print one text for each prompt, and add up figures. Returns the last
         responses, whose pages stay in use unless later texts need them."""
-        generator = self._generator(
-            stop_tokens=[[token] for token in self._tokenizer.eos_token_ids],
-            max_tokens=self._max_tokens,
-            sampler=self._sampler,
-        )
+        options: dict[str, Any] = {
+            "stop_tokens": [[token] for token in self._tokenizer.eos_token_ids],
+            "max_tokens": self._max_tokens,
+            "sampler": self._sampler,
+        }
+        if self._draft is None:
+            generator = BatchGenerator(self._model, **options)
+        else:
+            generator = SpeculativeBatchGenerator(
+                self._model, self._draft, num_draft_tokens=self._num_draft_tokens, **options
+            )
         numbers = {uid: at for at, uid in enumerate(generator.insert(prompts, caches=caches))}
         last: dict[int, Any] = {}
         with closing(generator), generator.stats() as stats:
@@ -229,13 +228,6 @@ class TextGeneration:
                         last[number] = each
         figures += stats
         return [last[number] for number in range(len(prompts))]
-
-    def _generator(self, **options: Any) -> BatchGenerator:
-        if self._draft is None:
-            return BatchGenerator(self._model, **options)
-        return SpeculativeBatchGenerator(
-            self._model, self._draft, num_draft_tokens=self._num_draft_tokens, **options
-        )
 
     def _loaded(self, path_or_repo: str) -> tuple[Any, Any]:
         return loaded(path_or_repo)
@@ -316,13 +308,11 @@ class TextsInTurn:
         self._print_title()
 
     def add(self, number: int, token: int) -> None:
-        """Take a text's next token."""
         self._detokenizers[number].add_token(token)
         if number == self._turn:
             self._print_new()
 
     def end(self, number: int) -> None:
-        """Complete a text."""
         self._detokenizers[number].finalize()
         self._complete[number] = True
         while self._turn < len(self._titles) and self._complete[self._turn]:

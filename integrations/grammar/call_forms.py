@@ -1,29 +1,26 @@
-"""The forms in which models write calls of tools, one for each of mlx-lm's parsers.
-
-Each form is a function that gives the expression of one call in llguidance's Lark syntax, between
-the marks with which calls start and end.
-"""
+"""The forms in which models write calls of tools, one for each of mlx-lm's parsers, as expressions
+in llguidance's Lark syntax."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
-from paged_kv.integrations.grammar.call_rules import (
+from paged_kv.integrations.grammar.call_rules import CallRules, literal
+from paged_kv.integrations.grammar.schemas import (
     DEFINITIONS,
     NOTES,
-    CallRules,
     Schema,
-    in_order,
-    literal,
     part_of,
     single_types,
     sorted_by_name,
 )
 from paged_kv.integrations.grammar.value_syntax import (
+    ALL_TYPES,
     ValueDelimiters,
     ValueSyntax,
     glm_syntax,
@@ -35,29 +32,52 @@ from paged_kv.integrations.grammar.value_syntax import (
     value,
 )
 
-WriteCall = Callable[[CallRules, str, Schema], str]
-SyntaxOf = Callable[[Schema], ValueSyntax]
 
-# Python reads other escapes of JSON as other texts.
-_PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
+def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
+    if not re.fullmatch(allowed, name):
+        raise ValueError(f"{name!r} cannot stand without quotes")
+    return name
+
+
+def _escaped(name: str) -> str:
+    return name.replace("&", "&amp;").replace('"', "&quot;")
 
 
 class CallForm(NamedTuple):
     """How a model writes calls.
 
     Attributes:
-        call: the expression of a call of a tool, from its name and the schema of its parameters.
+        head: the text before the parameters: `{}` is the tool's name, and `#` the call's number.
+        parameters: the expression of the parameters, from their schema.
+        end: the text behind them.
         before, after: the expressions around the calls within one pair of marks.
         between: the text between these calls; None for one call within each pair.
         around: the expressions before and after an answer that is nothing but calls, in a model
             whose answers have marks of their own; None in others.
+        written: a tool's name as it is written. It raises ValueError if it cannot be.
+        number: the regular expression of the call's number.
+        optional: the form of a call that needs no parameter, if that is another.
     """
 
-    call: WriteCall
+    head: str
+    parameters: Callable[[CallRules, Schema], str] = CallRules.json
+    end: str = ""
     before: str = '""'
     between: str | None = None
     after: str = '""'
     around: Callable[[CallRules], tuple[str, str]] | None = None
+    written: Callable[[str], str] = _plain
+    number: str = ""
+    optional: CallForm | None = None
+
+    def call(self, rules: CallRules, name: str, parameters: Schema) -> str:
+        """The expression of one call of a tool, from the schema of its parameters."""
+        if self.optional and not parameters.get("required"):
+            return self.optional.call(rules, name, parameters)
+        written = self.written(name)
+        parts = [rules.mark(part.format(written)) for part in self.head.split("#")]
+        head = f" /{self.number}/ ".join(parts)
+        return f"{head} {self.parameters(rules, parameters)} {rules.mark(self.end)}"
 
 
 def form_of(tokenizer: Any) -> CallForm | None:
@@ -65,80 +85,60 @@ def form_of(tokenizer: Any) -> CallForm | None:
     parser = tokenizer.tool_parser
     name = "" if parser is None else parser.__module__.rpartition(".")[2]
     if name == "mistral" and "[ARGS]" in tokenizer.get_vocab():
-        return CallForm(_after_name)
+        return CallForm("{}[ARGS]")
     return _FORMS.get(name)
 
 
-def _as_object(rules: CallRules, name: str, parameters: Schema) -> str:
-    head = literal(f'{{"name": {json.dumps(name)}, "arguments": ')
-    return f'{head} {rules.json(parameters)} "}}"'
+def _one_by_one(
+    delimiters: ValueDelimiters,
+    syntax_of: Callable[[Schema], ValueSyntax] = lambda schema: ValueSyntax(),
+    *,
+    between: str = "",
+    written: Callable[[str], str] = _plain,
+) -> Callable[[CallRules, Schema], str]:
+    """Parameters one by one: texts without quotes, and JSON of other types.
+
+    Args:
+        between: the text between two parameters; then they are sorted.
+        written: a parameter's name as it is written.
+    """
+
+    def parameters(rules: CallRules, schema: Schema) -> str:
+        # Each parser takes the end of a call wherever it comes.
+        never = (*delimiters.never, rules.tokenizer.tool_call_end)
+        within_call = delimiters._replace(never=never)
+
+        def argument(key: str, part: Schema) -> str:
+            return value(rules, written(key), part, within_call, syntax_of(part))
+
+        return rules.in_order(sorted_by_name(schema) if between else schema, argument, between)
+
+    return parameters
 
 
-def _after_name(rules: CallRules, name: str, parameters: Schema) -> str:
-    return f"{literal(_plain(name))} {rules.mark('[ARGS]')} {rules.json(parameters)}"
+# Python reads other escapes of JSON as other texts.
+_PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
 
 
-def _numbered(rules: CallRules, name: str, parameters: Schema) -> str:
-    head = rules.mark(f"<|tool_call_begin|>functions.{_plain(name)}:")
-    argument, end = map(rules.mark, ("<|tool_call_argument_begin|>", "<|tool_call_end|>"))
-    return f"{head} /[0-9]{{1,3}}/ {argument} {rules.json(parameters)} {end}"
+def _python(rules: CallRules, parameters: Schema) -> str:
+    """Arguments by keyword."""
 
-
-def _python(rules: CallRules, name: str, parameters: Schema) -> str:
     def argument(key: str, schema: Schema) -> str:
         if not key.isidentifier() or iskeyword(key):
             raise ValueError(f"{key!r} is no name in Python")
         return f"{literal(f'{key}=')} {rules.json(schema, _PYTHON_ESCAPES)}"
 
-    inner = in_order(rules, parameters, argument, between='", "')
-    return f'{literal(f"{_plain(name)}(")} {inner} ")"'
-
-
-def _tagged(
-    head: str, opening: str, delimiters: ValueDelimiters, end: str, syntax_of: SyntaxOf
-) -> WriteCall:
-    """A call whose parameters stand between tags, texts without quotes. `{}` in heads is the name
-    of the tool, or of the parameter."""
-
-    def call(rules: CallRules, name: str, parameters: Schema) -> str:
-        # Each parser takes the end of a call wherever it comes.
-        never = (*delimiters.never, rules.tokenizer.tool_call_end)
-        within_call = delimiters._replace(never=never)
-
-        def argument(key: str, schema: Schema) -> str:
-            begun = rules.mark(opening.format(_plain(key)))
-            return f"{begun} ({value(rules, schema, within_call, syntax_of(schema))})"
-
-        inner = in_order(rules, parameters, argument)
-        return f"{rules.mark(head.format(_plain(name)))} {inner} {rules.mark(end)}"
-
-    return call
-
-
-def _glm(prefix: str) -> WriteCall:
-    key, argument = f"{prefix}arg_key", f"{prefix}arg_value"
-    delimiters = ValueDelimiters(f"</{argument}>", trims=True)
-    return _tagged("{}\n", f"<{key}>{{}}</{key}>\n<{argument}>", delimiters, "\n", glm_syntax)
-
-
-def _longcat(rules: CallRules, name: str, parameters: Schema) -> str:
-    # mlx-lm's parser knows a call without any parameter by its JSON alone.
-    write = _glm("longcat_") if parameters.get("required") else _as_object
-    return write(rules, name, parameters)
+    return rules.in_order(parameters, argument, between=", ")
 
 
 QUOTE, _GEMMA_END = '<|"|>', "<tool_call|>"
+_GEMMA_TEXT = ValueDelimiters("", QUOTE, (_GEMMA_END,), quote=QUOTE)
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 _ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
 # A model that must write a list may find no end.
 _MOST_KEYS = 64
-_COMMA = '","'
-
-
-def _gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    head = "call:" + _plain(name, r"[\w-]+") + "{"
-    return f'{literal(head)} {_gemma_entries(rules, parameters)} "}}"'
+_COMMA = ' "," '
 
 
 def _gemma_entries(rules: CallRules, schema: Schema) -> str:
@@ -147,7 +147,7 @@ def _gemma_entries(rules: CallRules, schema: Schema) -> str:
     def entry(key: str, part: Schema) -> str:
         return f'{_gemma_key(rules, key)} ":" {_gemma_value(rules, part)}'
 
-    return in_order(rules, sorted_by_name(schema), entry, between=_COMMA)
+    return rules.in_order(sorted_by_name(schema), entry, between=",")
 
 
 def _gemma_key(rules: CallRules, key: str) -> str:
@@ -160,14 +160,13 @@ def _gemma_value(rules: CallRules, schema: Schema) -> str:
 
 
 def _gemma_single(rules: CallRules, schema: Schema) -> str:
-    """A value of one type."""
     kind = schema["type"]
     if kind == "string":
         require_known(schema)
     if "enum" in schema:
         return f"({' | '.join(_gemma_constant(rules, value) for value in schema['enum'])})"
     if kind == "string":
-        return f"{rules.mark(QUOTE)} {text(rules, schema, ValueDelimiters(QUOTE, (_GEMMA_END,)))}"
+        return text(rules, schema, _GEMMA_TEXT)
     if kind not in ("array", "object"):
         return rules.json(schema)
     known = _OF_ARRAYS if kind == "array" else _OF_OBJECTS
@@ -207,53 +206,15 @@ def _gemma_constant(rules: CallRules, value: Any) -> str:
             raise ValueError(f"{value!r} cannot be written")
         return f"{rules.mark(QUOTE)} {literal(value)} {rules.mark(QUOTE)}"
     if isinstance(value, list):
-        return f'"[" {_COMMA.join(_gemma_constant(rules, item) for item in value)} "]"'
+        items = (_gemma_constant(rules, item) for item in value)
+        return f'"[" {_COMMA.join(items)} "]"'
     if isinstance(value, Mapping):
-        entries = [
+        entries = (
             f'{_gemma_key(rules, key)} ":" {_gemma_constant(rules, item)}'
             for key, item in value.items()
-        ]
+        )
         return f'"{{" {_COMMA.join(entries)} "}}"'
     return literal(json.dumps(value))
-
-
-def _function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
-    # The first brace ends the call, and the first comma a value without marks.
-    delimiters = ValueDelimiters("<escape>", never=("}", rules.tokenizer.tool_call_end))
-
-    def single_value(schema: Schema) -> str:
-        if schema["type"] == "string":
-            return f"{rules.mark('<escape>')} {text(rules, schema, delimiters)}"
-        if schema["type"] in ("array", "object"):
-            raise ValueError(f"this form has no {schema['type']}")
-        return rules.json(schema)
-
-    def argument(key: str, schema: Schema) -> str:
-        values = map(single_value, single_types(schema))
-        return f"{literal(f'{_plain(key)}:')} ({' | '.join(values)})"
-
-    head = "call:" + _plain(name, r"\w+") + "{"
-    inner = in_order(rules, sorted_by_name(parameters), argument, between=_COMMA)
-    return f'{literal(head)} {inner} "}}"'
-
-
-def _kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
-    ends = ("<|close|>call<|sep|>", "<|close|>json<|sep|>", rules.tokenizer.tool_call_end)
-    delimiters = ValueDelimiters("<|close|>argument<|sep|>", never=ends)
-
-    def single_argument(key: str, schema: Schema) -> str:
-        kind = schema["type"]
-        head = rules.mark(f'<|open|>argument key="{_escaped(key)}" type="{kind}"<|sep|>')
-        if kind == "string":
-            return f"{head} {text(rules, schema, delimiters)}"
-        return f"{head} {rules.json(schema)} {delimiters.closing(rules)}"
-
-    def argument(key: str, schema: Schema) -> str:
-        return " | ".join(single_argument(key, single) for single in single_types(schema))
-
-    head = rules.mark(f'<|open|>call tool="{_escaped(name)}" index="')
-    begun, end = rules.mark('"<|sep|>'), rules.mark("<|close|>call<|sep|>")
-    return f"{head} /[1-9][0-9]?/ {begun} {in_order(rules, parameters, argument)} {end}"
 
 
 def _around_kimi_k3(rules: CallRules) -> tuple[str, str]:
@@ -271,57 +232,88 @@ def _around_muse(rules: CallRules) -> tuple[str, str]:
     return f'(" "? "to=self" {message} {thoughts} {again})? " "? "to=" {name} {message}', '""'
 
 
-def _escaped(name: str) -> str:
-    return name.replace("&", "&amp;").replace('"', "&quot;")
+def _tags(
+    head: str,
+    begin: str,
+    mark: str,
+    end: str,
+    syntax_of: Callable[[Schema], ValueSyntax],
+    **delimiters: Any,
+) -> CallForm:
+    return CallForm(head, _one_by_one(ValueDelimiters(begin, mark, **delimiters), syntax_of), end)
 
 
-def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
-    if not re.fullmatch(allowed, name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
-    return name
+def _glm(prefix: str) -> CallForm:
+    key, argument = f"{prefix}arg_key", f"{prefix}arg_value"
+    begin = f"<{key}>{{}}</{key}>\n<{argument}>"
+    return _tags("{}\n", begin, f"</{argument}>", "\n", glm_syntax, trims=True)
 
 
-_QWEN = _tagged(
-    "\n<function={}>\n",
-    "<parameter={}>\n",
-    ValueDelimiters("</parameter>", before="\n", after="\n"),
-    "</function>\n",
-    qwen_syntax,
-)
-_MINIMAX = _tagged(
-    '<invoke name="{}">\n',
-    '<parameter name="{}">',
-    ValueDelimiters("</parameter>", ("</invoke>",), after="\n", trims=True),
-    "</invoke>\n",
-    minimax_syntax,
-)
-_MINICPM = _tagged(
-    '"{}">',
-    '<param name="{}">',
-    ValueDelimiters("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
-    "",
-    minimax_syntax,
-)
-_MUSE = _tagged(
-    '<atem:invoke name="{}">\n',
-    '<atem:parameter name="{}">',
-    ValueDelimiters("</atem:parameter>", after="\n", trims=True),
-    "</atem:invoke>\n",
-    muse_syntax,
+_JSON_CALL = CallForm('{{"name": {}, "arguments": ', end="}", written=json.dumps)
+_LISTED: dict[str, Any] = {"before": '"["', "between": ", ", "after": '"]"'}
+_INVOKED: dict[str, Any] = {"before": '"\\n"', "between": ""}
+# The first brace ends the call, and the first comma a value without marks.
+_ESCAPED = ValueDelimiters("{}:", "<escape>", ("}",), quote="<escape>")
+_KIMI_K3 = ValueDelimiters(
+    '<|open|>argument key="{0}" type="{1}"<|sep|>',
+    "<|close|>argument<|sep|>",
+    ("<|close|>call<|sep|>", "<|close|>json<|sep|>"),
 )
 _FORMS = {
-    "json_tools": CallForm(_as_object, before='"\\n"?', after='"\\n"?'),
-    "mistral": CallForm(_as_object, before='"["', between=", ", after='"]"'),
-    "kimi_k2": CallForm(_numbered, between=""),
-    "pythonic": CallForm(_python, before='"["', between=", ", after='"]"'),
-    "glm47": CallForm(_glm("")),
-    "laguna": CallForm(_glm("")),
-    "longcat": CallForm(_longcat),
-    "qwen3_coder": CallForm(_QWEN),
-    "minimax_m2": CallForm(_MINIMAX, before='"\\n"', between=""),
-    "minicpm5": CallForm(_MINICPM),
-    "gemma4": CallForm(_gemma),
-    "function_gemma": CallForm(_function_gemma),
-    "kimi_k3": CallForm(_kimi_k3, between="", around=_around_kimi_k3),
-    "muse_spark": CallForm(_MUSE, before='"\\n"', between="", around=_around_muse),
+    "json_tools": _JSON_CALL._replace(before='"\\n"?', after='"\\n"?'),
+    "mistral": _JSON_CALL._replace(**_LISTED),
+    "kimi_k2": CallForm(
+        "<|tool_call_begin|>functions.{}:#<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        between="",
+        number="[0-9]{1,3}",
+    ),
+    "pythonic": CallForm("{}(", _python, ")", **_LISTED),
+    "glm47": _glm(""),
+    "laguna": _glm(""),
+    # mlx-lm's parser knows a call without any parameter by its JSON alone.
+    "longcat": _glm("longcat_")._replace(optional=_JSON_CALL),
+    "qwen3_coder": _tags(
+        *("\n<function={}>\n", "<parameter={}>\n", "</parameter>", "</function>\n", qwen_syntax),
+        before="\n",
+        after="\n",
+    ),
+    "minimax_m2": _tags(
+        *('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>", "</invoke>\n"),
+        minimax_syntax,
+        never=("</invoke>",),
+        after="\n",
+        trims=True,
+    )._replace(**_INVOKED),
+    "minicpm5": _tags(
+        *('"{}">', '<param name="{}">', "</param>", "", minimax_syntax),
+        trims=True,
+        wrapping=("<![CDATA[", "]]>"),
+    ),
+    "gemma4": CallForm(
+        "call:{}{{", _gemma_entries, "}", written=partial(_plain, allowed=r"[\w-]+")
+    ),
+    "function_gemma": CallForm(
+        "call:{}{{",
+        _one_by_one(
+            _ESCAPED, lambda schema: ValueSyntax(types=ALL_TYPES - {"object", "array"}), between=","
+        ),
+        "}",
+        written=partial(_plain, allowed=r"\w+"),
+    ),
+    "kimi_k3": CallForm(
+        '<|open|>call tool="{}" index="#"<|sep|>',
+        _one_by_one(_KIMI_K3, written=_escaped),
+        "<|close|>call<|sep|>",
+        between="",
+        around=_around_kimi_k3,
+        written=_escaped,
+        number="[1-9][0-9]?",
+    ),
+    "muse_spark": _tags(
+        *('<atem:invoke name="{}">\n', '<atem:parameter name="{}">', "</atem:parameter>"),
+        *("</atem:invoke>\n", muse_syntax),
+        after="\n",
+        trims=True,
+    )._replace(**_INVOKED, around=_around_muse),
 }

@@ -1,4 +1,5 @@
-"""Reads the schemas of tools' parameters, and writes rules of calls in llguidance's syntax."""
+"""Writes rules of calls in llguidance's syntax, and what schemas say of texts as its regular
+expressions, which match a whole text."""
 
 from __future__ import annotations
 
@@ -7,11 +8,52 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema, referenced
-from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, SOME_TEXT, exactly
+from paged_kv.extras import extra_module
+from paged_kv.integrations.grammar.schemas import (
+    DEFINITIONS,
+    NOTES,
+    Schema,
+    equivalent_schema,
+    part_of,
+)
 
 # Parameters one by one repeat the definitions that they refer to.
 _MOST_CHARACTERS = 1 << 21
+# Keywords of a tool's parameters that parameters one by one can fit.
+_KNOWN = {"type", "properties", "required", "additionalProperties"}
+
+ANY_TEXT, SOME_TEXT = r"(.|\n)*", r"(.|\n)+"
+# A parser drops spaces at the ends of such texts: with them a text could get too short.
+_EDGE = r"[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200f\u2028-\u202f\u205f\u3000\ufeff]"
+TRIMMED = rf"({_EDGE}({ANY_TEXT}{_EDGE})?)?"
+
+_DATE = (
+    r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    r"|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = r"[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20})?"
+_WORDS = r"[A-Za-z0-9]+([.-][A-Za-z0-9]+)*"
+# What these match has the format, not the other way round: llguidance takes long for more.
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "ipv6": r"[0-9a-f]{1,4}(:[0-9a-f]{1,4}){7}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,3}}",
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_WORDS}",
+    "uri": (
+        rf"[a-z][a-z0-9+.-]*:\/\/{_WORDS}(:[0-9]{{1,4}})?"
+        r"(\/[A-Za-z0-9_.~-]*)*(\?[A-Za-z0-9_.~&=-]*)?"
+    ),
+}
+# In a set of characters llguidance takes these for more than letters.
+_SET_OPERATIONS = ("[", "&&", "--", "~~")
 
 
 class CallRules:
@@ -26,8 +68,12 @@ class CallRules:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-        self._tokens = {str(token): number for number, token in added if _is_mark(token)}
+        # Those that llguidance takes for no text.
+        self._tokens = {
+            str(token): number
+            for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+            if token.special or re.fullmatch("<.*>", str(token))
+        }
         self._rules: list[str] = []
         self._characters = 0
         self._known: dict[str, str] = {}
@@ -54,7 +100,7 @@ class CallRules:
             self._append(self._known[key], expression())
         return self._known[key]
 
-    def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
+    def json(self, schema: Schema, options: Mapping[str, Any] | None = None) -> str:
         """A rule for JSON that fits a schema. Only spaces as of Python's `json.dumps` are
         possible, which all templates show."""
         spaced = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -62,7 +108,6 @@ class CallRules:
         return self.rule(f"%json {json.dumps(guided)}")
 
     def mark(self, text: str) -> str:
-        """The expression for a mark of the template."""
         return " ".join(self._parts(text)) or '""'
 
     def text(
@@ -86,14 +131,48 @@ class CallRules:
         is_token = not first.startswith('"')  # else its letters alone say where the text ends
         closing = before if is_token else before + end
         unfit = [
-            *(f"({pattern}){exactly(closing)}" for pattern in refused),
-            f"{ANY_TEXT}{exactly(end)}{ANY_TEXT if is_token else SOME_TEXT}",
-            f"{ANY_TEXT}({'|'.join(map(exactly, never))}){ANY_TEXT}",
+            *(f"({pattern}){_exactly(closing)}" for pattern in refused),
+            f"{ANY_TEXT}{_exactly(end)}{ANY_TEXT if is_token else SOME_TEXT}",
+            f"{ANY_TEXT}({'|'.join(map(_exactly, never))}){ANY_TEXT}",
         ]
         matched = " & ".join(f"/{pattern}/" for pattern in patterns or [ANY_TEXT])
         terminal = f"TEXT_{len(self._rules)}"
         self._append(terminal, f"(({matched}) {literal(closing)}) & ~/{'|'.join(unfit)}/")
         return self.rule(" ".join([terminal, *([first, *rest] if is_token else rest)]))
+
+    def in_order(
+        self, parameters: Schema, value: Callable[[str, Schema], str], between: str = ""
+    ) -> str:
+        """The parameters of a call in the schema's order; those that are not required may be left
+        out.
+
+        Args:
+            parameters: their schema.
+            value: the expression of a parameter, from its name and its schema with the definitions
+                that this refers to.
+            between: the text between two parameters.
+
+        Raises:
+            ValueError: the schema says more than which parameters there are, or `value` raises it.
+        """
+        if unknown := parameters.keys() - _KNOWN - NOTES - DEFINITIONS:
+            raise ValueError(f"parameters one by one cannot fit {', '.join(sorted(unknown))}")
+        properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
+        if not properties.keys() >= required:
+            raise ValueError("a required parameter has no schema")
+        # The rest after each parameter, whether one came before it or not.
+        first, later = '""', '""'
+        for key, schema in reversed(properties.items()):
+            try:
+                one = self.rule(value(key, part_of(parameters, schema)))
+            except ValueError as error:
+                raise ValueError(f"the parameter {key}: {error}") from None
+            whole, joined = f"{one} {later}", f"{literal(between)} {one} {later}"
+            if key in required:
+                first, later = self.rule(whole), self.rule(joined)
+            else:
+                first, later = self.rule(f"{whole} | {first}"), self.rule(f"{joined} | {later}")
+        return first
 
     def _append(self, name: str, expression: str) -> None:
         self._characters += len(expression)
@@ -112,173 +191,61 @@ class CallRules:
         ]
 
 
-def _is_mark(token: Any) -> bool:
-    """Whether llguidance takes an added token for no text."""
-    return bool(token.special) or re.fullmatch("<.*>", str(token)) is not None
-
-
 def literal(text: str) -> str:
-    """The expression for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 
-Schema = Mapping[str, Any]
-
-# Keywords that say nothing of a value.
-NOTES = {
-    *("description", "title", "default", "examples", "deprecated", "readOnly"),
-    *("$schema", "$id", "$comment", "strict"),
-}
-DEFINITIONS = {"$defs", "definitions"}
-# References may lead to each other, and a few of them to very many schemas.
-_MOST_STEPS = 256
+def _exactly(text: str) -> str:
+    """What matches nothing but this text."""
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
-def part_of(schema: Schema, part: Any) -> dict[str, Any]:
-    """A part of a schema, with the definitions that its references lead to.
+def text_patterns(schema: Schema) -> list[str]:
+    """The regular expressions that a text must match that fits a schema, in llguidance's syntax.
 
     Raises:
-        ValueError: it is no schema that a value fits.
+        ValueError: llguidance's regular expressions cannot say it.
     """
-    if part is not True and not isinstance(part, Mapping):
-        raise ValueError("the schema names no type")
-    return {**({} if part is True else part), **_definitions(schema)}
-
-
-def _definitions(schema: Schema) -> Schema:
-    return {key: schema[key] for key in sorted(DEFINITIONS & schema.keys())}
-
-
-def single_types(schema: Schema) -> list[dict[str, Any]]:
-    """Schemas of one type each; a value that fits one of them fits the schema.
-
-    Args:
-        schema: with the definitions that it refers to.
-
-    Raises:
-        ValueError: the schema names no type, or cannot be divided.
-    """
-    found = list(_divided(schema, iter(range(_MOST_STEPS))))
-    if not found:
-        raise ValueError("no value fits the schema")
+    found = []
+    if "minLength" in schema or "maxLength" in schema:
+        bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        found.append(f"(.|\\n){{{bounds}}}")
+    if "pattern" in schema:
+        found.append(found_within(schema["pattern"]))
+    if "format" in schema:
+        if schema["format"] not in _FORMATS:
+            raise ValueError(f"texts without quotes cannot have the format {schema['format']!r}")
+        found.append(_FORMATS[schema["format"]])
     return found
 
 
-def type_of(value: Any) -> str:
-    """The JSON type of a value."""
-    if value is None:
-        return "null"
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
-
-
-def _divided(schema: Any, steps: Iterator[int]) -> Iterator[dict[str, Any]]:
-    if next(steps, None) is None:
-        raise ValueError("the schema has too many parts")
-    for key in ("$ref", "allOf", "anyOf", "oneOf"):
-        if key in schema:
-            rest = {other: value for other, value in schema.items() if other != key}
-            options = _options(schema, key)
-            parts = [list(_divided(_joined(rest, option), steps)) for option in options]
-            if key == "oneOf":
-                _require_apart(parts)
-            yield from (single for part in parts for single in part)
-            return
-    yield from _of_values(schema) if "enum" in schema or "const" in schema else _of_types(schema)
-
-
-def _options(schema: Schema, key: str) -> list[Any]:
-    if key == "$ref":
-        target = referenced(_definitions(schema), schema[key])
-        if target is None:
-            raise ValueError(f"{schema[key]} leads to no definition")
-        return [target]
-    if key == "allOf" and len(schema[key]) != 1:
-        raise ValueError("allOf of several schemas cannot be divided")
-    return list(schema[key])
-
-
-def _joined(rest: Schema, option: Any) -> dict[str, Any]:
-    if not isinstance(option, Mapping):
-        raise ValueError("the schema names no type")
-    if both := {key for key in rest.keys() & option.keys() if rest[key] != option[key]} - NOTES:
-        raise ValueError(f"{', '.join(sorted(both))} is said twice")
-    return {**rest, **option}
-
-
-def _require_apart(parts: list[list[dict[str, Any]]]) -> None:
-    """Raise ValueError if a value may fit two of these."""
-    kinds = [{single["type"].replace("integer", "number") for single in part} for part in parts]
-    if sum(map(len, kinds)) > len(set().union(*kinds)):
-        raise ValueError("a value may fit two schemas of oneOf: use anyOf")
-
-
-def _of_values(schema: Schema) -> Iterator[dict[str, Any]]:
-    values = [schema["const"]] if "const" in schema else schema["enum"]
-    if "const" in schema and "enum" in schema:
-        raise ValueError("const and enum are both said")
-    declared = schema.get("type")
-    allowed = {declared} if isinstance(declared, str) else set(declared or ())
-    if "number" in allowed:
-        allowed.add("integer")
-    by_type: dict[str, list[Any]] = {}
-    for value in values:
-        if not allowed or type_of(value) in allowed:
-            by_type.setdefault(type_of(value), []).append(value)
-    rest = {key: value for key, value in schema.items() if key not in ("const", "enum")}
-    for kind, fitting in by_type.items():
-        yield {**rest, "type": kind, "enum": fitting}
-
-
-def _of_types(schema: Schema) -> Iterator[dict[str, Any]]:
-    kinds = schema.get("type")
-    if not kinds:
-        raise ValueError("the schema names no type")
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        yield {**schema, "type": kind}
-
-
-# Keywords of a tool's parameters that parameters one by one can fit.
-_KNOWN = {"type", "properties", "required", "additionalProperties"}
-
-
-def in_order(
-    rules: CallRules,
-    parameters: Schema,
-    value: Callable[[str, Schema], str],
-    between: str = "",
-) -> str:
-    """The parameters of a call in the schema's order; those that are not required may be left out.
-
-    Args:
-        value: the expression of a parameter, from its name and its schema with the definitions
-            that this refers to.
-        between: the expression between two parameters.
+def found_within(pattern: str) -> str:
+    """What matches a whole text in which a regular expression of a JSON schema is found.
 
     Raises:
-        ValueError: the schema says more than which parameters there are, or `value` raises it.
+        ValueError: it is no text, llguidance would read a set of characters otherwise, or
+            llguidance is not installed.
     """
-    if unknown := parameters.keys() - _KNOWN - NOTES - DEFINITIONS:
-        raise ValueError(f"parameters one by one cannot fit {', '.join(sorted(unknown))}")
-    properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
-    if not properties.keys() >= required:
-        raise ValueError("a required parameter has no schema")
-    # The rest after each parameter, whether one came before it or not.
-    first, later = '""', '""'
-    for key, schema in reversed(properties.items()):
-        try:
-            one = rules.rule(value(key, part_of(parameters, schema)))
-        except ValueError as error:
-            raise ValueError(f"the parameter {key}: {error}") from None
-        whole, joined = f"{one} {later}", f"{between} {one} {later}"
-        if key in required:
-            first, later = rules.rule(whole), rules.rule(joined)
+    if not isinstance(pattern, str):
+        raise ValueError("a pattern is a text")
+    whole = []
+    for part in _alternatives(pattern):
+        begins, ends = part.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", part) is not None
+        body = part[begins : len(part) - ends]
+        whole.append(f"{'' if begins else ANY_TEXT}({body}){'' if ends else ANY_TEXT}")
+    # Sets of characters are ASCII's, as ECMA's are.
+    return str(extra_module("llguidance", "structured").regex_to_lark("|".join(whole), "dws"))
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    depth, written = 0, ""
+    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        if len(part) > 2 and any(operation in part[1:] for operation in _SET_OPERATIONS):
+            raise ValueError(f"the pattern has a set of characters that is not clear: {part}")
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            yield written
+            written = ""
         else:
-            first, later = rules.rule(f"{whole} | {first}"), rules.rule(f"{joined} | {later}")
-    return first
-
-
-def sorted_by_name(parameters: Schema) -> dict[str, Any]:
-    """The same schema, its properties in the order of Jinja's `dictsort`."""
-    properties = sorted(parameters.get("properties", {}).items(), key=lambda item: item[0].lower())
-    return {**parameters, "properties": dict(properties)}
+            written += part
+    yield written

@@ -105,11 +105,10 @@ class CallConstraint(NamedTuple):
         Raises:
             ValueError: no grammar describes such calls of this model.
         """
-        form = form_of(tokenizer)
         if self.choice == "none":
             return self.answer or self._without_calls(tokenizer)
         try:
-            return self._with_calls(tokenizer, form)
+            return self._with_calls(tokenizer)
         except _WRONG as error:
             if self.choice != "auto":
                 reason = str(error) if isinstance(error, ValueError) else _NO_SCHEMA
@@ -123,8 +122,8 @@ class CallConstraint(NamedTuple):
         text = rf"/(.|\n)*/ & ~/(.|\n)*{start}(.|\n)*/"
         return Constraint(lark(f"start: TEXT\nTEXT: {text}\n"), self.field)
 
-    def _with_calls(self, tokenizer: Any, form: CallForm | None) -> Constraint:
-        if form is None:
+    def _with_calls(self, tokenizer: Any) -> Constraint:
+        if (form := form_of(tokenizer)) is None:
             raise ValueError("no grammar describes calls in the form of this model's template")
         rules = CallRules(tokenizer)
         section = rules.rule(self._section(rules, tokenizer, form))
@@ -137,19 +136,21 @@ class CallConstraint(NamedTuple):
             between = '"\\n"?' if tokenizer.tool_call_end else ""
             calls = f"{calls} ({between} {calls}){{0,{MOST_CALLS - 1}}}"
         if self.answer is not None and self.choice == "auto":
-            calls = f"{calls} | {_as_rule(rules, self.answer.grammar)}"
+            kind, text = self.answer.grammar
+            if kind != "json_schema":
+                raise ValueError("with tools an answer can be text or JSON, not of another grammar")
+            calls = f"{calls} | {rules.json(json.loads(text))}"
             return Constraint(lark(rules.grammar(calls)), self.field)
-        has_marks = form.around is not None and _writes_marks(tokenizer)
-        if form.around is not None and has_marks:
-            before, after = form.around(rules)
-            calls = f"{before} {calls} {after}"
-        return Constraint(lark(rules.grammar(calls)), self.field, has_marks=has_marks)
+        if form.around is None or not _writes_marks(tokenizer):
+            return Constraint(lark(rules.grammar(calls)), self.field)
+        before, after = form.around(rules)
+        grammar = lark(rules.grammar(f"{before} {calls} {after}"))
+        return Constraint(grammar, self.field, has_marks=True)
 
     def _section(self, rules: CallRules, tokenizer: Any, form: CallForm) -> str:
         """The calls within one pair of marks, and the mark behind them."""
-        schemas = [_schema(tool) for tool in self.tools]
-        named = zip(self.tools, schemas, strict=True)
-        calls = [form.call(rules, tool.name, schema) for tool, schema in named]
+        schemas = {tool: _schema(tool) for tool in self.tools}  # which live while rules are written
+        calls = [form.call(rules, tool.name, schema) for tool, schema in schemas.items()]
         call = rules.rule(" | ".join(calls))
         more = ""
         if self.several and form.between is not None:
@@ -163,12 +164,6 @@ def _schema(tool: CallableTool) -> Mapping[str, Any]:
     if parameters.get("type", "object") != "object":
         raise ValueError(f"the parameters of {tool.name} are no object")
     return {**parameters, "type": "object"}
-
-
-def _as_rule(rules: CallRules, grammar: Grammar) -> str:
-    if grammar.kind != "json_schema":
-        raise ValueError("with tools an answer can be text or JSON, and not of another grammar")
-    return rules.json(json.loads(grammar.text))
 
 
 def _writes_marks(tokenizer: Any) -> bool:

@@ -1,16 +1,22 @@
-"""Masks logits with grammars: of one sequence as mlx-lm's logits processor, or of many at once."""
+"""Masks logits with grammars: of one sequence as mlx-lm's logits processor, or of a batch at once.
+
+mlx-lm calls logits processors for one sequence after the other. In a `MaskedBatch` the model begins
+to compute the step first. Then the sampled tokens of the last step are taken by the grammars, which
+say what may follow, while the model computes; and one operation masks the logits of all sequences.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import BatchGenerator
 
-from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.grammars import Grammar
-from paged_kv.integrations.grammar.vocabulary import Vocabulary
+from paged_kv.integrations.grammar.vocabulary import FollowedGrammar, Vocabulary
+from paged_kv.integrations.mlx_lm_internals import GeneratorParts, SteppedBatch
 
 
 class GrammarProcessor:
@@ -67,9 +73,13 @@ class GrammarProcessor:
 
 
 def grammar_of(processors: Any) -> FollowedGrammar | None:
-    """The grammar among the logits processors of a sequence, if there is one."""
     found = (each.grammar for each in processors or () if isinstance(each, GrammarProcessor))
     return next(found, None)
+
+
+def other_processors(processors: Any) -> list[Any]:
+    """The logits processors of a sequence that are not its grammar."""
+    return [each for each in processors or () if not isinstance(each, GrammarProcessor)]
 
 
 def within_grammars(
@@ -128,3 +138,48 @@ def _executor() -> Any:
     from llguidance import LLExecutor
 
     return LLExecutor()
+
+
+class MaskedBatch(SteppedBatch):
+    """mlx-lm's GenerationBatch, for sequences with a `GrammarProcessor` among others."""
+
+    def grammars(self) -> dict[int, FollowedGrammar]:
+        found = {row: grammar_of(each) for row, each in enumerate(self.logits_processors or [])}
+        return {row: grammar for row, grammar in found.items() if grammar is not None}
+
+    def step(self) -> Any:
+        grammars = self.grammars()
+        if not grammars:
+            return super().step()
+        model, processors = self.model, self.logits_processors
+        self.model = partial(self._masked_model, model, grammars)
+        self.logits_processors = [other_processors(each) for each in processors or []]
+        try:
+            return super().step()
+        finally:
+            self.model, self.logits_processors = model, processors
+
+    def _masked_model(
+        self, model: Any, grammars: dict[int, FollowedGrammar], inputs: mx.array, cache: list[Any]
+    ) -> mx.array:
+        """The masked logits [rows, 1, vocabulary] after inputs [rows, 1]."""
+        logits: mx.array = model(inputs, cache=cache)
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
+        tokens: Any = inputs[:, 0].tolist()
+        counts = self.parts.num_tokens
+        for row, grammar in grammars.items():
+            grammar.take(tokens[row], counts[row])
+        return within_grammars(logits, grammars, [[token] for token in tokens])
+
+
+class MaskedBatchGenerator(BatchGenerator):
+    """mlx-lm's BatchGenerator, whose sequences' logits are masked in one operation.
+
+    Args:
+        model: a model of mlx-lm.
+        options: BatchGenerator's.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        GeneratorParts(self).generating = MaskedBatch.empty(model, self.sampler)

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_lm.tool_parsers.minimax_m2 import _extract_types_from_schema
 
 from paged_kv.integrations.grammar.call_rules import (
-    DEFINITIONS,
-    NOTES,
+    ANY_TEXT,
+    TRIMMED,
     CallRules,
-    Schema,
     literal,
-    single_types,
+    text_patterns,
 )
-from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, TRIMMED, text_patterns
+from paged_kv.integrations.grammar.schemas import DEFINITIONS, NOTES, Schema, single_types
 
-_ALL = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+ALL_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
 # Sets of characters, some larger than needed: llguidance takes long for all spaces and digits of
 # Unicode.
@@ -78,22 +77,17 @@ class ValueSyntax(NamedTuple):
 
     ambiguous_literals: tuple[str, ...] = ()
     takes_quotes: bool = False
-    types: frozenset[str] = _ALL
+    types: frozenset[str] = ALL_TYPES
     has_python_words: bool = False
 
-    def beside(self, types: set[str]) -> ValueSyntax:
-        """The same, where values of these types may stand in a text's place."""
-        beginnings = {_BEGINNINGS[each] for each in types}
-        return self._replace(ambiguous_literals=(*self.ambiguous_literals, *sorted(beginnings)))
 
-
-_AS_WRITTEN = ValueSyntax()
+AS_WRITTEN = ValueSyntax()
 
 
 def glm_syntax(schema: Schema) -> ValueSyntax:
     """Of glm47, laguna and longcat."""
     if schema.get("type") == "string":
-        return ValueSyntax()
+        return AS_WRITTEN
     return ValueSyntax((_LITERAL,), takes_quotes=True)
 
 
@@ -106,7 +100,7 @@ def qwen_syntax(schema: Schema) -> ValueSyntax:
     return ValueSyntax(
         (_NULL, _LITERAL),
         takes_quotes=True,
-        types=frozenset({"integer", "number", "boolean", "null"}),
+        types=ALL_TYPES - {"object", "array"},
         has_python_words=True,
     )
 
@@ -114,7 +108,9 @@ def qwen_syntax(schema: Schema) -> ValueSyntax:
 def minimax_syntax(schema: Schema) -> ValueSyntax:
     """Of minimax_m2 and minicpm5."""
     types = frozenset(_extract_types_from_schema(schema))
-    return ValueSyntax((_NULL, *sorted({_CONVERTED[name] for name in types & _ALL})), types=types)
+    return ValueSyntax(
+        (_NULL, *sorted({_CONVERTED[name] for name in types & ALL_TYPES})), types=types
+    )
 
 
 def muse_syntax(schema: Schema) -> ValueSyntax:
@@ -133,32 +129,37 @@ class ValueDelimiters(NamedTuple):
     """What stands around a value.
 
     Attributes:
-        end: the mark behind a value.
+        begin: the text before it: `{0}` is the parameter's name, and `{1}` the value's type.
+        end: the mark behind it.
         never: other marks that end the call, or the value.
         before, after: texts around the mark.
         trims: whether the parser drops spaces at the ends of a text.
         wrapping: marks between which a text may stand, too.
+        quote: the mark before texts; then `end` stands behind texts alone.
     """
 
+    begin: str
     end: str
     never: tuple[str, ...] = ()
     before: str = ""
     after: str = ""
     trims: bool = False
     wrapping: tuple[str, str] | None = None
+    quote: str = ""
 
     def closing(self, rules: CallRules) -> str:
-        """The expression behind a value other than a text."""
+        """The expression behind a value that is no pattern."""
         return f"{literal(self.before)} {rules.mark(self.end)} {literal(self.after)}"
 
 
 def value(
-    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax
+    rules: CallRules, key: str, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax
 ) -> str:
-    """The expression of a value that fits a schema, and of the mark behind it.
+    """The expression of a parameter whose value fits a schema, and of the marks around it.
 
     Args:
-        schema: of the parameter, with the definitions that it refers to.
+        key: its name, as it is written.
+        schema: with the definitions that it refers to.
         syntax: how the parser reads values of such a parameter.
 
     Raises:
@@ -166,21 +167,32 @@ def value(
             does.
     """
     types = single_types(schema)
-    syntax = syntax.beside({single["type"] for single in types} - {"string"})
+    if "{1}" not in delimiters.begin and not delimiters.quote:
+        # Values of these types may stand in a text's place.
+        beginnings = {_BEGINNINGS[each["type"]] for each in types if each["type"] != "string"}
+        literals = (*syntax.ambiguous_literals, *sorted(beginnings))
+        syntax = syntax._replace(ambiguous_literals=literals)
     written = []
     for single in types:
-        if single["type"] == "string":
-            written.append(text(rules, single, delimiters, syntax))
-        elif single["type"] not in syntax.types:
-            kind = single["type"]
+        kind = single["type"]
+        if kind == "string":
+            one = text(rules, single, delimiters, syntax)
+        elif kind not in syntax.types:
             raise ValueError(f"the parser of this form reads no {kind} of such a schema")
         else:
-            written.append(f"{_other(rules, single, syntax)} {delimiters.closing(rules)}")
+            if syntax.has_python_words and kind == "boolean":
+                words = map(str, single.get("enum", [True, False]))
+                one = f"({' | '.join(map(literal, words))})"
+            else:
+                one = rules.json(single)
+            if not delimiters.quote:
+                one = f"{one} {delimiters.closing(rules)}"
+        written.append(f"{rules.mark(delimiters.begin.format(key, kind))} {one}")
     return " | ".join(written)
 
 
 def text(
-    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax = _AS_WRITTEN
+    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax = AS_WRITTEN
 ) -> str:
     """The expression of a text without quotes, and of the mark behind it.
 
@@ -188,9 +200,10 @@ def text(
         ValueError: a grammar cannot say what the schema does, or the parser misreads a value.
     """
     require_known(schema)
+    quote = rules.mark(delimiters.quote)
     if "enum" in schema:
         constants = (literal(_constant(value, delimiters, syntax)) for value in schema["enum"])
-        return f"({' | '.join(constants)}) {delimiters.closing(rules)}"
+        return f"{quote} ({' | '.join(constants)}) {delimiters.closing(rules)}"
     patterns, ambiguous = text_patterns(schema), syntax.ambiguous_literals
     trimmed = [*patterns, TRIMMED] if delimiters.trims and _LENGTHS & schema.keys() else patterns
     mark, never, before = delimiters.end, delimiters.never, delimiters.before
@@ -202,7 +215,7 @@ def text(
     if syntax.takes_quotes:
         quoted = rules.text([*patterns, _UNESCAPED], mark, never, before=_QUOTE + before)
         written.append(f"{literal(_QUOTE)} {quoted}")
-    return f"({' | '.join(written)}) {literal(delimiters.after)}"
+    return f"{quote} ({' | '.join(written)}) {literal(delimiters.after)}"
 
 
 def require_known(schema: Schema) -> None:
@@ -223,10 +236,3 @@ def _constant(value: str, delimiters: ValueDelimiters, syntax: ValueSyntax) -> s
     if has_mark or not syntax.takes_quotes:
         raise ValueError(f"{value!r} cannot be written in this form")
     return json.dumps(value, ensure_ascii=False)
-
-
-def _other(rules: CallRules, schema: dict[str, Any], syntax: ValueSyntax) -> str:
-    if syntax.has_python_words and schema["type"] == "boolean":
-        values = schema.get("enum", [True, False])
-        return f"({' | '.join(literal(str(value)) for value in values)})"
-    return rules.json(schema)

@@ -39,7 +39,6 @@ _NOT_NEEDED = frozenset({"embed_tokens.weight", "t2d"})
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder's config.json is one of a head that is known."""
     path = folder / "config.json"
     return path.is_file() and _is_known(json.loads(path.read_text()))
 
@@ -81,7 +80,6 @@ def _required(path: Path) -> Path:
 
 
 def has_own_head(model: Module, folder: str | Path) -> bool:
-    """Whether a head comes with a model, as `load_own_head` finds it."""
     return (Path(folder) / "draft_head").is_dir() or bool(mtp_weights(model, folder))
 
 

@@ -49,7 +49,6 @@ class ModelParts:
 
     @property
     def arguments(self) -> Any:
-        """The shape of the model, as its file in mlx-lm describes it."""
         return self._whole.args
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -210,7 +209,6 @@ class HeadArgs(ModelArgs):
 
 
 def llama_head(args: HeadArgs) -> LayerHead:
-    """A head with one layer of Llama."""
     return LayerHead(TransformerBlock(args), args.hidden_size, args.vocab_size, args.rms_norm_eps)
 
 

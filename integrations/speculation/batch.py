@@ -32,8 +32,12 @@ from paged_kv.integrations.batching.short_memory import (
     make_room,
 )
 from paged_kv.integrations.distributed.sharded_model import ranks_of
-from paged_kv.integrations.grammar.masked_steps import MaskedBatch, other_processors
-from paged_kv.integrations.grammar.processor import grammar_of, within_grammars
+from paged_kv.integrations.grammar.processor import (
+    MaskedBatch,
+    grammar_of,
+    other_processors,
+    within_grammars,
+)
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
 from paged_kv.integrations.speculation.rollback import Rollback, ragged_step
@@ -97,7 +101,6 @@ class _Row:
 
     @property
     def drafting(self) -> Acceptance:
-        """The acceptance of what the row drafts now."""
         return self.forced_acceptance if self.is_forced else self.acceptance
 
 
@@ -185,7 +188,6 @@ class SpeculativeBatch(MaskedBatch):
             self._rows.append(_Row(options, self._draft.begin(options.salt), counts))
 
     def filter(self, keep: list[int]) -> None:
-        """Keep the rows at these indices."""
         super().filter(keep)
         self._rows = [self._rows[row] for row in keep]
 

@@ -49,7 +49,6 @@ class Acceptance:
         self.chance += _RECOVERY * (_FIRST_CHANCE - self.chance)
 
     def emitted(self, drafted: int) -> float:
-        """Expected tokens of a step with so many drafted ones."""
         return sum(self.chance**at for at in range(drafted + 1))
 
 
@@ -82,7 +81,6 @@ class FixedLengths:
     """Every row that can draft does, as many tokens as it may."""
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        """As many tokens as any row may draft."""
         return max(each.most for each in candidates)
 
     def record(self, rows: int, tokens: int, seconds: float) -> None:
@@ -113,7 +111,6 @@ class AdaptiveLengths:
         return best
 
     def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learn the time of a step."""
         self._steps += 1
         self._recent[rows, tokens].append((self._steps, seconds))
 

@@ -124,11 +124,9 @@ class NGramDraft:
         self._lock = Lock()
 
     def begin(self, salt: Hashable) -> NGramRow:
-        """The state of a new row."""
         return NGramRow(salt)
 
     def may_follow(self, state: NGramRow, tokens: list[int]) -> bool:
-        """Whether the last n of these tokens occurred before."""
         self._learn(state, tokens[len(state.tokens) :])
         return self._place_after(state) is not None
 
@@ -210,14 +208,12 @@ class HeadDraft:
         """A row has no state: the head's pages are the sequence's."""
 
     def may_follow(self, state: None, tokens: list[int]) -> bool:
-        """A head always has something to propose."""
         return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
         """Nothing is missing: a head reads each step of its model."""
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """For each row the next tokens of the head; none if there is no memory."""
         sequences = [row.sequence for row in rows if row.sequence is not None]
         last, count = [row.last for row in rows], max(row.most for row in rows)
         drafted = _within_memory(partial(self._head.draft, sequences, last, count))
@@ -269,11 +265,9 @@ class ModelDraft:
         self._factory = factory
 
     def begin(self, salt: Hashable) -> ModelDraftRow:
-        """The state of a new row."""
         return ModelDraftRow(salt)
 
     def may_follow(self, state: ModelDraftRow, tokens: list[int]) -> bool:
-        """A model always has something to propose."""
         return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
@@ -287,7 +281,6 @@ class ModelDraft:
         self._attempted(rows, catch_up)
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """For each row the next tokens of the draft model; none if there is no memory."""
         drafts = None
         if all(row.state.cache is not None for row in rows):
             most = max(row.most for row in rows)

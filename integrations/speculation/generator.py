@@ -12,8 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator, BatchResponse
 
 from paged_kv.checks import TokenIds, described, token_ids, whole_number
-from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.cache_library import require_model
+from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
@@ -94,7 +94,6 @@ class SpeculativeBatchGenerator(BatchGenerator):
 
     @property
     def counts(self) -> SpeculationCounts:
-        """Counts of all rows since the beginning."""
         return self._batch.counts
 
 

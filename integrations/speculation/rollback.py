@@ -122,7 +122,6 @@ class Rollback:
         rows = [*accepted]
 
         def rows_of(cache: Any) -> Any:
-            """A cache of some rows: a view of their pages, and their states before the step."""
             if isinstance(cache, PagedKVCache):
                 return PagedKVCache(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
             part = copy.copy(cache)

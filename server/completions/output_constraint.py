@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from paged_kv.extras import extra_module
-from paged_kv.integrations.grammar import grammar_check, grammars
+from paged_kv.integrations.grammar import grammars
 from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
@@ -161,7 +161,7 @@ async def _require_valid(service: Service, constraint: Constraint) -> None:
         extra_module("llguidance", "structured")
         async with service.workers.grammar_processes:
             limits, question = (str(TIME_LIMIT_S), str(MOST_BYTES)), json.dumps([*grammar]).encode()
-            ended = await run_python(grammar_check.__file__, *limits, question=question)
+            ended = await run_python(grammars.__file__, *limits, question=question)
         if ended.is_too_slow:
             raise ValueError(f"compiling it takes longer than {TIME_LIMIT_S} s: make it smaller")
         if ended.status < 0:

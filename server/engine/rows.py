@@ -18,10 +18,9 @@ from paged_kv.integrations.batch_steps import part_of
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.prompt_caches import compute, joined
 from paged_kv.integrations.batching.rows import Request
-from paged_kv.integrations.batching.short_memory import Shortages, taken_out
-from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.grammar.processor import GrammarProcessor
+from paged_kv.integrations.batching.short_memory import taken_out
+from paged_kv.integrations.grammar.processor import GrammarProcessor, MaskedBatchGenerator
+from paged_kv.integrations.grammar.vocabulary import FollowedGrammar
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
@@ -182,9 +181,7 @@ class Rows:
         self._factory.decode_share = options.decode_share
         self._preemption = attach(self._generator, self._factory)
         self._preemption.reserve_share = options.admission
-        shortages = Shortages.of(self._generator)
-        assert shortages is not None, "`attach` makes them"
-        self._failed = shortages.failed
+        self._failed = self._preemption.shortages.failed
 
     def __len__(self) -> int:
         return len(self._rows) + (self._single is not None)

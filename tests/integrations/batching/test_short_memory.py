@@ -20,8 +20,10 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import SamplingArguments
 
 from paged_kv import OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.batching.short_memory import LEAST_LASTING, Shortages, is_shortage
-from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
+from paged_kv.integrations.batching.preemption import attach
+from paged_kv.integrations.batching.short_memory import LEAST_LASTING, is_shortage
+from paged_kv.integrations.grammar.processor import MaskedBatchGenerator
+from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.server.engine.sampling import RandomSampler
 from tests.support.drafts import PlannedDraft
@@ -191,9 +193,8 @@ def test_prompts_take_steps_that_there_is_memory_for(
     ):
         fails = partial(failing_allocations, 0, ALL, 140 * width, 300 * width)
         assert texts(generator, uids, 0, fails) == expected
-        shortages = Shortages.of(generator)
-        assert shortages is not None
-        assert shortages.longest == LEAST_LASTING
+        factory: Any = installed_factory(generator.model)
+        assert attach(generator, factory).shortages.longest == LEAST_LASTING
         assert generator.prefill_step_size == LEAST_LASTING
     assert "MLX had no memory for a step of" in caplog.text
 

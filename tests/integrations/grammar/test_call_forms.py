@@ -17,9 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AddedToken, AutoTokenizer
 
 from benches.generated_schemas import generated_schema
+from paged_kv.integrations.grammar.call_rules import found_within
 from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint
 from paged_kv.integrations.grammar.grammars import GrammarError
-from paged_kv.integrations.grammar.text_patterns import found_within
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 from tests.support.folders import MODEL_FOLDERS
 from tests.support.grammar_walks import walked_text

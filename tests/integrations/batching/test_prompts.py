@@ -6,9 +6,10 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.admission.scheduler import PART_STEPS
-from paged_kv.integrations.batching import prompt_choice
+from paged_kv.integrations.batching import prompts
 from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.rows import Responses, WaitingQueue, step_with
+from paged_kv.integrations.batching.rows import WaitingQueue, step_with
+from paged_kv.integrations.batching.short_memory import Responses
 from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from tests.integrations.batching.test_preemption import (
     LARGE,
@@ -30,8 +31,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(prompt_choice, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(prompt_choice, "step_with", self._step)
+        monkeypatch.setattr(prompts, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(prompts, "step_with", self._step)
 
     def _step(self, generator: Any, begun: set[int]) -> Responses:
         parts = GeneratorParts(generator)

@@ -9,9 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benches.generated_schemas import generated_schema
-from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
-from paged_kv.integrations.grammar.grammar_check import require_valid
-from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
+from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, require_valid
+from paged_kv.integrations.grammar.schemas import equivalent_schema
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 from tests.support.grammar_walks import walked_text
 
