@@ -120,8 +120,15 @@ class ModelHead:
         self.head = head
         self.parts = ModelParts(model)
         like = self.parts.embed(mx.array([[0]]))
-        self._require_shape("hidden states of width", self.parts.hidden_size, head.hidden_size)
-        self._require_shape("a vocabulary of", self.parts.vocab_size, head.vocab_size)
+        for what, of_model, of_head in (
+            ("hidden states of width", self.parts.hidden_size, head.hidden_size),
+            ("a vocabulary of", self.parts.vocab_size, head.vocab_size),
+        ):
+            if of_model != of_head:
+                raise ValueError(
+                    f"the head is for a model with {what} {of_head:,}, and this model has "
+                    f"{of_model:,}: give the head that was trained for this model"
+                )
         head.set_dtype(like.dtype)
         layers = self.parts.backbone.layers
         read = [layers[each] for each in head.layers_read(len(layers))]
@@ -131,14 +138,6 @@ class ModelHead:
         head(self._unknown[None], self._unknown[None], shown)  # symbolic: nothing is computed
         assert shown.geometry is not None, "a head has a layer with keys and values"
         self.geometry = shown.geometry
-
-    @staticmethod
-    def _require_shape(what: str, of_model: int, of_head: int) -> None:
-        if of_model != of_head:
-            raise ValueError(
-                f"the head is for a model with {what} {of_head:,}, and this model has "
-                f"{of_model:,}: give the head that was trained for this model"
-            )
 
     def hook(self) -> Undo:
         """Let the modules that the head reads record what they return."""

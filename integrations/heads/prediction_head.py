@@ -21,7 +21,6 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention, ModelArgs, TransformerBlock
 
@@ -129,23 +128,13 @@ class PredictionHead(Module):
         Raises:
             ValueError: some are missing, too many, or of another shape; nothing was changed.
         """
-        needed = dict(tree_flatten(self.parameters()))  # type: ignore[no-untyped-call]
-        for what, names in (
-            ("lacks", needed.keys() - weights.keys()),
-            ("has unknown", weights.keys() - needed.keys()),
-        ):
-            if names:
-                raise ValueError(
-                    f"the head in {place} {what} weights: {', '.join(sorted(names))}; give a head "
-                    "that is whole, as it was trained"
-                )
-        for name, like in needed.items():
-            if weights[name].shape != like.shape:
-                raise ValueError(
-                    f"{name} of the head in {place} has the shape {weights[name].shape}, and its "
-                    f"configuration says {like.shape}"
-                )
-        self.load_weights(list(weights.items()))
+        try:
+            self.load_weights(list(weights.items()))
+        except ValueError as error:
+            raise ValueError(
+                f"the head in {place} does not fit its weights: {error} Give a head that is whole, "
+                "as it was trained"
+            ) from None
 
 
 class LayerHead(PredictionHead):

@@ -116,18 +116,10 @@ class _Sampled(NamedTuple):
     logprobs: Sequence[mx.array]
 
 
-class _Verified(NamedTuple):
-    """A step with drafts, as yet without an effect on its batch.
-
-    Attributes:
-        inputs: per row the token to emit, and the drafted ones.
-        sampled: what the model samples behind them.
-        next_tokens: the last of these of each row, as mlx-lm keeps them.
-    """
-
-    inputs: list[list[int]]
-    sampled: list[_Sampled]
-    next_tokens: mx.array
+# What a step with drafts computes, without an effect on its batch as yet: per row the token to emit
+# and the drafted ones, what the model samples behind them, and the last of these, as mlx-lm keeps
+# them.
+_Verified = tuple[list[list[int]], list[_Sampled], mx.array]
 
 
 class SpeculativeBatch(MaskedBatch):
@@ -261,7 +253,7 @@ class SpeculativeBatch(MaskedBatch):
         if verified is None:
             return None
         responses = self._emit(verified, rollback)
-        longest = max(map(len, verified.inputs))
+        longest = max(map(len, verified[0]))
         self._lengths.record(len(counts), longest, perf_counter() - began)
         self._plain_rows = 0
         return responses
@@ -303,7 +295,7 @@ class SpeculativeBatch(MaskedBatch):
             for at, token in enumerate(accepted, self.parts.num_tokens[row] + 1):
                 grammar.take(token, at)
         following = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
-        return _Verified(inputs, sampled, following)
+        return inputs, sampled, following
 
     def _sample(self, logits: mx.array, inputs: list[list[int]]) -> list[_Sampled]:
         """Sample after each row's inputs, until a drafted token differs.

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
 from paged_kv.integrations.cache_options import CacheOptions
 from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
+from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import Draft, HeadDraft, ModelDraft, NGramDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
@@ -63,10 +63,7 @@ def load_draft_model(
 
 def _folder_of(name: str) -> Path:
     """The folder of a model, which is downloaded if it is no folder."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    return downloaded(str(Path(name).expanduser()), ["*.json", "*.safetensors"])
 
 
 def make_draft(

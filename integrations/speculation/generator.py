@@ -177,33 +177,23 @@ def speculative_batch_generate(
             logits_processors=list(logits_processors or []),
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         )
-        with closing(generator):
-            return _generate(generator, tokenizer, encoded, most)
-
-
-def _generate(
-    generator: SpeculativeBatchGenerator,
-    tokenizer: Any,
-    prompts: list[list[int]],
-    max_tokens: list[int],
-) -> SpeculativeBatchResponse:
-    uids = generator.insert(prompts, max_tokens)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    counts = {uid: SpeculationCounts() for uid in uids}
-    with generator.stats() as stats:
-        while responses := generator.next_generated():
-            for response in responses:
-                counts[response.uid] = response.speculation
-                if response.finish_reason != "stop":
-                    tokens[response.uid].append(response.token)
-    return SpeculativeBatchResponse(
-        texts=[tokenizer.decode(tokens[uid]) for uid in uids],
-        stats=stats,
-        caches=None,
-        token_ids=[tokens[uid] for uid in uids],
-        counts=generator.counts,
-        row_counts=[counts[uid] for uid in uids],
-    )
+        with closing(generator), generator.stats() as stats:
+            uids = generator.insert(encoded, most)
+            tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+            counts = {uid: SpeculationCounts() for uid in uids}
+            while responses := generator.next_generated():
+                for response in responses:
+                    counts[response.uid] = response.speculation
+                    if response.finish_reason != "stop":
+                        tokens[response.uid].append(response.token)
+        return SpeculativeBatchResponse(
+            texts=[tokenizer.decode(tokens[uid]) for uid in uids],
+            stats=stats,
+            caches=None,
+            token_ids=[tokens[uid] for uid in uids],
+            counts=generator.counts,
+            row_counts=[counts[uid] for uid in uids],
+        )
 
 
 @contextmanager

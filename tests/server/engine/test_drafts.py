@@ -148,7 +148,7 @@ def test_a_draft_of_another_vocabulary_is_refused_when_the_model_is_loaded(
 
     drafts = "paged_kv.integrations.speculation.draft_models"
     monkeypatch.setattr(f"{drafts}.load", lambda name, **_: (None, Other()))
-    monkeypatch.setattr(f"{drafts}.snapshot_download", lambda name, **_: "a folder of no head")
+    monkeypatch.setattr(f"{drafts}.downloaded", lambda *_: Path("no head"))
     options = ["--model", tiny, *LARGE, "--draft-model", "VOCABULARY"]
     provider = PagedModelProvider(parsed_server_options(options))
     with pytest.raises(ValueError, match="vocabulary of 7"):
