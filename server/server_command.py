@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from paged_kv.server.options import ServerOptions
 
 
-def add_server_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
+def add_server_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand. It gets its options as `others`, unparsed: mlx-lm, which defines
     most of them, takes seconds to load."""
     parser = commands.add_parser(

@@ -296,11 +296,7 @@ class PromptReuse:
         self._now = 0.0
 
     def insert(
-        self,
-        tokens: list[int],
-        prompt_cache: list[Any],
-        salt: Hashable,
-        session: str | None = None,
+        self, tokens: list[int], prompt_cache: list[Any], salt: Hashable, session: str | None = None
     ) -> None:
         """Cache what a prompt cache holds of these tokens, as a session's if one is named. This
         empties the list: its pages would stay in use as long as a reference to it exists."""
