@@ -92,7 +92,18 @@ class PagedServer:
     def __init__(self, options: ServerOptions, provider: PagedModelProvider) -> None:
         self.service = Service(options, provider)
         self._socket = _listening(options.host, options.port)
-        self._uvicorn = _Uvicorn(self._config())
+        config = uvicorn.Config(
+            make_app(self.service),
+            http=limited(options.max_connections, options.header_timeout, options.write_timeout),
+            loop="asyncio",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._uvicorn = _Uvicorn(config)
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -176,20 +187,6 @@ class PagedServer:
         await asyncio.wait({empty, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         empty.cancel()
         hurry.cancel()
-
-    def _config(self) -> uvicorn.Config:
-        options = self.service.options
-        return uvicorn.Config(
-            make_app(self.service),
-            http=limited(options.max_connections, options.header_timeout, options.write_timeout),
-            loop="asyncio",
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
 
 
 def run_server(options: ServerOptions, provider: PagedModelProvider) -> int:

@@ -98,8 +98,7 @@ class ChoiceText:
     """Turns tokens into text, one by one.
 
     Args:
-        loaded: the model that generates them.
-        initial_state: the kind of text that it writes first.
+        initial_state: of the `Prompt`.
         stops: of `stop_machine`.
         has_tools: whether there is anything to call; if not, what looks like a call is text.
         lists_end: whether the token that ends the choice is listed with the others.

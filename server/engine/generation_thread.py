@@ -58,10 +58,7 @@ Command = Callable[["GenerationThread"], None]
 class GenerationThread:
     """Generates for the jobs that are submitted, from `start` to `stop`.
 
-    Args:
-        provider: loads models. From now on only this thread uses it, apart from attributes that
-            say otherwise.
-        metrics: counts tokens and requests.
+    Only this thread uses the provider, apart from attributes that say otherwise.
 
     Attributes:
         loaded: done when the first model is loaded, or has failed to load.
@@ -111,7 +108,6 @@ class GenerationThread:
         return f"a step hangs: it has taken {self.watch.age_s:.0f} s so far. The requests: {jobs}"
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs; their events go to their channels."""
         self._commands.put(partial(GenerationThread._arrive, jobs=[*jobs]))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -207,7 +203,7 @@ class GenerationThread:
             if self._can_prepare:
                 most.append(self._used + QUIET_S - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
-            is_idle = not self._queue and (self._rows is None or not len(self._rows))
+            is_idle = not self._queue and not self._rows
             commands = self._taken(max(0.0, min(most)) if is_idle else 0.0)
         self._now, commands = self._ranks.broadcast("commands", (monotonic(), commands))
         self.provider.reuse.advance(self._now)
@@ -223,7 +219,6 @@ class GenerationThread:
         return commands
 
     def _send(self, job: Job, event: Event) -> None:
-        """Send an event with the next `_flush`."""
         if job.channel is not None:
             self._events.append((job.channel, event))
 
@@ -322,12 +317,8 @@ class GenerationThread:
             self.jobs[job.number] = job
             if self._refusal is not None:
                 self._fail(job, self._refusal)
-                continue
-            try:
-                if not self._fetch(job):
-                    self._admit(job)
-            except Exception as error:
-                self._fail_to_begin(job, error)
+            else:
+                self._admit(job, is_fetched=False)
 
     def _fetch(self, job: Job) -> bool:
         """Let a job wait aside while its prompt's pages are read from servers; false if there is
@@ -337,18 +328,20 @@ class GenerationThread:
             return False
         if rows.loaded.key != job.model or job.prompt_logprobs is not None:
             return False
-        admit = partial(GenerationThread._admit, job=job)
+        admit = partial(GenerationThread._admit, job=job, is_fetched=True)
         own, *drafting = fetchers
         for fetcher in drafting if job.arguments.num_draft_tokens else ():
             # The job does not wait for these: they are of use once its prompt is computed.
             fetcher.begin(job.number, prompt.tokens, job.salt)
         return own.begin(job.number, prompt.tokens, job.salt, partial(self._commands.put, admit))
 
-    def _admit(self, job: Job) -> None:
-        """Queue a job, unless its client has left meanwhile."""
+    def _admit(self, job: Job, *, is_fetched: bool) -> None:
+        """Queue a job once its prompt is fetched, unless its client has left meanwhile."""
         if job.number not in self.jobs:
             return
         try:
+            if not is_fetched and self._fetch(job):
+                return
             if self._rows is not None and self._rows.loaded.key == job.model:
                 self._fit(job)
             insort(self._queue, job, key=_order)
@@ -399,7 +392,7 @@ class GenerationThread:
 
     def _can_join(self, job: Job) -> bool:
         rows = self._rows
-        if rows is None or not len(rows):
+        if not rows:
             return True
         # Its model is loaded and its prompt is read while no other job runs.
         return job.prompt is not None and rows.loaded.key == job.model and rows.can_join(job.prompt)
@@ -424,7 +417,7 @@ class GenerationThread:
         ]
         for job in late:
             # Not one whose prompt is still fetched.
-            if job in self._queue or (self._rows is not None and self._rows.holds(job)):
+            if job in self._queue or (self._rows and self._rows.holds(job)):
                 why = (
                     f"the request could not begin in {patience_s:g} s, as {len(self._running())} "
                     "others run. Ask again later, or start the server with a larger "
@@ -447,7 +440,7 @@ class GenerationThread:
         return self._rows
 
     def _step(self) -> None:
-        if self._rows is None or not len(self._rows):
+        if not self._rows:
             return
         try:
             with self.watch.step(), self._ranks.computing():
@@ -514,7 +507,7 @@ class GenerationThread:
 
     def _drop_choice(self, number: int, choice: int) -> None:
         job = self.jobs.get(number)
-        if self._rows is not None and job is not None and self._rows.holds(job):
+        if self._rows and job is not None and self._rows.holds(job):
             self._rows.drop(job, choice)
             self._has_left = True
             # Release its promise now: another job, maybe of the same request, may wait for it.

@@ -51,8 +51,6 @@ from paged_kv.server.options import ServerOptions
 # mlx-lm's `model_key`.
 ModelKey = tuple[str | None, str | None, str | None]
 
-_TEXT_ONLY = "this model takes no images: send text only"
-
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -96,14 +94,9 @@ class PagedModelProvider(ModelProvider):
     def __init__(self, options: ServerOptions) -> None:
         self.ranks = joined_ranks()
         self.factories: list[PagedCacheFactory] = []
-        self.loaded: LoadedModel | None = None
-        self.draft: Draft | None = None
-        self.reuse = PromptReuse([])
         self.fetchers: list[PromptFetcher] = []
         self.model_key: Any = None
         self.draft_model: Any = None
-        self.prompts: Any = None
-        self.why_no_images: str | None = None
         self.options = options
         self.prompt_step = options.prefill_step_size
         self._other: OtherServer | None = None
@@ -112,10 +105,12 @@ class PagedModelProvider(ModelProvider):
         self._limits = ExitStack()  # of MLX, while a model is loaded
         cli_args: Any = options
         super().__init__(cli_args)
+        self.reset()
         self.default_key: ModelKey = (options.model, options.adapter_path, options.draft_model)
 
     def reset(self) -> None:
-        self.loaded = self.draft = None
+        self.loaded: LoadedModel | None = None
+        self.draft: Draft | None = None
         self.reuse = PromptReuse([])
         for fetcher in self.fetchers:
             fetcher.close()
@@ -123,7 +118,8 @@ class PagedModelProvider(ModelProvider):
         for factory in self.factories:
             factory.close()
         self.factories = []
-        self.prompts = self.why_no_images = None
+        self.prompts: Any = None
+        self.why_no_images: str | None = None
         self._limits.close()
         super().reset()
 
@@ -326,13 +322,9 @@ def loading_with_mlx_vlm() -> Any:
 
 
 def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -> str | None:
-    """Why mlx-vlm does not load a model, as a client that sends an image is told; None if it does.
-
-    mlx-vlm loads what mlx-lm does not know, or would load without a part that sees images.
-
-    Args:
-        config: of the model.
-        mlx_lm_options: options that only models of mlx-lm take, and their values or None.
+    """Why mlx-vlm does not load a model with this config, as a client that sends an image is told;
+    None if it does. It loads what mlx-lm does not know, or would load without a part that sees
+    images. The options are those that only models of mlx-lm take, and their values or None.
 
     Raises:
         ValueError: mlx-lm does not know the model, and mlx-vlm is missing, does not know it either,
@@ -341,32 +333,30 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
     # A checkpoint with a "model_file" brings its own code.
     kind, is_known = config.get("model_type"), "model_file" in config or knows_model(config)
     if is_known and (kind in PROCESSORS or "vision_config" not in config):
-        return _TEXT_ONLY
-    if find_spec("mlx_vlm") is None:
+        return "this model takes no images: send text only"
+
+    def refusal(reason: str, error: str) -> str:
         if not is_known:
-            raise ValueError(
-                f"mlx-lm has no model of the type {kind!r}: a newer one may (pip install --upgrade "
-                f"mlx-lm), and mlx-vlm if the model reads images ({install_command('vlm')})"
-            )
-        return (
-            "this server reads no images, as the extra for them is not installed: pip install "
-            "'paged-kv[vlm]' where it runs, or send text only"
+            raise ValueError(error)
+        return f"this server reads no images, as {reason}"
+
+    if find_spec("mlx_vlm") is None:
+        return refusal(
+            "the extra for them is not installed: pip install 'paged-kv[vlm]' where it runs, or "
+            "send text only",
+            f"mlx-lm has no model of the type {kind!r}: a newer one may (pip install --upgrade "
+            f"mlx-lm), and mlx-vlm if the model reads images ({install_command('vlm')})",
         )
     if not loading_with_mlx_vlm().knows(config):
-        if not is_known:
-            raise ValueError(
-                f"neither mlx-lm nor mlx-vlm has a model of the type {kind!r}: newer ones may (pip "
-                "install --upgrade mlx-lm mlx-vlm)"
-            )
-        return (
-            f"this server reads no images, as mlx-vlm has no model of the type {kind!r}: send "
-            "text only"
+        return refusal(
+            f"mlx-vlm has no model of the type {kind!r}: send text only",
+            f"neither mlx-lm nor mlx-vlm has a model of the type {kind!r}: newer ones may (pip "
+            "install --upgrade mlx-lm mlx-vlm)",
         )
     if used := [option for option, value in mlx_lm_options.items() if value is not None]:
-        if not is_known:
-            raise ValueError(
-                f"{used[0]} does not work with models of mlx-vlm, and mlx-lm has none of the type "
-                f"{kind!r}: leave it out"
-            )
-        return f"this server reads no images, as it was started with {used[0]}: send text only"
+        return refusal(
+            f"it was started with {used[0]}: send text only",
+            f"{used[0]} does not work with models of mlx-vlm, and mlx-lm has none of the type "
+            f"{kind!r}: leave it out",
+        )
     return None

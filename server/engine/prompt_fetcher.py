@@ -50,12 +50,6 @@ class OtherServer:
     url: str
     api_key: str | None = field(default=None, repr=False)
 
-    @property
-    def headers(self) -> dict[str, bytes | str]:
-        about: dict[str, bytes | str] = {"Content-Type": "application/json"}
-        key = {} if self.api_key is None else {"Authorization": b"Bearer " + self.api_key.encode()}
-        return about | key
-
 
 class PrefillRequest:
     """One prompt on its way through another server. A thread follows the answer.
@@ -71,7 +65,9 @@ class PrefillRequest:
         self.has_ended = False
         self.news = threading.Event()
         self.error: str | None = None
-        self._headers = server.headers
+        self._headers: dict[str, bytes | str] = {"Content-Type": "application/json"}
+        if server.api_key is not None:
+            self._headers["Authorization"] = b"Bearer " + server.api_key.encode()
         self._url = urlsplit(server.url)
         self._body = json.dumps(
             {"prompt": list(tokens), "cache_salt": salt, "max_tokens": 1, "stream": True}
@@ -267,76 +263,61 @@ class PromptFetcher:
         return known
 
 
+@dataclass(eq=False)
 class PromptReuse:
     """Keeps prompts. They share pages, every prompt reuses the longest cached prefix, and pages are
-    evicted when memory gets short; mlx-lm's server keeps whole prompt caches.
+    evicted when memory gets short; mlx-lm's server keeps whole prompt caches."""
 
-    Args:
-        factories: of the loaded model; and of its draft model, if there is one, whose prompts
-            `ModelDraft` reuses: only the limits hold for them.
-        max_prompts: the most prompts to cache, not counting prefixes of others; None for as many as
-            memory allows.
-        max_bytes: the most bytes of all pages, in use or cached; above it, cached ones are evicted.
-            None for as many as memory allows.
-        held_share: the most of the memory that `hold` may hold, 0 to 1; under one salt half of it.
-    """
-
-    def __init__(
-        self,
-        factories: list[PagedCacheFactory],
-        max_prompts: int | None = None,
-        max_bytes: int | None = None,
-        held_share: float = 0.0,
-    ) -> None:
-        self._factories = factories
-        self._factory = factories[0] if factories else None
-        self._max_prompts = max_prompts
-        self._max_bytes = max_bytes
-        self._held_share = held_share
-        self._now = 0.0
+    # Of the loaded model, and of its draft model, whose prompts `ModelDraft` reuses: for these only
+    # the limits hold. None while no model is loaded.
+    factories: list[PagedCacheFactory]
+    # The most prompts to cache, not counting prefixes of others; None for as many as memory allows.
+    max_prompts: int | None = None
+    max_bytes: int | None = None  # of all pages; above it, cached ones are evicted
+    held_share: float = 0.0  # of the memory that `hold` may hold; under one salt half of it
+    _now: float = 0.0
 
     def insert(
         self, tokens: list[int], prompt_cache: list[Any], salt: Hashable, session: str | None = None
     ) -> None:
         """Cache what a prompt cache holds of these tokens, as a session's if one is named. This
         empties the list: its pages would stay in use as long as a reference to it exists."""
-        if self._factory is not None:
-            self._factory.insert_cache(tokens, prompt_cache, salt=salt, session=session)
+        for factory in self.factories[:1]:
+            factory.insert_cache(tokens, prompt_cache, salt=salt, session=session)
         prompt_cache.clear()
         self._trim()
 
     def end_session(self, session: str, salt: Hashable) -> int:
         """Evict what only the prompts of a session use; returns how many blocks' worth of tokens
         that was, or raises UnknownSession. What a draft model has of them stays."""
-        if self._factory is None:
+        if not self.factories:
             raise UnknownSession(session, 0)
-        return self._factory.end_session(session, salt=salt)
+        return self.factories[0].end_session(session, salt=salt)
 
     @property
     def next_end(self) -> float:
         """Nothing that is held ends before this time."""
-        return inf if self._factory is None else self._factory.pool.index.holds.next_end
+        return self.factories[0].pool.index.holds.next_end if self.factories else inf
 
     def advance(self, now: float) -> None:
         """Let the time be `now`, in seconds of any clock: what was held until then may go."""
         self._now = now
-        if self._factory is not None:
-            self._factory.pool.index.holds.expire(now)
+        for factory in self.factories[:1]:
+            factory.pool.index.holds.expire(now)
 
     def hold(self, tokens: list[int], seconds: float, salt: Hashable) -> None:
         """For so long, evict what is cached of these tokens after all that is not held."""
-        if self._factory is not None and self._held_share:
-            until = self._now + seconds
-            self._factory.hold(tokens, until=until, most=self._held_share, salt=salt)
+        for factory in self.factories[:1] if self.held_share else ():
+            factory.hold(tokens, until=self._now + seconds, most=self.held_share, salt=salt)
 
     def _trim(self) -> None:
         """Evict the prompts that are worth least until both limits hold."""
-        if self._max_prompts is None and self._max_bytes is None:
+        if self.max_prompts is None and self.max_bytes is None:
             return
-        in_all = sum(factory.pool.budget.max_bytes for factory in self._factories)
-        for factory in self._factories:
+        in_all = sum(factory.pool.budget.max_bytes for factory in self.factories)
+        for factory in self.factories:
             most = None
-            if self._max_bytes is not None:
-                share = self._max_bytes * factory.pool.budget.max_bytes // in_all
+            if self.max_bytes is not None:
+                share = self.max_bytes * factory.pool.budget.max_bytes // in_all
                 most = max(0, share - factory.stats().bytes_active)
-            factory.prefixes.trim(max_prompts=self._max_prompts, max_bytes=most)
+            factory.prefixes.trim(max_prompts=self.max_prompts, max_bytes=most)

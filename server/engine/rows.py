@@ -220,7 +220,20 @@ class Rows:
         """Begin what there is room for, compute one token of every choice, and a part of the
         unfinished prompts."""
         if self._single is None:
-            yield from self._step()
+            read, sampled = self._generator.next()
+            begun, self._begun = self._begun, []
+            yield from ((job, Begun(job, self.loaded)) for job in begun)
+            for response in read:
+                yield from self._note_read(response)
+            for response in sampled:
+                yield from self._note_sampled(response)
+            while self._failed:
+                # There is no memory for a choice, and the generator has removed it.
+                uid, _ = self._failed.popitem()
+                if (row := self._rows.pop(uid, None)) is not None:  # not dropped since
+                    self._reading.pop(uid, None)
+                    self.drop(row.job)
+                    yield row.job, Failed(no_memory())
         elif (event := next(self._single.events, None)) is not None:
             yield self._single.job, event
         else:
@@ -296,23 +309,6 @@ class Rows:
         except ValueError as error:
             raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
         return [compiled.begin(**place) for _ in range(job.choices)]
-
-    def _step(self) -> Happened:
-        """Compute a step of the batch."""
-        read, sampled = self._generator.next()
-        begun, self._begun = self._begun, []
-        yield from ((job, Begun(job, self.loaded)) for job in begun)
-        for response in read:
-            yield from self._note_read(response)
-        for response in sampled:
-            yield from self._note_sampled(response)
-        while self._failed:
-            # There is no memory for a choice, and the generator has removed it.
-            uid, _ = self._failed.popitem()
-            if (row := self._rows.pop(uid, None)) is not None:  # not dropped since
-                self._reading.pop(uid, None)
-                self.drop(row.job)
-                yield row.job, Failed(no_memory())
 
     def _insert(
         self,

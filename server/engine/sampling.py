@@ -43,10 +43,9 @@ class Sampling:
 
 
 class RandomSampler:
-    """Samples tokens as mlx-lm's `make_sampler` does; with a seed, reproducibly.
+    """Samples tokens as mlx-lm's `make_sampler` does for a temperature that is not 0.
 
     Args:
-        options: mlx-lm's; the temperature is not 0.
         special_tokens: tokens that XTC never filters.
         seed: of its own random numbers, so that other sequences of a batch have no influence. None
             means MLX's global ones.
@@ -153,12 +152,8 @@ def _uncompiled() -> Iterator[None]:
 def model_constraint(
     requested: Constraint | CallConstraint | None, tokenizer: Any
 ) -> Constraint | None:
-    """What a request's constraint means for a model's tokenizer. What depends on the model is None
-    while that is not loaded, and there is no tokenizer.
-
-    Raises:
-        APIError: 400, the model does not call tools as is asked.
-    """
+    """What a request's constraint means for a model's tokenizer, or APIError 400 if the model does
+    not call tools as is asked. What depends on the tokenizer is None without it."""
     if requested is None or isinstance(requested, Constraint):
         return requested
     try:
@@ -181,11 +176,8 @@ class ModelGrammars:
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
         """The compiled grammar of a constraint. A new one takes milliseconds to a second, for which
-        only those wait that ask for it.
-
-        Raises:
-            APIError: 400, it does not compile, or the extra `structured` is not installed.
-        """
+        only those wait that ask for it. Raises APIError 400 if it does not compile, or the extra
+        `structured` is not installed."""
         grammar = constraint.grammar
         try:
             with self._lock:

@@ -76,10 +76,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 def server_options(arguments: Mapping[str, Any]) -> ServerOptions:
     """The checked options of each replica, with full paths: Ray starts replicas in other folders.
-
-    Raises:
-        ValueError, OSError: one is wrong.
-    """
+    Raises ValueError or OSError."""
     for name, instead in WITHOUT_MEANING.items():
         if name in arguments:
             raise ValueError(f"{name} has no meaning behind Ray Serve: leave it out ({instead})")

@@ -125,7 +125,7 @@ def test_eviction_ends_holds_when_nothing_else_is_left_the_first_to_end_before_o
 
 
 def computed(model: Any, reuse: PromptReuse, tokens: list[int], salt: str) -> None:
-    (factory,) = reuse._factories
+    (factory,) = reuse.factories
     cache, cached = factory.fetch_cache(tokens, salt=salt)
     model(mx.array([tokens[cached:]]), cache=cache)
     reuse.insert(tokens, cache, salt)
