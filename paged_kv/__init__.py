@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from paged_kv.pool.stats import PoolStats as PoolStats
     from paged_kv.prefix.keeping import Unstored as Unstored
     from paged_kv.steps.sequence import Sequence as Sequence
-    from paged_kv.store.folder import StoreError as StoreError
+    from paged_kv.store.folder_store import StoreError as StoreError
     from paged_kv.store.options import StoreOptions as StoreOptions
 
 __version__ = "0.2.0"
@@ -100,7 +100,7 @@ _NAMES = {
     "pool.stats": "PoolStats",
     "prefix.keeping": "Unstored",
     "steps.sequence": "Sequence",
-    "store.folder": "StoreError",
+    "store.folder_store": "StoreError",
     "store.options": "StoreOptions",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

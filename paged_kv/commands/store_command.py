@@ -134,8 +134,7 @@ def _opened(arguments: argparse.Namespace) -> closing[BlobStore]:
         ValueError: a server lacks a secret, or a package is missing.
         OSError: there is no store in the folder, or the server fails.
     """
-    from paged_kv.store.folder import TAG
-    from paged_kv.store.folder_store import FolderStore
+    from paged_kv.store.folder_store import TAG, FolderStore
     from paged_kv.store.tiered_store import open_blobs, read_seal
 
     place = arguments.store

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paged_kv.store import folder as folder_module
+from paged_kv.store import folder_store as folder_module
 from paged_kv.store.blob_store import verify
 from paged_kv.store.options import MIN_BYTES
 from tests.support.store_entries import (

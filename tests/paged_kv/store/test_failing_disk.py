@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from paged_kv.store import folder as folder_module
+from paged_kv.store import folder_store as folder_module
 from paged_kv.store.blob_store import Outcome, verify
 from paged_kv.store.entry_file import Buffer
-from paged_kv.store.folder import StoreError
-from paged_kv.store.folder_store import FolderStore
+from paged_kv.store.folder_store import FolderStore, StoreError
 from paged_kv.store.keys import EntryPlace, Link, Wanted, find
 from paged_kv.store.options import MIN_BYTES
 from paged_kv.store.tier import Tier, Waits

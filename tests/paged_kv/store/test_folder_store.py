@@ -12,8 +12,7 @@ import pytest
 
 from paged_kv.store.blob_store import Outcome
 from paged_kv.store.entry_file import SUFFIX
-from paged_kv.store.folder import TAG
-from paged_kv.store.folder_store import LEDGER, FolderStore
+from paged_kv.store.folder_store import LEDGER, TAG, FolderStore
 from paged_kv.store.keys import CHECKPOINT, EntryPlace, Link
 from paged_kv.store.options import MIN_BYTES
 from paged_kv.store.tiered_store import folder_tier
@@ -144,10 +143,10 @@ def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
 def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any) -> None:
     with open_store(tmp_path / "store", min_free_bytes=1 << 30) as store:
         put_links(store, [links(prompt(seed))[0] for seed in range(8)], LARGE)
-        monkeypatch.setattr(store.folder, "free_bytes", lambda: (1 << 30) + (1 << 17))
+        monkeypatch.setattr(store, "free_bytes", lambda: (1 << 30) + (1 << 17))
         put_links(store, links(prompt(8)), LARGE)
         assert len(stored_keys(store)) < 8
-        monkeypatch.setattr(store.folder, "free_bytes", lambda: 1 << 20)
+        monkeypatch.setattr(store, "free_bytes", lambda: 1 << 20)
         before = stored_keys(store)
         # Evicting everything that may go would not be enough, so nothing is evicted.
         assert put_links(store, links(prompt(9)), LARGE) == [Outcome.NO_ROOM]
