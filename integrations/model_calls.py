@@ -133,7 +133,7 @@ class _Caches:
             vars(cache).clear()
             vars(cache).update(attributes)
 
-    def note_step(self, tokens: mx.array | None, given: Any) -> None:
+    def note_step(self, tokens: mx.array | None) -> None:
         """Note what recurrent layers took in, and remember their states. Models with images may get
         embeddings and no tokens."""
         if isinstance(self.first, CountedArraysCache) and tokens is not None:
@@ -149,7 +149,7 @@ class _Caches:
                         mx.contiguous(state) if isinstance(state, mx.array) else state
                         for state in cache.cache
                     ]
-        _remember_states(self.first, given)
+        _remember_states(self.first, self.given)
 
 
 def _call_of(kind: Any) -> Any:
@@ -184,7 +184,7 @@ def _call_of(kind: Any) -> Any:
                     output = taken.take(kind, partial(own, model), tokens, given)
             if output is None:
                 output = stock(model, *args, **options)
-        caches.note_step(tokens, given)
+        caches.note_step(tokens)
         if this_thread.undo is not None:
             this_thread.undo[:] = [caches.undo]
         return output

@@ -38,13 +38,9 @@ _OF_OTHER_PAGES = ("prompt_cache", "max_kv_size", "kv_bits", "input_embeddings")
 
 
 class _Installed(NamedTuple):
-    """An installed factory. The reference to the model keeps its id from being reused.
+    """An installed factory."""
 
-    Attributes:
-        keeps_prompts: whether finished prompts go to its prefix cache.
-    """
-
-    model: Module
+    model: Module  # so that its id is not reused
     factory: PagedFactory
     hooks: Hooks
     keeps_prompts: bool
@@ -52,7 +48,6 @@ class _Installed(NamedTuple):
 
 # By the models' ids: models are dictionaries and cannot be keys.
 _installed: dict[int, _Installed] = {}
-
 
 # What gives a factory to every model that has none installed, and the hooks that let it.
 _given_to_all: list[tuple[Callable[[Module], PagedFactory | None], Hooks]] = []
@@ -82,16 +77,15 @@ def install_factory(
     Raises:
         ValueError: another factory is installed for this model.
     """
-    before = len(_installed)
-    installed = _installed.get(id(model)) or _Installed(model, factory, hooks, keep_prompts)
-    if installed.factory is not factory:
+    before = _installed.get(id(model))
+    if before is not None and before.factory is not factory:
         raise ValueError(
             "another factory is installed for this model: uninstall() it before this one"
         )
-    keeps = installed.keeps_prompts or keep_prompts
-    _installed[id(model)] = installed._replace(keeps_prompts=keeps)
+    keeps = keep_prompts or (before is not None and before.keeps_prompts)
+    _installed[id(model)] = _Installed(model, factory, hooks, keeps)
     hooks.install()
-    return len(_installed) > before
+    return before is None
 
 
 def uninstall_factory(model: Module, factory: PagedFactory) -> None:
@@ -139,7 +133,8 @@ def insert_segments(
         )
     preemption = attach(generator, factory)
     caches = caches or [None] * len(segments)
-    if keeps_prompts(generator.model):
+    keeps = keeps_prompts(generator.model)
+    if keeps:
         caches = [None if each and _is_new(each, factory) else each for each in caches]
     # The caller may hold its caches, and give several sequences the same one: memory for their next
     # tokens is reserved in forks.
@@ -155,7 +150,7 @@ def insert_segments(
         generator, segments, max_tokens, caches, all_tokens, *others, **named
     )
     for at in new:
-        if keeps_prompts(generator.model):
+        if keeps:
             preemption.requests[uids[at]] = Request(keep=factory.insert_cache)
         preemption.begin_later(uids[at])
     return uids

@@ -101,12 +101,9 @@ class Recording:
     place no more.
 
     Args:
-        call: the model's own call.
+        trace: the step; it is not kept.
         tokens: int [B, 1].
-        caches: the prompt cache.
-        step: the prompt cache's step.
         contents: of the model.
-        modules: those of the model whose outputs are wanted too.
 
     Raises:
         NotRecordable: the model asks for more than arrays can tell, or replaces what it consists
@@ -114,19 +111,10 @@ class Recording:
         Exception: whatever the model raises when its cache answers in arrays.
     """
 
-    def __init__(
-        self,
-        call: ModelCall,
-        tokens: mx.array,
-        caches: list[Any],
-        step: RecordableStep,
-        contents: ModelContents,
-        modules: Sequence[Module] = (),
-    ) -> None:
-        trace = StepFunction(call, caches, step, modules)
+    def __init__(self, trace: StepFunction, tokens: mx.array, contents: ModelContents) -> None:
         self._contents = contents
         self._is_void = False
-        waiting = [trace]  # not kept afterwards: it holds the step
+        waiting = [trace]
 
         def traced(weights: list[mx.array], *given: mx.array) -> list[mx.array]:
             if not waiting:
@@ -137,11 +125,12 @@ class Recording:
             return [*results, are_equal(replaced)]
 
         self._repeat = mx.compile(traced)
-        *_, is_unchanged = self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
+        arrays = _arrays(tokens, trace.caches, trace.step)
+        *_, is_unchanged = self._repeat(contents.arrays(), *arrays)
         if not is_unchanged.item():
             raise NotRecordable("it replaces its own arrays or settings in each step")
         self._written = trace.written
-        self._num_outputs, self._num_changed = len(modules), trace.num_changed
+        self._num_outputs, self._num_changed = len(trace.modules), trace.num_changed
 
     def __call__(
         self, tokens: mx.array, caches: list[Any], step: RecordableStep
@@ -185,6 +174,10 @@ class StepFunction:
     """A model's step as a function of arrays, for MLX to trace.
 
     Attributes:
+        call: the model's own.
+        caches: the prompt cache.
+        step: the prompt cache's step.
+        modules: those of the model whose outputs are wanted too.
         written: the layers that wrote, in their order.
         num_changed: how many of the results, after the logits and the modules' outputs, are the
             step's; the others are new states.
@@ -197,21 +190,21 @@ class StepFunction:
         step: RecordableStep,
         modules: Sequence[Module] = (),
     ) -> None:
-        self._call, self._caches, self._step, self._modules = call, caches, step, modules
+        self.call, self.caches, self.step, self.modules = call, caches, step, modules
         self.written: list[int] = []
         self.num_changed = 0
 
     def __call__(self, *arrays: mx.array) -> list[mx.array]:
-        before = unpaged(self._caches)
+        before = unpaged(self.caches)
         tokens, *others = arrays
         first_state = len(others) - len(_arrays_of(before))
-        recorded = RecordedStep(self._step, others[:first_state])
+        recorded = RecordedStep(self.step, others[:first_state])
         states = [copy.copy(cache) for cache in before]
         _put(states, iter(others[first_state:]))
         seen = iter(states)
-        stand_ins = [_stand_in(each, recorded, seen) for each in self._caches]
-        with outputs_of(self._modules) as outputs:
-            logits = self._call(tokens, cache=stand_ins)
+        stand_ins = [_stand_in(each, recorded, seen) for each in self.caches]
+        with outputs_of(self.modules) as outputs:
+            logits = self.call(tokens, cache=stand_ins)
         if not isinstance(logits, mx.array):
             raise NotRecordable(f"it returns a {type(logits).__name__} and not an array")
         if others_of(states) != others_of(before):

@@ -24,6 +24,7 @@ from paged_kv.integrations.compiled.recording import (
     ModelContents,
     Recording,
     Repeated,
+    StepFunction,
     compiling_is_on,
     others_of,
     unpaged,
@@ -268,9 +269,9 @@ class Recordings:
     ) -> Recording | None:
         if not compiling_is_on():
             return None
-        _, call, tokens, caches = asked
+        trace = StepFunction(asked.call, asked.caches, step, self._modules)
         try:
-            recording = Recording(call, tokens, caches, step, contents, self._modules)
+            recording = Recording(trace, asked.tokens, contents)
         except ThreadConflict:
             raise
         except Exception as error:  # models raise anything; a step without recording works

@@ -214,7 +214,16 @@ class LayerRows(CacheList):
             PoolExhausted: the pool's budget does not hold the tokens.
         """
         cache, *others = self.caches
-        step = self._begin(rows)
+        if rows.shape[0] != 1 or len(cache.sequences) != 1:
+            raise ValueError(
+                f"a layer that appends rows takes one sequence at a time, this cache holds "
+                f"{len(cache.sequences)} and was given {rows.shape[0]}: call the model itself, "
+                "which computes the sequences of a batch one after the other"
+            )
+        self._step = step = cache.batch.begin(cache.layer, rows.shape[1])
+        step.begin_in_model()  # A step that a ring has not written yet is written now.
+        self._noted.clear()
+        self._assigned.clear()
         with cache.pool.lock:
             before = self._latest(step.rows[0].before.tokens)
             cache.update_and_fetch(*self._layout(cache).shares(rows))
@@ -299,21 +308,6 @@ class LayerRows(CacheList):
     @staticmethod
     def _layout(cache: PagedKVCache) -> AppendedRows:
         return cache.pool.rows[cache.layer]
-
-    def _begin(self, rows: mx.array) -> Step:
-        cache = self.caches[0]
-        if rows.shape[0] != 1 or len(cache.sequences) != 1:
-            raise ValueError(
-                f"a layer that appends rows takes one sequence at a time, this cache holds "
-                f"{len(cache.sequences)} and was given {rows.shape[0]}: call the model itself, "
-                "which computes the sequences of a batch one after the other"
-            )
-        step = cache.batch.begin(cache.layer, rows.shape[1])
-        step.begin_in_model()  # A step that a ring has not written yet is written now.
-        self._step = step
-        self._noted.clear()
-        self._assigned.clear()
-        return step
 
     def _kept_inputs(self, sequence: Sequence) -> list[tuple[int, str, GroupInputs]]:
         """What this layer's open groups are computed from, by layer of the pool and name."""
