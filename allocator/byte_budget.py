@@ -7,20 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-
-class HasLock(Protocol):
-    """An object with the lock of its budget."""
-
-    @property
-    def lock(self) -> threading.RLock: ...
-
-
-Owner = TypeVar("Owner", bound=HasLock)
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def require_positive(name: str, number: int) -> None:
@@ -37,8 +27,7 @@ class Reclaims(Protocol):
         ...
 
     def give_way(self, fits: Callable[[], bool]) -> None:
-        """Give back what no sequence needs, little by little, until the needs of another pool
-        fit."""
+        """Give back what no sequence needs, little by little, until another pool's needs fit."""
         ...
 
 
@@ -78,14 +67,12 @@ class ByteBudget:
         self.mapped += nbytes
 
 
-def locked(
-    method: Callable[Concatenate[Owner, Arguments], Result],
-) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Make a method hold its object's lock, so that pools that share a budget take turns."""
+def locked(method: Method) -> Method:
+    """Make a method hold its object's `lock`, so that pools that share a budget take turns."""
 
     @wraps(method)
-    def under_lock(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def under_lock(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
             return method(self, *args, **kwargs)
 
-    return under_lock
+    return cast(Method, under_lock)

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from paged_kv.allocator.block_allocator import CACHED, FREE, SHARED, USED
 from paged_kv.monitor.processes import PoolView, ProcessView
 from paged_kv.monitor.stats_table import WORDS, coarse
-from paged_kv.pool.stats import COLUMNS, PoolStats, no_stats
+from paged_kv.pool.stats import COLUMNS, PoolStats
 
 # A palette that colour-blind readers can tell apart (Okabe and Ito).
 COLOURS = {FREE: "#dddddd", CACHED: "#f0c05a", USED: "#0072b2", SHARED: "#d55e00"}
@@ -32,6 +32,8 @@ SUFFIXES = (".svg", ".png", ".html")
 _COLUMNS = 64
 _MOST_LINES = 48
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small"}
+
+_NO_POOLS = PoolStats(page_format="fp16", backend="replay", bytes_budget=1)
 
 
 class _History:
@@ -48,7 +50,7 @@ class _History:
             began = view.time if began is None else began
             self.title = f"process {view.pid}: {view.command}"
             self.seconds.append(view.time - began)
-            pools = [pool.stats for pool in view.pools] or [no_stats()]
+            pools = [pool.stats for pool in view.pools] or [_NO_POOLS]
             # Each pool has a budget of its own.
             budget = sum(pool.bytes_budget for pool in pools)
             self.stats.append(replace(sum(pools[1:], pools[0]), bytes_budget=budget))

@@ -28,10 +28,16 @@ _NO_LAYERS = counted(AllocatorStats())
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats(AllocatorStats):
-    """A snapshot of the layers that share one block table."""
+    """A snapshot of the layers that share one block table.
 
-    layers: int = 0  # how many they are
-    window: int | None = None  # tokens that they see; None for all
+    Attributes:
+        formats: the blocks of each page format.
+        layers: number of layers.
+        window: tokens that they see; None for all.
+    """
+
+    layers: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +208,6 @@ def byte_rows(stats: PoolStats) -> list[tuple[str, str, str, str]]:
         (str(each.label), format_size(n), f"{n / (stats.bytes_held or 1):.1%}", each.meaning)
         for each, n in sizes.items()
     ]
-
-
-def no_stats() -> PoolStats:
-    """The statistics of no pool at all."""
-    return PoolStats(page_format="fp16", backend="replay", bytes_budget=1)
 
 
 @dataclass(frozen=True)
