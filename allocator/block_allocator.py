@@ -164,7 +164,7 @@ class BlockTable:
         """Replace blocks (old -> new, which is in use) and release the old ones."""
         self.forget_reserved()
         mine = [block for block in self.blocks if block in others]
-        self.allocator.retain([others[block] for block in mine])
+        self.allocator.refs.retain([others[block] for block in mine])
         self.change(tuple([others.get(block, block) for block in self.blocks]), self.tokens)
         self.allocator.release(mine)
 
@@ -234,7 +234,7 @@ class BlockAllocator(SlabAllocator):
     def fork(self, table: BlockTable) -> BlockTable:
         """Make a second table of the same blocks, adding a reference to each. O(blocks)."""
         self.drain()
-        self.retain(table.blocks)
+        self.refs.retain(table.blocks)
         table.forget_reserved()
         fork = self.new_table(table.ring, table.page_format, table.first_format)
         fork.change(table.blocks, table.tokens)

@@ -4,7 +4,7 @@ blocks and cached blocks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paged_kv.allocator.errors import BlockStateError
@@ -42,7 +42,7 @@ class RefCounts:
         self.counts.update(dict.fromkeys(blocks, 1))
         self.total += len(blocks)
 
-    def retain(self, blocks: list[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block.
 
         Raises:
@@ -94,7 +94,8 @@ class RefCounts:
         return freed
 
     def keep(self, block: int, on_move: OnMove) -> None:
-        """Add the reference that keeps a used block for later.
+        """Keep a used block for later with a reference of its own; `on_move` is called with (block,
+        other block) after its pages moved.
 
         Raises:
             BlockStateError: the block has no reference; nothing was changed.

@@ -20,7 +20,7 @@ from itertools import islice
 
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
-from paged_kv.allocator.ref_counts import OnMove, RefCounts
+from paged_kv.allocator.ref_counts import RefCounts
 from paged_kv.allocator.slabs import (
     IDLE_STEPS,
     PAGE_BITS,
@@ -175,14 +175,6 @@ class SlabAllocator:
             self.refs.begin(blocks)
         return taken
 
-    def retain(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block.
-
-        Raises:
-            BlockStateError: a block is not in use; nothing was changed.
-        """
-        self.refs.retain(list(blocks))
-
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a reference from each block; blocks without any become free. O(n log n).
 
@@ -193,13 +185,8 @@ class SlabAllocator:
         if freed := self.refs.release(list(blocks)):
             self._free(sorted(freed))
 
-    def keep(self, block: int, on_move: OnMove) -> None:
-        """Keep a used block for later with a reference of its own; `on_move` is called with
-        (block, other block) after its pages moved."""
-        self.refs.keep(block, on_move)
-
     def evict(self, block: int) -> None:
-        """Remove the reference of `keep`."""
+        """Remove the reference of `RefCounts.keep`."""
         self._free(self.refs.evict(block))
 
     def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:

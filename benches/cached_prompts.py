@@ -67,7 +67,7 @@ class IndexedPages:
         # `match` leaves out a prompt's last token, and all of these count.
         found = self._index.match("", [*kept, _NO_PAGE])
         blocks = [node.blocks[self._allocator] for node in found.nodes]
-        self._allocator.retain(blocks)
+        self._allocator.refs.retain(blocks)
         room = self._capacity - (len(kept) - len(blocks))
         self._index.evict(lambda: len(self._index) <= room)
         blocks += self._allocator.allocate(len(kept) - len(blocks))

@@ -260,13 +260,16 @@ class PrefixIndex:
             node.inherit(closest, common)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
-                allocator.keep(block, partial(self._on_move, allocator))
+                allocator.refs.keep(block, partial(self._on_move, allocator))
             self._nodes.setdefault((allocator, block), set()).add(node)
         if parent.parent is not None and not parent.children:
             self._leaves.discard(parent)
         parent.children[page] = node
         if closest is not None and common == len(closest.tokens):
-            self._replace(closest, node)
+            self.holds.follow(closest, node)
+            if not closest.pins:  # a pinned one stays
+                self.owners.move(closest, node)
+                self._drop(closest)
         position = parent.use.position + len(page)
         node.use = self._leaves.history.first(node.path_hash, position)
         self._leaves.put(node, node.use)
@@ -275,13 +278,6 @@ class PrefixIndex:
             # Its prompt has not found it, but one of the policies might have kept it.
             self._duel.use([node.path_hash])
         return node
-
-    def _replace(self, shorter: Node, longer: Node) -> None:
-        """Let a node with more tokens take the place of another, which stays while it is pinned."""
-        self.holds.follow(shorter, longer)
-        if not shorter.pins:
-            self.owners.move(shorter, longer)
-            self._drop(shorter)
 
     def _drop(self, leaf: Node) -> None:
         """Remove a leaf that no policy has chosen."""

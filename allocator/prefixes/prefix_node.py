@@ -77,7 +77,7 @@ class OutOfWindowBlocks:
             # Its last reference was collected just now.
             self._evict(place)
         place = _Place(allocator, block)
-        allocator.keep(block, partial(self._on_move, allocator))
+        allocator.refs.keep(block, partial(self._on_move, allocator))
         out_of_window = OutOfWindowBlock(place)
         place.reference = weakref.ref(out_of_window)
         self._order.touch(place)

@@ -424,7 +424,7 @@ def _copy_of(
     for table in allocator.tables:
         twin = copy.new_table(table.ring, table.page_format, table.first_format)
         first_held = [block for block in table.blocks if not copy.ref_count(block)]
-        copy.retain([block for block in table.blocks if copy.ref_count(block)])
+        copy.refs.retain([block for block in table.blocks if copy.ref_count(block)])
         copy.refs.begin(first_held)
         twin.change(table.blocks, table.tokens)
         twin.last_reserved = table.last_reserved

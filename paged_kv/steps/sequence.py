@@ -335,7 +335,7 @@ class Sequence:
         self.close_step()
         table = self.table(group)
         assert not table.blocks, "the sequence has tokens"
-        group.allocator.retain(blocks)
+        group.allocator.refs.retain(blocks)
         table.change(tuple(blocks), num_tokens)
 
     def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:

@@ -72,11 +72,11 @@ def test_allocation_is_all_or_nothing() -> None:
 def test_a_block_that_is_not_used_is_refused_and_nothing_changes() -> None:
     allocator = new_allocator()
     allocator.release(allocator.allocate(4)[2:])
-    allocator.retain([1])
+    allocator.refs.retain([1])
     before = state(allocator)
     for call, blocks, block, found in (
-        (allocator.retain, [0, 2], 2, "free"),
-        (allocator.retain, [0, -1], -1, "unknown to this pool"),
+        (allocator.refs.retain, [0, 2], 2, "free"),
+        (allocator.refs.retain, [0, -1], -1, "unknown to this pool"),
         (allocator.release, [1, 0, S1], S1, "unknown to this pool"),
         (allocator.release, [0, 1, 0], 0, "free"),
         (allocator.release, [1, 1, 0, 1], 1, "free"),
@@ -96,7 +96,7 @@ def test_a_block_that_moves_takes_its_references_along() -> None:
     reserve(table, 0, 2 * 256)
     found: list[tuple[int, int]] = []
     for block in table.blocks:
-        allocator.keep(block, lambda *move: found.append(move))
+        allocator.refs.keep(block, lambda *move: found.append(move))
     moved = [*table.blocks, *other.blocks]
     table.truncate(256)
     allocator.ensure_free({"q8": 3})

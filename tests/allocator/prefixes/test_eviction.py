@@ -102,7 +102,7 @@ def test_whatever_a_policy_says_all_goes_that_may_go(
         tokens = [part for part in path for _ in range(PAGE)]
         nodes = _insert(index, allocator, tokens)
         if number in held:
-            allocator.retain([nodes[-1].blocks[allocator]])
+            allocator.refs.retain([nodes[-1].blocks[allocator]])
     kept = {node for node in index.nodes() if allocator.ref_count(node.blocks[allocator]) > 1}
     for node in list(kept):
         while node.parent is not None:

@@ -68,7 +68,7 @@ def test_pins_stay_timed_ones_too_and_what_is_in_use_keeps_its_blocks() -> None:
     owned.index.holds.hold("", path, 1.0, lambda _: 0.1, 1.0)
     table = owned.allocator.new_table()
     blocks = owned.index.known("", list(range(16))).nodes
-    owned.allocator.retain([node.blocks[owned.allocator] for node in blocks])
+    owned.allocator.refs.retain([node.blocks[owned.allocator] for node in blocks])
     table.change(tuple(node.blocks[owned.allocator] for node in blocks), 16)
     assert owned.end("a") == 2
     assert owned.known(list(range(16))) == 8

@@ -86,7 +86,7 @@ class PrefixMachine(RuleBasedStateMachine):
         match = self.index.match(namespace, prompt)
         table = self.allocator.new_table()
         blocks = [node.blocks[self.allocator] for node in match.nodes]
-        self.allocator.retain(blocks)
+        self.allocator.refs.retain(blocks)
         table.change(tuple(blocks), match.num_tokens)
         self.tables[table] = prompt[: match.num_tokens]
         self.write(table, prompt[match.num_tokens :])
