@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
 from paged_kv.server.completions.interface import Answers, APIRequest, Object, Reader, renamed
-from paged_kv.server.completions.output_constraint import prepare_grammars
 from paged_kv.server.completions.request_jobs import make_jobs, next_turn
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
@@ -176,7 +175,7 @@ class CompletionHandler:
             # The loaded model stays for now.
             loaded, check = None, partial(service.thread.provider.check, jobs[0].model)
             await service.workers.read(check, sys.maxsize)
-        await prepare_grammars(service, jobs, loaded)
+        await service.prepare_grammars(jobs, loaded)
 
     @contextmanager
     def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:

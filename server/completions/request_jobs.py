@@ -6,6 +6,7 @@ Reader threads do this: the client chooses how long it takes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,12 @@ from mlx_lm.server import (
 )
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.integrations.grammar import grammars
+from paged_kv.integrations.grammar.constraints import CallableTool, CallConstraint, Constraint
+from paged_kv.integrations.grammar.grammars import Grammar
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.completions.chat_messages import thoughts, tool_call, tool_result
 from paged_kv.server.completions.interface import APIRequest, Choice, Object
-from paged_kv.server.completions.output_constraint import constraint_of
 from paged_kv.server.completions.prompt_reader import (
     fit_context,
     read_chat,
@@ -32,15 +35,18 @@ from paged_kv.server.engine.jobs import Channel, Job, Prompt
 from paged_kv.server.engine.next_turns import NextTurn
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.server.engine.sampling import Ending
-from paged_kv.server.http.api_errors import wrong_value
+from paged_kv.server.http.api_errors import shortened, wrong_value
 from paged_kv.server.http.schema import (
     LARGEST_COUNT,
     LEAST_TEMPERATURE,
     MOST_CHOICES,
+    MOST_GRAMMAR_CHARACTERS,
     NO_LIMIT,
     Body,
     ChatBody,
+    NamedTool,
     PrefillBody,
+    StructuredOutputs,
     TextBody,
 )
 from paged_kv.server.options import ServerOptions
@@ -88,7 +94,7 @@ def make_jobs(
             choices=choices,
             first_choice=number * choices,
             salt=salt,
-            session=body.session,
+            session=body.session_id or body.prompt_cache_key,
             channel=channel,
             constraint=constraint,
             priority=body.priority or 0,
@@ -113,7 +119,7 @@ def generation_arguments(body: Body, options: ServerOptions) -> GenerationArgume
             xtc_threshold=_either(body.xtc_threshold, 0.1),
         ),
         logits=LogitsProcessorArguments(
-            logit_bias=body.biases,
+            logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             repetition_penalty=_either(body.repetition_penalty, 0.0),
             repetition_context_size=_either(body.repetition_context_size, 20),
             presence_penalty=_either(body.presence_penalty, 0.0),
@@ -129,6 +135,91 @@ def generation_arguments(body: Body, options: ServerOptions) -> GenerationArgume
         seed=body.seed,
         chat_template_kwargs=None,
     )
+
+
+def constraint_of(body: Body) -> Constraint | CallConstraint | None:
+    """What an answer to a request must fit; None for any text. Raises APIError 400: two fields say
+    it, the grammar is too long, or a tool is to be called that there is not."""
+    answer = _of_answer(body)
+    return _of_calls(body, answer) if isinstance(body, ChatBody) else answer
+
+
+def _of_calls(body: ChatBody, answer: Constraint | None) -> Constraint | CallConstraint | None:
+    choice, tools = body.tool_choice or "auto", body.tools or []
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if not tools:
+        if named is not None or choice == "required":
+            raise wrong_value("tool_choice: there are no tools to call: give some", "tool_choice")
+        return answer
+    known = [tool for each in tools if (tool := _tool(each)) is not None]
+    called = tuple(tool for tool in known if named in (None, tool.name))
+    if not called and named is not None:
+        raise wrong_value(f"tool_choice: no tool is called {shortened(named)}", "tool_choice")
+    if len(known) < len(tools) or not called:
+        if choice != "auto":
+            raise wrong_value("tools: each tool needs a function with a name", "tools")
+        return answer
+    several = body.parallel_tool_calls is not False and named is None
+    choice = choice if isinstance(choice, str) else "required"
+    return CallConstraint(called, choice, several, answer)
+
+
+def _tool(tool: dict[str, Any]) -> CallableTool | None:
+    """A tool of a request; None for one without a function."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        return None
+    parameters = function.get("parameters") or {}
+    return CallableTool(name, json.dumps(parameters)) if isinstance(parameters, dict) else None
+
+
+def _of_answer(body: Body) -> Constraint | None:
+    form, outputs = body.response_format, body.structured_outputs
+    grammar, field = None, "response_format"
+    if form is not None and form.json_schema is not None:
+        grammar = grammars.json_schema(form.json_schema.json_schema)
+    elif form is not None and form.type == "json_object":
+        grammar = grammars.json_object()
+    if outputs is not None:
+        if grammar is not None:
+            raise wrong_value(
+                "response_format and structured_outputs both say what the answer must fit: give "
+                "one",
+                "structured_outputs",
+            )
+        grammar, field = _of_outputs(outputs), "structured_outputs"
+    if grammar is None:
+        return None
+    if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
+        raise wrong_value(
+            f"{field} has {len(grammar.text):,} characters, and at most "
+            f"{MOST_GRAMMAR_CHARACTERS:,} are possible",
+            field,
+        )
+    return Constraint(grammar, field)
+
+
+def _of_outputs(outputs: StructuredOutputs) -> Grammar:
+    if outputs.regex is not None:
+        return grammars.regex(outputs.regex)
+    if outputs.choice is not None:
+        return grammars.choice(outputs.choice)
+    if outputs.grammar is not None:
+        return grammars.lark(outputs.grammar)
+    return grammars.json_object() if outputs.json_object else _schema(outputs.json_schema)
+
+
+def _schema(schema: Any) -> Grammar:
+    field = "structured_outputs.json"
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise wrong_value(f"{field}: no JSON: {error}", field) from None
+    if not isinstance(schema, dict):
+        raise wrong_value(f"{field}: a schema is a JSON object", field)
+    return grammars.json_schema(schema)
 
 
 def ending_of(body: Body, max_tokens: int, *, is_free: bool) -> Ending:
@@ -154,12 +245,11 @@ def ending_of(body: Body, max_tokens: int, *, is_free: bool) -> Ending:
 def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: int) -> None:
     """Raise APIError if a token id or a count is beyond the model's vocabulary."""
     known = f"the model knows token ids from 0 to {vocab_size - 1}"
-    for token in arguments.logits.logit_bias or ():
-        if token >= vocab_size:
-            raise wrong_value(f"logit_bias has token {token}, and {known}", "logit_bias")
-    for token in ending.stop_token_ids:
-        if token >= vocab_size:
-            raise wrong_value(f"stop_token_ids has token {token}, and {known}", "stop_token_ids")
+    biased = ("logit_bias", arguments.logits.logit_bias or ())
+    for field, tokens in (biased, ("stop_token_ids", ending.stop_token_ids)):
+        for token in tokens:
+            if token >= vocab_size:
+                raise wrong_value(f"{field} has token {token}, and {known}", field)
     if arguments.sampling.top_k >= vocab_size:
         raise wrong_value(
             f"top_k={arguments.sampling.top_k} filters no token: {known}, and 0 means no limit",

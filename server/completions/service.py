@@ -4,19 +4,28 @@ chooses, beside the event loop, which answers all."""
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import signal
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from subprocess import PIPE
 from typing import NamedTuple, TypeVar
 
-from paged_kv.integrations.grammar.grammars import Grammar
+from paged_kv.extras import extra_module
+from paged_kv.integrations.grammar import grammars
+from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
+from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
+from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.lru import LRU
 from paged_kv.server.completions.model_names import ModelNames
 from paged_kv.server.completions.short_hits import ShortHits
 from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.jobs import Job
 from paged_kv.server.engine.paged_model_provider import LoadedModel, PagedModelProvider
+from paged_kv.server.engine.sampling import model_constraint
 from paged_kv.server.engine.server_metrics import ServerMetrics
 from paged_kv.server.http.access import (
     Clients,
@@ -26,8 +35,10 @@ from paged_kv.server.http.access import (
     read_api_keys,
     read_limits,
 )
-from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.http.api_errors import APIError, wrong_value
 from paged_kv.server.options import ServerOptions
+
+log = logging.getLogger(__name__)
 
 SESSIONS = "/v1/sessions"
 
@@ -42,6 +53,10 @@ LONG_ANSWER_TOKENS = 1000
 # Of each kind.
 MOST_PROCESSES = 2
 _MOST_GRAMMARS = 512
+# A new grammar is compiled in a process first, which the system ends in time; llguidance cannot be
+# stopped in a thread. What compiles there is compiled again for the model's tokenizer, on a thread.
+COMPILE_S = 5
+COMPILE_BYTES = 1 << 30
 
 _THREADS = ("read-short", "read-long", "read-images", "compile", "write-short", "write-long")
 
@@ -128,7 +143,7 @@ class Service:
         place: names the server among several that share an address; empty for one alone.
 
     Attributes:
-        valid_grammars: those that compile within the limits of `output_constraint`.
+        valid_grammars: those that compile within the limits.
 
     Raises:
         ValueError: an option is wrong.
@@ -184,7 +199,63 @@ class Service:
             # The thread answers also where nobody waits any more.
             return await asyncio.shield(asyncio.wrap_future(freed))
 
+    async def prepare_grammars(self, jobs: Sequence[Job], loaded: LoadedModel | None) -> None:
+        """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
+        Raises APIError 400: a grammar does not compile, or not within the limits; or the extra
+        `structured` is not installed."""
+        requested, workers = jobs[0].constraint, self.workers  # all jobs of a request have the same
+        work = partial(model_constraint, requested, loaded and loaded.tokenizer)
+        # The grammar of many tools takes long to write.
+        has_tools = isinstance(requested, CallConstraint)
+        constraint = await workers.compile(work) if has_tools else work()
+        compiled = None
+        try:
+            if constraint is not None:
+                await self._require_valid(constraint)
+            if constraint is not None and loaded is not None:
+                self.thread.announce(constraint)
+                compiled = await workers.compile(partial(_compiled, loaded, constraint))
+        except APIError as error:
+            if constraint is None or not constraint.is_optional:
+                raise
+            log.warning("calls of tools may not fit their schemas: %s", error)
+            constraint = None
+        for job in jobs:
+            job.constraint = requested if loaded is None else constraint
+            job.compiled = compiled
+
+    async def _require_valid(self, constraint: Constraint) -> None:
+        """Raise APIError unless a grammar compiles in a process with limits."""
+        grammar = constraint.grammar
+        if self.valid_grammars.use(grammar):
+            return
+        try:
+            extra_module("llguidance", "structured")
+            async with self.workers.grammar_processes:
+                limits, question = (str(COMPILE_S), str(COMPILE_BYTES)), json.dumps([*grammar])
+                ended = await run_python(grammars.__file__, *limits, question=question.encode())
+            if ended.is_too_slow:
+                raise ValueError(f"compiling it takes longer than {COMPILE_S} s: make it smaller")
+            if ended.status < 0:
+                raise ValueError(
+                    f"compiling it takes more than {COMPILE_BYTES:,} bytes: make it smaller"
+                )
+            if ended.status:
+                raise ValueError(one_line(ended.reason))
+        except ValueError as error:
+            raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+        self.valid_grammars[grammar] = True
+
     def require_healthy(self) -> None:
         """Raise APIError 503 if the generation thread has died."""
         if not self.thread.is_alive:
             raise APIError(503, "the generation thread has died", code="dead")
+
+
+def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
+    compiled = loaded.grammars.compiled(constraint)
+    try:
+        compiled.require_quick()
+    except GrammarError as error:
+        raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+    return compiled

@@ -54,7 +54,6 @@ class Connection(H11Protocol):
     extra: ClassVar[LRU[Connection, None]]
 
     def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         # Without TCP_NODELAY each part of an answer waits for the client's acknowledgement of the
         # part before, 40 ms on Linux. asyncio sets it only for sockets that name their protocol.
@@ -71,7 +70,6 @@ class Connection(H11Protocol):
         self._slow.start()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         # Idle: no complete header has arrived since the last request.
         if self.conn.their_state is h11.IDLE:
@@ -88,17 +86,14 @@ class Connection(H11Protocol):
         return self._has_ended
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().pause_writing()
         self._unread.start()
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().resume_writing()
         self._unread.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         for deadline in (self._slow, self._unread, self._question):
             deadline.stop()
         self.extra.pop(self, None)

@@ -144,15 +144,6 @@ def record_foreign(field: str) -> None:
     log.warning("requests have the field %s of other servers, which means nothing here", field)
 
 
-def _newer_name(field: str) -> str | None:
-    """What to send in the place of a field of older clients; None for any other field."""
-    if field in _GUIDED:
-        return f'send structured_outputs: {{"{_GUIDED[field]}": ...}}, as for newer vLLM'
-    if field.startswith("guided_"):
-        return "structured_outputs needs no such setting: leave it out"
-    return None
-
-
 def _require_no_meaning(
     fields: Mapping[str, Any], name: str, value: Any, only: Mapping[str, Any]
 ) -> None:
@@ -163,7 +154,11 @@ def _require_no_meaning(
         return
     field = shortened(name).strip("'\"")
     if name not in only:
-        remedy = _newer_name(name) or "leave it out"
+        remedy = "leave it out"
+        if name in _GUIDED:
+            remedy = f'send structured_outputs: {{"{_GUIDED[name]}": ...}}, as for newer vLLM'
+        elif name.startswith("guided_"):
+            remedy = "structured_outputs needs no such setting: leave it out"
         raise wrong_value(f"{field}: this server has no such field: {remedy}", field)
     has_no_tools = name == "tool_choice" and value == "none" and not fields.get("tools")
     if value != only[name] and not has_no_tools:

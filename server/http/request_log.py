@@ -42,18 +42,15 @@ class OneLine(logging.Formatter):
         super().__init__(FORMAT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         name = _current.get()
         record.request_id = f"{name}: " if name else ""
         record.message = _printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """See `logging.Formatter`."""
         return _indented(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
-        """See `logging.Formatter`."""
         return _indented(super().formatStack(stack_info))
 
 

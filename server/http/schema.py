@@ -290,19 +290,10 @@ class Body(OpenAIFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
-    def session(self) -> str | None:
-        return self.session_id or self.prompt_cache_key
-
-    @property
     def stop_words(self) -> list[str]:
         """The stop texts that are not empty; a choice ends before any of them."""
         words = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [word for word in words if word]
-
-    @property
-    def biases(self) -> dict[int, float]:
-        """The logit biases by token id."""
-        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
 
 class TextBody(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from paged_kv.server.completions.answer_bodies import Logprobs
@@ -189,7 +190,11 @@ class ResponseAnswers(Answers):
     def _ended(self, opened: type[Part], *, is_cut: bool) -> list[Object]:
         """The events that end the open item."""
         item = self._items[-1]
-        is_whole = not is_cut or (opened is Call and _is_json(self._arguments))
+        is_whole = not is_cut
+        if is_cut and opened is Call:
+            with suppress(ValueError):
+                json.loads(self._arguments)
+                is_whole = True
         item["status"] = "completed" if is_whole else "incomplete"
         if opened is Reasoning and self._is_plain:
             item["encrypted_content"] = PLAIN + item["content"][0]["text"]
@@ -205,13 +210,11 @@ class ResponseAnswers(Answers):
             done = [self._item_event(kind, name=item["name"], arguments=item["arguments"])]
         else:
             (content,) = item["content"]
-            is_text = opened is Text
-            kind = "response.output_text.done" if is_text else "response.reasoning_text.done"
-            more: Object = {"text": content["text"]}
-            if is_text:
-                more["logprobs"] = content["logprobs"]
+            named = ("text", "logprobs") if opened is Text else ("text",)
             done = [
-                self._content_event(kind, **more),
+                self._content_event(
+                    f"response.{content['type']}.done", **{name: content[name] for name in named}
+                ),
                 self._content_event("response.content_part.done", part=content),
             ]
         return [
@@ -239,14 +242,6 @@ def _empty_content(part: Reasoning | Text) -> Object:
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _usage(usage: Usage) -> Object:

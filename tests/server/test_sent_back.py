@@ -19,7 +19,7 @@ from openai.types.responses import ParsedResponse, Response
 
 from paged_kv.server.completions.answer_bodies import read_completion
 from paged_kv.server.completions.chat_messages import copied, require_parts
-from paged_kv.server.completions.output_constraint import constraint_of
+from paged_kv.server.completions.request_jobs import constraint_of
 from paged_kv.server.http.request_body import _ZSTD, BodyDecoder
 from paged_kv.server.http.schema import ChatBody
 from paged_kv.server.messages.messages import read_messages

@@ -146,6 +146,7 @@ def sent_by(*events: tuple[float, Event]) -> list[tuple[float, Any]]:
             metrics=ServerMetrics(),
             thread=thread,
             loaded=partial(later, 4),
+            prepare_grammars=partial(later, 0),
             workers=SimpleNamespace(read=at_once, write=partial(later, 9)),
             short_hits=ShortHits(),
             require_healthy=lambda: None,

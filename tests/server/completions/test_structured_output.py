@@ -13,7 +13,7 @@ from openai import BadRequestError
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import NGramDraft
-from paged_kv.server.completions import output_constraint
+from paged_kv.server.completions import service
 from tests.support.agent_model import Script, agent_folder
 from tests.support.running_server import PagedRunningServer, paged_server
 from tests.support.tiny_model import BLOCK
@@ -122,7 +122,7 @@ def test_compiling_has_a_limit_of_time_and_disturbs_nobody(
 ) -> None:
     # llguidance takes seconds for so many properties.
     slow = {"type": "object", "properties": {f"p{number}": {} for number in range(15_000)}}
-    monkeypatch.setattr(output_constraint, "TIME_LIMIT_S", 1)
+    monkeypatch.setattr(service, "COMPILE_S", 1)
     with ThreadPoolExecutor(1) as client:
         refused = client.submit(chat, running, response_format=_format(slow))
         assert_fits(chat(running, response_format=FORMAT).choices[0])
@@ -134,7 +134,7 @@ def test_compiling_has_a_limit_of_memory(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {"enum": [f"{number} " * 2 for number in range(16_000)]}
-    monkeypatch.setattr(output_constraint, "MOST_BYTES", 20_000_000)
+    monkeypatch.setattr(service, "COMPILE_BYTES", 20_000_000)
     with pytest.raises(BadRequestError, match="compiling it takes more than 20,000,000 bytes"):
         chat(running, response_format=_format(large))
 
