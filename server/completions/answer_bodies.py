@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -62,12 +62,8 @@ def bounded(logprob: float | None) -> float | None:
 def read_completion(kind: type[Body], content: bytes, key: str | None) -> APIRequest:
     """A body of this schema. Raises APIError 400: something is wrong with it."""
     body = parse_body(content, kind)
-    answers: Callable[[str, Any], Answers] | None = None
-    if isinstance(body, TextBody):
-        answers = partial(TextAnswers, body)
-    elif isinstance(body, ChatBody):
-        answers = partial(ChatAnswers, body)
-    return APIRequest(body, len(content), answers)
+    answers: Any = TextAnswers if isinstance(body, TextBody) else ChatAnswers
+    return APIRequest(body, len(content), partial(answers, body))
 
 
 class OpenAIAnswers(Answers):

@@ -106,43 +106,35 @@ def shown_by_user(messages: Iterable[Object]) -> list[Object]:
     shown: list[Object] = []
     images: list[Object] = []
     for message in messages:
-        if message["role"] != "tool":
-            message, images = _with_first(shown, images, message), []
-        elif isinstance(message["content"], list):
-            parts = message["content"]
-            images += [part for part in parts if part["type"] == "image_url"]
-            message = {**message, "content": [part for part in parts if part not in images]}
+        content: Any = message.get("content")
+        if message["role"] == "tool":
+            if isinstance(content, list):
+                images += [part for part in content if part["type"] == "image_url"]
+                message = {**message, "content": [part for part in content if part not in images]}
+        elif images and message["role"] == "user":
+            parts = [text_part(content)] if isinstance(content, str) else content
+            message, images = {**message, "content": [*images, *parts]}, []
+        elif images:
+            shown.append({"role": "user", "content": images})
+            images = []
         shown.append(message)
     if images:
         shown.append({"role": "user", "content": images})
     return shown
 
 
-def _with_first(shown: list[Object], images: list[Object], message: Object) -> Object:
-    """A message behind some images: its own if it is the user's, or else those of one before."""
-    if not images:
-        return message
-    if message["role"] != "user":
-        shown.append({"role": "user", "content": images})
-        return message
-    content = message["content"]
-    parts = [text_part(content)] if isinstance(content, str) else content
-    return {**message, "content": [*images, *parts]}
-
-
 def copied(messages: Sequence[Any]) -> list[Any]:
     """Messages to change, with the arguments of calls as objects: mlx-lm puts texts in the place of
     contents. All else is shared: a copy of millions of objects would take seconds."""
-    return [_copied_message(message) for message in messages]
-
-
-def _copied_message(message: dict[str, Any]) -> dict[str, Any]:
-    copy = {**message}
-    if isinstance(content := copy.get("content"), list):
-        copy["content"] = [{**part} for part in content]
-    if calls := copy.get("tool_calls"):
-        copy["tool_calls"] = [_copied_call(call) for call in calls]
-    return copy
+    copies = []
+    for message in messages:
+        copy = {**message}
+        if isinstance(content := copy.get("content"), list):
+            copy["content"] = [{**part} for part in content]
+        if calls := copy.get("tool_calls"):
+            copy["tool_calls"] = [_copied_call(call) for call in calls]
+        copies.append(copy)
+    return copies
 
 
 def _copied_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +188,7 @@ def require_no_marks(messages: Sequence[Any], marks: Iterable[str]) -> None:
     """Check that no text of a message holds a mark that stands for an image. Raises APIError 400:
     one does."""
     for message in messages:
-        content = message.get("content")
+        content: Any = message.get("content")
         parts = content if isinstance(content, list) else []
         # A template may put texts together.
         joined = "".join(part["text"] for part in parts if part.get("type") == "text")

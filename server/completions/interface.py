@@ -57,14 +57,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call, or a piece of it.
-
-    Attributes:
-        call_id: identifies it; empty for a further piece of the last call.
-        name: of the function; empty too.
-        arguments: JSON, of all pieces together.
-        index: the number of the call in its choice.
-    """
+    """A tool call, or a piece of it: a further piece of the last call has no `call_id` and no
+    `name`. The `arguments` of all pieces together are JSON, and `index` is the number of the call
+    in its choice."""
 
     call_id: str
     name: str
@@ -215,13 +210,8 @@ def of_items(answer: Choice) -> Choice:
 
 
 class Answers:
-    """Writes the answers to one request.
-
-    Each object of a stream is an event; one with a "type" is sent under this name.
-
-    Attributes:
-        last: bytes that end a stream without an error.
-    """
+    """Writes the answers to one request. Each object of a stream is an event; one with a "type" is
+    sent under this name, and `last` ends a stream without an error."""
 
     last = b""
 
@@ -255,12 +245,8 @@ class Answers:
 
 
 class Mark(NamedTuple):
-    """The end of a prefix of a prompt that is to stay cached.
-
-    Attributes:
-        messages: how many of the chat's messages the prefix has.
-        seconds: how long it is to stay after its last use.
-    """
+    """The end of a prefix of a prompt, of so many chat messages, that is to stay cached for so many
+    seconds after its last use."""
 
     messages: int
     seconds: float
@@ -302,10 +288,5 @@ def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
     message = error.message
     if message.startswith(first):
         message = names[first] + message.removeprefix(first)
-    return APIError(
-        error.status,
-        message,
-        param=f"{names[first]}{dot}{rest}",
-        code=error.code,
-        headers=error.headers,
-    )
+    param = f"{names[first]}{dot}{rest}"
+    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)

@@ -79,7 +79,16 @@ class ModelNames:
         model = {"id": name, "object": "model", "created": self._created, "owned_by": "paged-kv"}
         model |= {"type": "model", "display_name": name, "created_at": created_at}
         own = self._default[0] if name in self._names else self._aliases.get(name, name)
-        return model | (_abilities(loaded) if loaded and loaded.key[0] == own else {})
+        if loaded is None or loaded.key[0] != own:
+            return model
+        # Clients read the context length by these names.
+        names = ("context_length", "max_model_len", "max_input_tokens")
+        abilities = {
+            "images": loaded.why_no_images is None,
+            "thinking": bool(loaded.tokenizer.has_thinking),
+            "tools": bool(loaded.tokenizer.has_tool_calling),
+        }
+        return {**model, **dict.fromkeys(names, loaded.context_length), "abilities": abilities}
 
     def _other(self, name: str | None, param: str) -> str | None:
         if not self._may_switch:
@@ -102,21 +111,6 @@ def typed_name(folder: Path) -> str:
     if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
         return repository.name.removeprefix("models--").replace("--", "/")
     return folder.name or str(folder)
-
-
-def _abilities(loaded: LoadedModel) -> dict[str, Any]:
-    """What a loaded model takes and does; its context length by the names that clients read."""
-    tokenizer = loaded.tokenizer
-    return {
-        "context_length": loaded.context_length,
-        "max_model_len": loaded.context_length,
-        "max_input_tokens": loaded.context_length,
-        "abilities": {
-            "images": loaded.why_no_images is None,
-            "thinking": bool(tokenizer.has_thinking),
-            "tools": bool(tokenizer.has_tool_calling),
-        },
-    }
 
 
 def _not_found(message: str, param: str) -> APIError:

@@ -74,13 +74,12 @@ _AT_LEAST = " (no more was counted)"
 
 
 class LimitedTokenizer:
-    """A tokenizer of mlx-lm for one prompt. It refuses texts that are too long, before it makes
-    tokens of them, and can end chats within their last message, or behind it.
+    """A tokenizer of mlx-lm for one prompt, which a field `param` holds. It refuses texts that are
+    too long, before it makes tokens of them, and can end chats within their last message, or behind
+    it.
 
     Args:
-        loaded: the model.
         options: of the server; `max_prompt_tokens` replaces the model's context length.
-        param: the field that holds the prompt.
         salt: of the prompt; tokens that others' chats have left serve only the same.
         is_counted: whether the prompt is only counted, so that it may have any length.
         continued: the text of a chat's last message, which the answer continues.

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from subprocess import PIPE
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar import grammars
 from paged_kv.integrations.grammar.constraints import CallConstraint, Constraint
-from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, one_line
+from paged_kv.integrations.grammar.grammars import Grammar, one_line
 from paged_kv.integrations.grammar.vocabulary import CompiledGrammar
 from paged_kv.lru import LRU
 from paged_kv.server.completions.model_names import ModelNames
@@ -99,22 +99,10 @@ class WorkerThreads:
             each.shutdown(wait=False, cancel_futures=True)
 
 
-class Ended(NamedTuple):
-    """How a process ended: its exit status, negative for the signal that ended it; what it wrote to
-    stdout; and the last line that it wrote to stderr."""
-
-    status: int
-    output: bytes
-    reason: str
-
-    @property
-    def is_too_slow(self) -> bool:
-        return self.status == -signal.SIGALRM
-
-
-async def run_python(file: str, *arguments: str, question: bytes) -> Ended:
-    """Run a file, which reads `question` from stdin. The process ends with this call, however the
-    call ends."""
+async def run_python(file: str, *arguments: str, question: bytes) -> bytes:
+    """What a file writes, which reads `question` from stdin. The process ends with this call,
+    however the call ends. Raises TimeoutError or MemoryError: the system ended it at a limit of its
+    own; ValueError: it failed, and this was the last line that it wrote to stderr."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", file, *arguments),
         stdin=PIPE,
@@ -129,9 +117,12 @@ async def run_python(file: str, *arguments: str, question: bytes) -> Ended:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode is not None
-    reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
-    return Ended(process.returncode, output, reason)
+    if process.returncode == -signal.SIGALRM:
+        raise TimeoutError("it took too long")
+    if process.returncode:
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise MemoryError if process.returncode < 0 else ValueError(reason)
+    return output
 
 
 class Service:
@@ -211,40 +202,41 @@ class Service:
         compiled = None
         try:
             if constraint is not None:
-                await self._require_valid(constraint)
+                await self._require_valid(constraint.grammar)
             if constraint is not None and loaded is not None:
                 self.thread.announce(constraint)
                 compiled = await workers.compile(partial(_compiled, loaded, constraint))
-        except APIError as error:
-            if constraint is None or not constraint.is_optional:
-                raise
+        except (APIError, ValueError) as error:
+            assert constraint is not None, "it was compiled"
+            if isinstance(error, ValueError):
+                error = wrong_value(f"{constraint.field}: {error}", constraint.field)
+            if not constraint.is_optional:
+                raise error from None
             log.warning("calls of tools may not fit their schemas: %s", error)
             constraint = None
         for job in jobs:
             job.constraint = requested if loaded is None else constraint
             job.compiled = compiled
 
-    async def _require_valid(self, constraint: Constraint) -> None:
-        """Raise APIError unless a grammar compiles in a process with limits."""
-        grammar = constraint.grammar
+    async def _require_valid(self, grammar: Grammar) -> None:
+        """Raise ValueError unless a grammar compiles in a process with limits."""
         if self.valid_grammars.use(grammar):
             return
+        extra_module("llguidance", "structured")
+        limits, question = (str(COMPILE_S), str(COMPILE_BYTES)), json.dumps([*grammar]).encode()
         try:
-            extra_module("llguidance", "structured")
             async with self.workers.grammar_processes:
-                limits, question = (str(COMPILE_S), str(COMPILE_BYTES)), json.dumps([*grammar])
-                ended = await run_python(grammars.__file__, *limits, question=question.encode())
-            if ended.is_too_slow:
-                raise ValueError(f"compiling it takes longer than {COMPILE_S} s: make it smaller")
-            if ended.status < 0:
-                raise ValueError(
-                    f"compiling it takes more than {COMPILE_BYTES:,} bytes: make it smaller"
-                )
-            if ended.status:
-                raise ValueError(one_line(ended.reason))
+                await run_python(grammars.__file__, *limits, question=question)
+        except TimeoutError:
+            why = f"compiling it takes longer than {COMPILE_S} s: make it smaller"
+        except MemoryError:
+            why = f"compiling it takes more than {COMPILE_BYTES:,} bytes: make it smaller"
         except ValueError as error:
-            raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
-        self.valid_grammars[grammar] = True
+            why = one_line(str(error))
+        else:
+            self.valid_grammars[grammar] = True
+            return
+        raise ValueError(why)
 
     def require_healthy(self) -> None:
         """Raise APIError 503 if the generation thread has died."""
@@ -254,8 +246,5 @@ class Service:
 
 def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
     compiled = loaded.grammars.compiled(constraint)
-    try:
-        compiled.require_quick()
-    except GrammarError as error:
-        raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+    compiled.require_quick()
     return compiled

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from paged_kv.server.completions import parse_tool_call
@@ -49,12 +49,7 @@ async def parse_calls(workers: WorkerThreads, parser: Parser, tools: Any, text: 
     async with workers.call_processes:
         asked = await workers.write(question, sys.maxsize)
         arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
-        ended = await run_python(parse_tool_call.__file__, *arguments, question=asked)
-    if ended.is_too_slow:
-        raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
-    if ended.status:
-        raise ValueError(ended.reason)
-    return json.loads(ended.output)
+        return json.loads(await run_python(parse_tool_call.__file__, *arguments, question=asked))
 
 
 # Longer beginnings are not searched again with every token.
@@ -151,11 +146,7 @@ _END = "</parameter>"
 
 class TaggedCall(OpenCall):
     """Reads a call of Qwen's coders, whose parameters have tags around them, up to the first
-    parameter that is not a text: the parser knows how other values are to be read.
-
-    Args:
-        tools: of the request.
-    """
+    parameter that is not a text: the parser knows how other values are to be read."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         super().__init__()
@@ -235,23 +226,13 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-class CallsAndText(NamedTuple):
-    """The tool calls in a part of a choice, and the text beside them."""
-
-    calls: list[Call]
-    text: str
+# The tool calls in a part of a choice, and the text beside them.
+CallsAndText = tuple[list[Call], str]
 
 
 class ChoiceCalls:
-    """The tool calls of one choice.
-
-    Args:
-        tokenizer: mlx-lm's, of the model.
-        is_streamed: whether to send a call before its end.
-
-    Attributes:
-        num_calls: the number of calls so far.
-    """
+    """The tool calls of one choice: `num_calls` so far. If it `is_streamed`, calls are sent before
+    their end."""
 
     def __init__(
         self, workers: WorkerThreads, tokenizer: Any, tools: Any, is_streamed: bool
@@ -274,23 +255,23 @@ class ChoiceCalls:
         cut, are text, unless a stream has sent a piece of them: in streams arguments come in
         pieces, in the forms that `open_call` reads."""
         parts = [await self._ended(text, is_cut=False) for text in delta.calls]
-        parts.append(CallsAndText([], delta.text))
+        parts.append(([], delta.text))
         if delta.open_call is not None and delta.finish_reason is None:
-            parts.append(CallsAndText(list(self._pieces(self._open, delta.open_call)), ""))
+            parts.append((list(self._pieces(self._open, delta.open_call)), ""))
         elif delta.open_call is not None:
             parts.append(await self._ended(delta.open_call, is_cut=True))
-        calls = [call for each in parts for call in each.calls]
-        return CallsAndText(calls, "".join(each.text for each in parts))
+        calls = [call for found, _ in parts for call in found]
+        return calls, "".join(text for _, text in parts)
 
     async def _ended(self, text: str, *, is_cut: bool) -> CallsAndText:
         opened, self._open = self._open, self._new_call()
         pieces = list(self._pieces(opened, text)) if opened.has_begun else []
         if opened.is_whole:
-            return CallsAndText(pieces, "")
+            return pieces, ""
         try:
             parsed = await self._parse(text)
             if opened.has_begun:
-                return CallsAndText([*pieces, self._piece(opened.rest(parsed["arguments"]))], "")
+                return [*pieces, self._piece(opened.rest(parsed["arguments"]))], ""
             whole = parsed if isinstance(parsed, list) else [parsed]
             calls = [
                 _call(each, json.dumps(each["arguments"], ensure_ascii=False), number)
@@ -298,15 +279,15 @@ class ChoiceCalls:
             ]
             self.num_calls += len(calls)
             if calls:
-                return CallsAndText(calls, "")
+                return calls, ""
             why = "there is none"
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
         if opened.has_begun:
-            return CallsAndText(pieces, "")
+            return pieces, ""
         start, end = self._marks
-        return CallsAndText([], f"{start}{text}{'' if is_cut else end}")
+        return [], f"{start}{text}{'' if is_cut else end}"
 
     def _pieces(self, opened: OpenCall, text: str) -> Iterator[Call]:
         for head, arguments in opened.take(text):

@@ -21,15 +21,9 @@ _short.maxdict = _short.maxlist = _short.maxlevel = 3
 
 
 class APIError(Exception):
-    """A request that is answered with an error.
-
-    Args:
-        status: of HTTP; from 500 on the type is "server_error".
-        message: what was asked, what there was, and what to change.
-        param: the field of the body that is wrong.
-        code: names the error for programs.
-        headers: of the answer.
-    """
+    """A request that is answered with an error. The `message` says what was asked, what there was,
+    and what to change; `param` is the field of the body that is wrong, and `code` names the error
+    for programs."""
 
     def __init__(
         self,
@@ -51,13 +45,12 @@ class APIError(Exception):
         return self.message
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """The body of the answer; from status 500 on its type is "server_error"."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The answer."""
         return JSONResponse(self.as_dict(), self.status, self.headers)
 
 

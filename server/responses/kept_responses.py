@@ -24,15 +24,9 @@ from paged_kv.server.responses.answers import ID_PREFIXES
 
 @dataclass(eq=False)
 class Turn:
-    """One response and what it answers.
-
-    Attributes:
-        previous: the turn that it continues.
-        inputs: the items of the input, each with an id.
-        body: the response object.
-        nbytes: the length of both as JSON.
-        since: the time at which it was kept, by the store's clock.
-    """
+    """One response and the items of the input, each with an id, that it answers, behind those of
+    the turn that it continues. Both have `nbytes` as JSON, and are kept since a time of the store's
+    clock."""
 
     previous: Turn | None
     inputs: list[Any]
