@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.prefix.keeping import Published, Unstored
-from paged_kv.server.completions.interface import Answers, APIRequest, Object, Reader, renamed
+from paged_kv.server.completions.interface import Answers, Object, Reader, renaming
 from paged_kv.server.completions.request_jobs import make_jobs, next_turn
 from paged_kv.server.completions.request_state import RequestState
 from paged_kv.server.completions.service import Service
@@ -68,7 +68,7 @@ class CompletionHandler:
         begin = partial(self._begin, content, key, request_id(), Channel())
         state = await service.workers.read(begin, len(content))
         try:
-            with _renaming(state.request):
+            with renaming(state.request.names):
                 await while_connected(request.receive, self._answer(state, send))
         except ClientDisconnect:
             service.metrics.finished["abort"] += len(state.open)
@@ -79,7 +79,7 @@ class CompletionHandler:
     ) -> RequestState:
         """Runs on a reader thread."""
         service, request = self._service, self._read(content, key)
-        with _renaming(request):
+        with renaming(request.names):
             model, salt = self._admitted(request.body, key)
             jobs = make_jobs(request, model, salt, request_id, service.options, channel)
             return RequestState(service, request, jobs, stop_machine(request.body.stop_words))
@@ -120,13 +120,13 @@ class CompletionHandler:
         answers: Answers | None = None
         async with stream.kept_alive():
             try:
-                async with self._running(state) as answers:
-                    await self._send_events(state, answers, stream)
+                with renaming(state.request.names):
+                    async with self._running(state) as answers:
+                        await self._send_events(state, answers, stream)
             except APIError as error:
                 if not stream.has_begun:
                     raise
                 self._service.metrics.refused += error.status == 503
-                error = renamed(error, state.request.names)
                 await stream.send(_streamed((answers or _answers(state)).on_error, error))
 
     async def _send_events(
@@ -186,14 +186,6 @@ class CompletionHandler:
             yield
         finally:
             thread.cancel(jobs)
-
-
-@contextmanager
-def _renaming(request: APIRequest) -> Iterator[None]:
-    try:
-        yield
-    except APIError as error:
-        raise renamed(error, request.names) from error
 
 
 def _answers(state: RequestState) -> Answers:

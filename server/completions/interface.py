@@ -7,6 +7,7 @@ whose answers are items of one kind each, thoughts, texts and calls, get these f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -279,14 +280,19 @@ class APIRequest:
 Reader = Callable[[bytes, str | None], APIRequest]
 
 
-def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
-    """An error in the words of an interface that has these names for fields."""
-    first, dot, rest = (error.param or "").partition(".")
-    if first not in names:
-        return error
-    # Most messages begin with the field that they are about.
-    message = error.message
-    if message.startswith(first):
-        message = names[first] + message.removeprefix(first)
-    param = f"{names[first]}{dot}{rest}"
-    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Put errors in the words of an interface that has these names for fields."""
+    try:
+        yield
+    except APIError as error:
+        first, dot, rest = (error.param or "").partition(".")
+        if first not in names:
+            raise
+        # Most messages begin with the field that they are about.
+        message, param = error.message, f"{names[first]}{dot}{rest}"
+        if message.startswith(first):
+            message = names[first] + message.removeprefix(first)
+        raise APIError(
+            error.status, message, param=param, code=error.code, headers=error.headers
+        ) from error

@@ -20,7 +20,7 @@ from paged_kv.server.completions.chat_messages import (
     tool_call,
     tool_result,
 )
-from paged_kv.server.completions.interface import Answers, APIRequest, Object, renamed
+from paged_kv.server.completions.interface import Answers, APIRequest, Object, renaming
 from paged_kv.server.http.access import salt_of
 from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.server.http.request_body import parse_body
@@ -61,10 +61,8 @@ def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIR
     items = named(_resolved(kept, owner, body), kept.new_name())
     items_bytes = len(json.dumps(items))
     tools = offered_tools(body.tools)
-    try:
+    with renaming(NAMES):
         chat = chat_of(body, [*earlier, *items], tools.values())
-    except APIError as error:
-        raise renamed(error, NAMES) from error
 
     def keep(response: Object) -> None:
         if body.store is not False:
