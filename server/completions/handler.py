@@ -238,15 +238,8 @@ class PromptHandler(CompletionHandler):
 class EventStream:
     """Sends what a request gets as it comes, and a comment whenever nothing was sent for
     `KEEPALIVE_S`: while the request waits in line, while its prompt is computed, and while the
-    model writes what can only be sent as a whole.
-
-    Args:
-        send: of ASGI.
-
-    Attributes:
-        has_begun: whether the client knows that this is a stream: errors must be events.
-        heartbeat: the bytes that follow such a comment.
-    """
+    model writes what can only be sent as a whole. Errors must be events once it `has_begun`; the
+    bytes of a `heartbeat` follow each comment."""
 
     def __init__(self, send: Send) -> None:
         self.has_begun = False

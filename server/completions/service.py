@@ -65,11 +65,8 @@ class WorkerThreads:
     """Two threads read requests and two write answers: one of each for short work, which does not
     wait for the long work of others. Images, which are decoded and maybe fetched, have a thread of
     their own, and so have grammars, which are compiled. Each runs its work in the order of its
-    arrival. What must end in time, whatever it does, has a process.
-
-    Attributes:
-        call_processes, grammar_processes: are held while a process runs of `run_python`.
-    """
+    arrival. What must end in time, whatever it does, has a process of `run_python`, and holds a
+    semaphore meanwhile."""
 
     def __init__(self) -> None:
         self.call_processes = asyncio.Semaphore(MOST_PROCESSES)
@@ -126,20 +123,9 @@ async def run_python(file: str, *arguments: str, question: bytes) -> bytes:
 
 
 class Service:
-    """One server, whose generation thread is not started yet.
-
-    Args:
-        options: of `paged-kv server`.
-        provider: loads models.
-        place: names the server among several that share an address; empty for one alone.
-
-    Attributes:
-        valid_grammars: those that compile within the limits.
-
-    Raises:
-        ValueError: an option is wrong.
-        OSError: a file of keys cannot be read.
-    """
+    """One server, whose generation thread is not started yet. Its `place` names it among several
+    that share an address; `valid_grammars` are those that compile within the limits. Raises
+    ValueError: an option is wrong; OSError: a file of keys cannot be read."""
 
     def __init__(
         self, options: ServerOptions, provider: PagedModelProvider, place: str = ""

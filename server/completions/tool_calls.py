@@ -78,15 +78,9 @@ Piece = tuple[dict[str, Any] | None, str]
 
 
 class OpenCall:
-    """Reads a text of calls that grows, whose arguments are JSON.
-
-    Args:
-        heads: what may be before the arguments; without any this reads nothing.
-
-    Attributes:
-        has_begun: whether any piece was read.
-        is_whole: whether nothing but such pieces follows.
-    """
+    """Reads a text of calls that grows, whose arguments are JSON behind one of the `heads`; without
+    any it reads nothing. It `has_begun` if any piece was read, and `is_whole` if nothing but such
+    pieces follows."""
 
     def __init__(self, heads: Sequence[re.Pattern[str]] = ()) -> None:
         self.has_begun = self.is_whole = False

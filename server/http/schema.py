@@ -184,12 +184,8 @@ class StreamOptions(StrictModel):
 
 
 class BodyFields(BaseModel):
-    """A body of any request.
-
-    Attributes:
-        without_meaning: fields that no token of an answer depends on, and that mean nothing here.
-        only: fields that may have one value: what the server does anyway.
-    """
+    """A body of any request. Fields `without_meaning` change no token of an answer and mean nothing
+    here; those that may have one value `only` ask for what the server does anyway."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

@@ -163,8 +163,10 @@ class ResponseAnswers(Answers):
                 return {"type": "message", "role": "assistant", "content": []}
             case Call(call_id, name):
                 # Models also call functions that there are not: the client tells them.
-                unknown = OfferedTool(name, None, False, {})
-                return self._tools.get(name, unknown).empty_call(call_id)
+                empty = {"type": "function_call", "name": name, "arguments": ""}
+                if name in self._tools:
+                    empty = self._tools[name].empty_call
+                return {"call_id": call_id, **empty}
 
     def _added(self, part: Part) -> list[Object]:
         """The events of a part; the open item has it now."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, Self
 
 from pydantic import (
     ConfigDict,
@@ -323,25 +322,12 @@ _SEPARATOR = "__"
 _INPUT = "input"
 
 
-@dataclass(frozen=True)
-class OfferedTool:
-    """A tool that a request offers: its name there and the namespace that it is in, whether its
-    input is a text rather than an object, and the function that the model sees, in the form of chat
-    completions."""
+class OfferedTool(NamedTuple):
+    """A tool that a request offers: the function that the model sees, in the form of chat
+    completions, and the item of a call of which nothing is written yet."""
 
-    name: str
-    namespace: str | None
-    is_custom: bool
     function: Object
-
-    def empty_call(self, call_id: str) -> Object:
-        """The item of a call of which nothing is written yet."""
-        item = {"call_id": call_id, "name": self.name}
-        if self.namespace is not None:
-            item["namespace"] = self.namespace
-        if self.is_custom:
-            return {"type": "custom_tool_call", **item, "input": ""}
-        return {"type": "function_call", **item, "arguments": ""}
+    empty_call: Object
 
 
 def offered_tools(tools: Iterable[Any]) -> dict[str, OfferedTool]:
@@ -351,7 +337,7 @@ def offered_tools(tools: Iterable[Any]) -> dict[str, OfferedTool]:
     for tool in _offered(tools):
         name = tool.function["name"]
         other = offered.setdefault(name, tool)
-        if other.empty_call("") != tool.empty_call(""):
+        if other.empty_call != tool.empty_call:
             raise wrong_value(
                 f"tools: two of them become functions of the name {shortened(name)}, in which a "
                 f"namespace ends with {_SEPARATOR!r}: rename one",
@@ -400,16 +386,18 @@ def _offered(tools: Iterable[Any]) -> Iterator[OfferedTool]:
 
 
 def _offered_tool(tool: Object) -> OfferedTool:
-    is_custom = tool["type"] == "custom"
     named = {**tool, "name": function_name(tool)}
-    if is_custom:
+    call: Object = {"type": "function_call", "name": tool["name"], "arguments": ""}
+    if tool["type"] == "custom":
+        call = {"type": "custom_tool_call", "name": tool["name"], "input": ""}
         about, form = "The whole input of the tool.", tool.get("format") or {}
         if form.get("type") == "grammar":
             about += f" It must fit this {form['syntax']} grammar:\n{form['definition']}"
         properties = {_INPUT: {"type": "string", "description": about}}
         named["parameters"] = {"type": "object", "properties": properties, "required": [_INPUT]}
-    function = offered_tool(named)["function"]
-    return OfferedTool(tool["name"], tool.get("namespace"), is_custom, function)
+    if tool.get("namespace") is not None:
+        call["namespace"] = tool["namespace"]
+    return OfferedTool(offered_tool(named)["function"], call)
 
 
 @cache
