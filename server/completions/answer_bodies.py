@@ -19,14 +19,7 @@ from paged_kv.server.engine.jobs import ScoredToken, Token
 from paged_kv.server.engine.paged_model_provider import LoadedModel
 from paged_kv.server.http.api_errors import wrong_value
 from paged_kv.server.http.request_body import checked, parse_body, parsed_json
-from paged_kv.server.http.schema import (
-    DEFAULT_MODEL,
-    Body,
-    BodyFields,
-    ChatBody,
-    Name,
-    TextBody,
-)
+from paged_kv.server.http.schema import DEFAULT_MODEL, Body, BodyFields, ChatBody, Name, TextBody
 from paged_kv.server.options import ServerOptions
 
 # OpenAI's log probability of an impossible token: JSON has no infinity.

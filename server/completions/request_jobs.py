@@ -26,11 +26,7 @@ from paged_kv.integrations.grammar.grammars import Grammar
 from paged_kv.prefix.keeping import inner_salt
 from paged_kv.server.completions.chat_messages import thoughts, tool_call, tool_result
 from paged_kv.server.completions.interface import APIRequest, Choice, Object
-from paged_kv.server.completions.prompt_reader import (
-    fit_context,
-    read_chat,
-    read_text,
-)
+from paged_kv.server.completions.prompt_reader import fit_context, read_chat, read_text
 from paged_kv.server.engine.jobs import Channel, Job, Prompt
 from paged_kv.server.engine.next_turns import NextTurn
 from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey

@@ -63,10 +63,7 @@ class KeptResponses:
     """
 
     def __init__(
-        self,
-        options: ServerOptions,
-        clock: Callable[[], float] = monotonic,
-        place: str = "",
+        self, options: ServerOptions, clock: Callable[[], float] = monotonic, place: str = ""
     ) -> None:
         self._most_bytes: int = options.max_response_bytes
         self._ttl_s: float = options.response_ttl

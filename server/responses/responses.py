@@ -41,11 +41,7 @@ from paged_kv.server.responses.requests import (
 PATH = "/v1/responses"
 
 # Fields of chat completions that this interface has by other names.
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text.format",
-}
+NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 
 
 def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIRequest:
