@@ -35,7 +35,6 @@ from paged_kv.server.http.request_log import HEADER, PROBES, RequestLog
 from paged_kv.server.http.schema import ChatBody, PrefillBody, TextBody
 from paged_kv.server.messages import messages
 from paged_kv.server.messages.requests import MessagesBody, PromptBody
-from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses import responses
 from paged_kv.server.responses.kept_responses import KeptResponses, ResponseReader
 
@@ -44,9 +43,17 @@ def make_app(service: Service) -> Starlette:
     """The application with all routes of `paged-kv server`."""
     status, api = _status_routes(service), _api_routes(service)
     unknown = partial(_unknown_route, [route.path for route in (*api, *status)])
+    # Web pages of other origins may send requests, as to mlx-lm's server.
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(service.options.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER],
+    )
     handlers: dict[Any, Any] = {APIError: error_response, 404: unknown, 405: error_response}
     return Starlette(
-        routes=[*status, Mount("/", routes=api, middleware=[_cors(service.options)])],
+        routes=[*status, Mount("/", routes=api, middleware=[cors])],
         middleware=[Middleware(RequestLog)],
         exception_handlers={**handlers, Exception: error_response},
     )
@@ -154,14 +161,3 @@ def error_response(request: Request, error: Exception) -> Response:
 
 def _state(is_good: bool, good: str, bad: str, **more: float) -> Response:
     return JSONResponse({"status": good if is_good else bad, **more}, 200 if is_good else 503)
-
-
-def _cors(options: ServerOptions) -> Middleware:
-    """Allow requests from web pages of other origins, as mlx-lm's server does."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=list(options.allowed_origins),
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=[HEADER],
-    )

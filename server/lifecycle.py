@@ -80,10 +80,6 @@ class _Uvicorn(uvicorn.Server):
 class PagedServer:
     """A server whose socket listens from its construction on.
 
-    Args:
-        options: of `paged-kv server`.
-        provider: loads models.
-
     Raises:
         ValueError: an option is wrong.
         OSError: the host does not exist, the port is in use, or a file of keys cannot be read.

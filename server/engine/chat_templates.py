@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import takewhile
 from threading import Lock
 from types import SimpleNamespace
@@ -37,9 +38,7 @@ def merged(messages: Sequence[Any]) -> Messages:
     """The same conversation with one system message, its first. Later ones are the user's, in their
     places: at the beginning they would change the prefix with every turn."""
     leading = list(takewhile(_instructs, messages))
-    first = leading[:1]
-    for each in leading[1:]:
-        first = [_joined(first[0], each)]
+    first = [reduce(_joined, leading)] if leading else []
     return first + marked(messages[len(leading) :])
 
 

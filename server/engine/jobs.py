@@ -118,7 +118,6 @@ class Job:
 
     @property
     def is_limited(self) -> bool:
-        """Whether fewer tokens of each choice fit than were asked for."""
         return self.arguments.max_tokens < self.asked_tokens
 
     def is_of(self, session: str, salt: Hashable) -> bool:

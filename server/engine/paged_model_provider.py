@@ -106,6 +106,10 @@ class PagedModelProvider(ModelProvider):
         cli_args: Any = options
         super().__init__(cli_args)
         self.reset()
+        self._how_to_load: dict[str, Any] = {
+            "tokenizer_config": self._tokenizer_config,
+            "trust_remote_code": options.trust_remote_code,
+        }
         self.default_key: ModelKey = (options.model, options.adapter_path, options.draft_model)
 
     def reset(self) -> None:
@@ -138,16 +142,10 @@ class PagedModelProvider(ModelProvider):
         """
         model, adapter, draft = key
         assert model is not None, "there is a name to check"
-        lazily = partial(
-            load,
-            model,
-            tokenizer_config=self._tokenizer_config,
-            trust_remote_code=self.options.trust_remote_code,
-            lazy=True,
-        )
+        lazily = partial(load, model, **self._how_to_load, lazy=True)
         with _loading("model", model):
             if self._refusal_of_mlx_vlm(*key) is None:
-                self._loaded_by_mlx_vlm(model, lazy=True)
+                loading_with_mlx_vlm().load_model(downloaded(model), **self._how_to_load, lazy=True)
                 return
             lazy_model, tokenizer = lazily()[:2]
         if adapter is not None:
@@ -183,7 +181,8 @@ class PagedModelProvider(ModelProvider):
             self.reset()
             gc.collect()
             mx.clear_cache()
-            made = self._loaded_by_mlx_vlm(model)
+            loading = loading_with_mlx_vlm()
+            made = loading.load_model(downloaded(model), **self._how_to_load)
             self.model, self.tokenizer, self.prompts = made.model, made.tokenizer, made.prompts
             self.is_batchable = made.model.is_batchable
         else:
@@ -225,14 +224,6 @@ class PagedModelProvider(ModelProvider):
         assert model is not None, "there is a name to load"
         options = {"--draft-model": draft, "--adapter-path": adapter}
         return refusal_of_mlx_vlm(load_config(downloaded(model)), options)
-
-    def _loaded_by_mlx_vlm(self, model: str, *, lazy: bool = False) -> Any:
-        return loading_with_mlx_vlm().load_model(
-            downloaded(model),
-            tokenizer_config=self._tokenizer_config,
-            trust_remote_code=self.options.trust_remote_code,
-            lazy=lazy,
-        )
 
     def _describe(self) -> LoadedModel:
         options = self.options

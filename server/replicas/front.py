@@ -64,12 +64,7 @@ _SAMPLE = r"([\w:]+)(?:\{(.*)\})? (.*)"
 
 
 class Front:
-    """The application of the front, made by Ray Serve.
-
-    Args:
-        replicas: a handle of `Replica`.
-        options: of `paged-kv server`.
-    """
+    """The application of the front, made by Ray Serve with a handle of `Replica`."""
 
     def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
         self._all = replicas

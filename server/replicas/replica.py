@@ -51,11 +51,7 @@ class WholeAnswer(NamedTuple):
 
 
 class Replica:
-    """A server without a socket, made by Ray Serve.
-
-    Args:
-        options: of `paged-kv server`.
-        agreement: a handle of `Agreement`.
+    """A server without a socket, made by Ray Serve with a handle of `Agreement`.
 
     Raises:
         ValueError, OSError: the model cannot be loaded, or the replica differs from others.
@@ -150,8 +146,7 @@ async def _answered(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[li
 class Agreement:
     """Knows what the first replica computes with. Ray Serve runs one beside the replicas."""
 
-    def __init__(self) -> None:
-        self._first: tuple[str, dict[str, str]] | None = None
+    _first: tuple[str, dict[str, str]] | None = None
 
     def require_same(self, place: str, identity: dict[str, str]) -> None:
         """Raise ValueError if the identity of the replica in a place is not that of the first."""
