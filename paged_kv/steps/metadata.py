@@ -64,11 +64,14 @@ class StepPart(NamedTuple):
 def step_parts(
     group: LayerGroup, rows: list[StepRow], count: int, scratch: Mapping[str, BlockTable]
 ) -> list[StepPart]:
-    """The parts of a step of `count` tokens, padding included; none if it recodes no page.
+    """The parts of a step of `count` tokens, padding included, in a group without a window; none if
+    it recodes no page.
 
     `scratch` holds the recoded page that a row's step begins in, by uid: see `Write.needs_scratch`.
     """
-    pages = [_RowPages(group, row, scratch.get(row.sequence.uid)) for row in rows]
+    pages = [
+        _RowPages(row, row.sequence.table(group), scratch.get(row.sequence.uid)) for row in rows
+    ]
     cuts = sorted({cut for row in pages for cut in row.cuts})
     if not cuts:
         return []
@@ -90,14 +93,22 @@ class _RowPages:
         resumed: the page copy that gives the step's first page 16 bits again, if it needs one.
     """
 
-    def __init__(self, group: LayerGroup, row: StepRow, scratch: BlockTable | None) -> None:
+    def __init__(self, row: StepRow, table: BlockTable, scratch: BlockTable | None) -> None:
         self._row = row
-        self._blocks = row.sequence.blocks(group)
+        self._blocks = table.blocks
         # By page: the block that its tokens are written in, and the one that it is recoded into.
         self._recoded: dict[int, tuple[int, int]] = {}
         self.resumed: dict[int, int] = {}
-        if group.window is None and self._blocks:
-            self._find_recoded(row.sequence.table(group), scratch)
+        write = Write(table, row.before.tokens, row.after.tokens)
+        for page in write.left_pages:
+            block, last = table.blocks[page], table.blocks[write.left_pages.stop]
+            holds_earlier = page == write.left_pages.start and write.begins_within_page
+            if not table.allocator.is_writable(block):
+                self._recoded[page] = last, block
+                if holds_earlier:
+                    self.resumed = {block: last}
+            elif holds_earlier and scratch is not None:
+                self._recoded[page] = block, scratch.blocks[0]
         self.cuts = [(page + 1) * PAGE_SIZE - row.before.offset for page in self._recoded]
 
     def metadata(self, end: int) -> tuple[tuple[int, ...], int, int]:
@@ -116,18 +127,6 @@ class _RowPages:
         """The page copy to make after the step's first `end` tokens, if any."""
         page = (self._row.before.offset + end) // PAGE_SIZE - 1
         return [self._recoded[page]] if end in self.cuts else []
-
-    def _find_recoded(self, table: BlockTable, scratch: BlockTable | None) -> None:
-        write = Write(table, self._row.before.tokens, self._row.after.tokens)
-        for page in write.left_pages:
-            block, last = table.blocks[page], table.blocks[write.left_pages.stop]
-            holds_earlier = page == write.left_pages.start and write.begins_within_page
-            if not table.allocator.is_writable(block):
-                self._recoded[page] = last, block
-                if holds_earlier:
-                    self.resumed = {block: last}
-            elif holds_earlier and scratch is not None:
-                self._recoded[page] = block, scratch.blocks[0]
 
 
 def _ring_metadata(

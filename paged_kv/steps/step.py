@@ -146,10 +146,10 @@ class Step:
         they have changed in another way since."""
         with self.pool.lock:
             for step in set(self._groups.values()):
-                step.forget_unwritten()
+                for pages in step.group.pages.values():
+                    pages.forget_unwritten(step.metadata)
             sequences = [row.sequence for row in self.rows]
-            # All numbers first: giving back blocks may fail too, and does no harm if it comes
-            # later.
+            # All numbers first: giving back blocks may fail too, and does no harm later.
             for sequence in [each for each in sequences if each.undo(self)]:
                 sequence.shrink()
 
@@ -226,7 +226,6 @@ class GroupStep:
         needs_step: whether reads need the step's keys and values besides its pages.
         moves: the group's `moves` when the metadata was made.
         placeholders: of layers, by the id of their geometry object, which layers share.
-        has_counted_choice: whether the tokens that it chose were counted.
         seen: what the latest mask lets the queries see: layers usually get the same one.
     """
 
@@ -309,8 +308,3 @@ class GroupStep:
             if read < length:
                 pool.counts.tokens_chosen += read
                 pool.counts.tokens_left_out += length - read
-
-    def forget_unwritten(self) -> None:
-        """Do not write what layers have not written yet, which was undone."""
-        for pages in self.group.pages.values():
-            pages.forget_unwritten(self.metadata)
