@@ -219,6 +219,14 @@ class _PagedArray(ReadArray):
             raise _contents_refused()
         super().__setitem__(index, value)
 
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
+        if self.is_changed or {axis1 % 4, axis2 % 4} != {2, 3}:
+            return swapped
+        if self.holds_values:
+            return swapped if self.tiles > 1 else PositionKeys.of(swapped, self.read)
+        return TransposedKeys.of(swapped, self.read) if self.is_as_held else swapped
+
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
         """Still stands for its read if the dtype holds the same numbers."""
         cast = super().astype(dtype, stream)
@@ -280,24 +288,12 @@ class _PagedArray(ReadArray):
 class PagedKeys(_PagedArray):
     """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
 
-    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
-        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
-        if self.is_changed or not self.is_as_held or {axis1 % 4, axis2 % 4} != {2, 3}:
-            return swapped
-        return TransposedKeys.of(swapped, self.read)
-
 
 class PagedValues(_PagedArray):
     """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
     latent."""
 
     holds_values = True
-
-    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
-        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
-        if self.is_changed or self.tiles > 1 or {axis1 % 4, axis2 % 4} != {2, 3}:
-            return swapped
-        return PositionKeys.of(swapped, self.read)
 
 
 def gathered_arrays(read: PagedRead, *, counted: bool = True) -> tuple[PagedKeys, PagedValues]:
