@@ -38,11 +38,7 @@ class PromptCacheTaken(PagedKVError):
 
 
 class LastResponse(GenerationBatch.Response):
-    """The last response of a sequence. `prompt_cache` stays once it is read.
-
-    Attributes:
-        is_unread: whether nobody has read `prompt_cache` yet.
-    """
+    """The last response of a sequence. `prompt_cache` stays once it is read."""
 
     is_unread = True
 

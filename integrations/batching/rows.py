@@ -21,21 +21,13 @@ from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, n
 
 
 class Waiting(NamedTuple):
-    """A sequence that waits, as BatchGenerator keeps it.
+    """A sequence that waits, as BatchGenerator keeps it."""
 
-    Attributes:
-        uid: its number.
-        segments: the tokens to compute; the last segment is the last token alone.
-        max_tokens: the most tokens to generate.
-        cache: its prompt cache.
-        tokens: the tokens that the cache holds.
-    """
-
-    uid: int
-    segments: list[Tokens]
-    max_tokens: int
-    cache: list[Any]
-    tokens: Tokens
+    uid: int  # its number
+    segments: list[Tokens]  # the tokens to compute; the last segment is the last token alone
+    max_tokens: int  # the most tokens to generate
+    cache: list[Any]  # its prompt cache
+    tokens: Tokens  # the tokens that the cache holds
     sampler: Any
     processors: Any
     stops: Any
@@ -60,25 +52,18 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a sequence is for, which BatchGenerator does not know.
+    """What a sequence is for, which BatchGenerator does not know."""
 
-    Attributes:
-        priority: sequences with the lowest begin first.
-        arrival: the uid that it is sorted by among those of its priority; None for its own.
-        salt: it shares prompts with sequences of the same salt only.
-        session: that its prompt is part of.
-        since: when it arrived, by `time.monotonic`.
-        when_begun: called with the number of its cached tokens when it begins for the first time.
-        keep: called with tokens and a cache that holds them, where a segment of its prompt ends and
-            where its answer ends; None to keep no more than what others wait for.
-    """
-
-    priority: int = 0
+    priority: int = 0  # sequences with the lowest begin first
+    # The uid that it is sorted by among those of its priority; None for its own
     arrival: int | None = None
-    salt: Hashable = None
-    session: Hashable = None
-    since: float = field(default_factory=monotonic)
+    salt: Hashable = None  # it shares prompts with sequences of the same salt only
+    session: Hashable = None  # that its prompt is part of
+    since: float = field(default_factory=monotonic)  # when it arrived, by `time.monotonic`
+    # Called with the number of its cached tokens when it begins for the first time
     when_begun: Callable[[int], object] = lambda cached: None
+    # Called with tokens and a cache that holds them, where a segment of its prompt ends and where
+    # its answer ends; None to keep no more than what others wait for.
     keep: Callable[[Tokens, list[Any]], object] | None = None
 
 
@@ -99,12 +84,7 @@ class Requests(dict[int, Request]):
 
 
 class WaitingQueue:
-    """The sequences of a BatchGenerator that wait.
-
-    Args:
-        generator: BatchGenerator.
-        order: what they are sorted by, of a uid.
-    """
+    """The sequences of a BatchGenerator that wait, sorted by the `order` of their uids."""
 
     def __init__(self, generator: Any, order: Callable[[int], Any]) -> None:
         self._parts = GeneratorParts(generator)

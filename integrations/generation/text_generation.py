@@ -293,12 +293,8 @@ def summary(prompt: str, figures: Any, stats: PoolStats, *, drafts: bool = False
 
 
 class TextsInTurn:
-    """Texts whose tokens come in any order, on standard output in the order of their titles.
-
-    Args:
-        tokenizer: a tokenizer of mlx-lm.
-        titles: of the texts; a single text is printed without its title.
-    """
+    """Texts whose tokens come in any order, on standard output in the order of their titles. A
+    single text is printed without its title."""
 
     def __init__(self, tokenizer: Any, titles: Sequence[str]) -> None:
         self._titles = titles

@@ -44,30 +44,22 @@ def _escaped(name: str) -> str:
 
 
 class CallForm(NamedTuple):
-    """How a model writes calls.
+    """How a model writes calls."""
 
-    Attributes:
-        head: the text before the parameters: `{}` is the tool's name, and `#` the call's number.
-        parameters: the expression of the parameters, from their schema.
-        end: the text behind them.
-        before, after: the expressions around the calls within one pair of marks.
-        between: the text between these calls; None for one call within each pair.
-        around: the expressions before and after an answer that is nothing but calls, in a model
-            whose answers have marks of their own; None in others.
-        written: a tool's name as it is written. It raises ValueError if it cannot be.
-        number: the regular expression of the call's number.
-        optional: the form of a call that needs no parameter, if that is another.
-    """
-
-    head: str
+    head: str  # the text before the parameters: `{}` is the tool's name, and `#` the call's number
+    # The expression of the parameters, from their schema
     parameters: Callable[[CallRules, Schema], str] = CallRules.json
-    end: str = ""
-    before: str = '""'
-    between: str | None = None
-    after: str = '""'
+    end: str = ""  # the text behind them
+    before: str = '""'  # the expression before the calls within one pair of marks
+    between: str | None = None  # the text between these calls; None for one call within each pair
+    after: str = '""'  # the expression behind the calls within one pair of marks
+    # The expressions before and after an answer that is nothing but calls, in a model whose answers
+    # have marks of their own; None in others.
     around: Callable[[CallRules], tuple[str, str]] | None = None
+    # A tool's name as it is written. It raises ValueError if it cannot be.
     written: Callable[[str], str] = _plain
-    number: str = ""
+    number: str = ""  # the regular expression of the call's number
+    # The form of a call that needs no parameter, if that is another
     optional: CallForm | None = None
 
     def call(self, rules: CallRules, name: str, parameters: Schema) -> str:

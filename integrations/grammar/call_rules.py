@@ -89,12 +89,7 @@ class CallRules:
         return name
 
     def shared_rule(self, key: str, expression: Callable[[], str]) -> str:
-        """The name of the rule with this key, which may use itself.
-
-        Args:
-            key: of the rule.
-            expression: makes it, if it is new.
-        """
+        """The name of the rule with this key, which may use itself. `expression` makes it."""
         if key not in self._known:
             self._known[key] = f"shared_{len(self._known)}"
             self._append(self._known[key], expression())

@@ -22,23 +22,16 @@ _NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": F
 
 
 class Constraint(NamedTuple):
-    """A grammar of an answer.
+    """A grammar of an answer."""
 
-    Attributes:
-        grammar: of the answer, or of what follows `after`.
-        field: the field of a request that asked for it.
-        after: the text after which the grammar begins, each time that it comes; None for an answer
-            that the grammar describes as a whole, behind the model's thinking.
-        repeats: whether other text may follow what the grammar describes.
-        is_optional: whether any text will do if the grammar does not compile.
-        has_marks: whether the grammar describes the marks too that a model writes into answers.
-    """
-
-    grammar: Grammar
-    field: str
+    grammar: Grammar  # of the answer, or of what follows `after`
+    field: str  # the field of a request that asked for it
+    # The text after which the grammar begins, each time that it comes; None for an answer that the
+    # grammar describes as a whole, behind the model's thinking.
     after: str | None = None
-    repeats: bool = False
-    is_optional: bool = False
+    repeats: bool = False  # whether other text may follow what the grammar describes
+    is_optional: bool = False  # whether any text will do if the grammar does not compile
+    # Whether the grammar describes the marks too that a model writes into answers
     has_marks: bool = False
 
     def place(self, tokenizer: Any, initial_state: str) -> dict[str, Any]:
@@ -64,31 +57,21 @@ class Constraint(NamedTuple):
 
 
 class CallableTool(NamedTuple):
-    """A function that a model may call.
+    """A function that a model may call."""
 
-    Attributes:
-        name: of the function.
-        parameters: JSON of a schema.
-    """
-
-    name: str
-    parameters: str
+    name: str  # of the function
+    parameters: str  # JSON of a schema
 
 
 class CallConstraint(NamedTuple):
-    """Which tools an answer calls, in the form of whatever model answers.
+    """Which tools an answer calls, in the form of whatever model answers."""
 
-    Attributes:
-        tools: that may be called.
-        choice: "auto": calls fit the schemas of their tools; "required": the answer is nothing but
-            calls; "none": no call.
-        several: whether there may be more than one call.
-        answer: what the answer must fit if it calls no tool; None for any text.
-    """
-
-    tools: tuple[CallableTool, ...]
+    tools: tuple[CallableTool, ...]  # that may be called
+    # "auto": calls fit the schemas of their tools; "required": the answer is nothing but calls;
+    # "none": no call.
     choice: str
-    several: bool = True
+    several: bool = True  # whether there may be more than one call
+    # What the answer must fit if it calls no tool; None for any text
     answer: Constraint | None = None
 
     @property
@@ -97,10 +80,7 @@ class CallConstraint(NamedTuple):
         return "tools" if self.choice == "auto" else "tool_choice"
 
     def for_model(self, tokenizer: Any) -> Constraint | None:
-        """What this means for a model; None for any text.
-
-        Args:
-            tokenizer: mlx-lm's.
+        """What this means for a model of this tokenizer of mlx-lm; None for any text.
 
         Raises:
             ValueError: no grammar describes such calls of this model.

@@ -34,15 +34,11 @@ class GrammarError(ValueError):
 
 
 class Grammar(NamedTuple):
-    """What a whole text must fit.
+    """What a whole text must fit."""
 
-    Attributes:
-        kind: "json_schema", "regex", "choice" or "grammar".
-        text: JSON of a schema; a regular expression; JSON of a list of texts; or a grammar in
-            llguidance's Lark syntax, or llama.cpp's GBNF.
-    """
-
-    kind: str
+    kind: str  # "json_schema", "regex", "choice" or "grammar"
+    # JSON of a schema; a regular expression; JSON of a list of texts; or a grammar in llguidance's
+    # Lark syntax, or llama.cpp's GBNF.
     text: str
 
 

@@ -173,12 +173,7 @@ class MaskedBatch(SteppedBatch):
 
 
 class MaskedBatchGenerator(BatchGenerator):
-    """mlx-lm's BatchGenerator, whose sequences' logits are masked in one operation.
-
-    Args:
-        model: a model of mlx-lm.
-        options: BatchGenerator's.
-    """
+    """mlx-lm's BatchGenerator, whose sequences' logits are masked in one operation."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

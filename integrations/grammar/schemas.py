@@ -41,11 +41,7 @@ _MOST_DEPENDENT = 4
 
 
 def equivalent_schema(schema: Schema) -> dict[str, Any]:
-    """The same schema in keywords that llguidance knows.
-
-    Args:
-        schema: whose references lead to parts of itself. It is not changed.
-    """
+    """The same schema in keywords that llguidance knows; its references lead to parts of itself."""
     try:
         return dict(_rewritten(schema, schema))
     except (AttributeError, TypeError):
@@ -188,10 +184,8 @@ def _definitions(schema: Schema) -> Schema:
 
 
 def single_types(schema: Schema) -> list[dict[str, Any]]:
-    """Schemas of one type each; a value that fits one of them fits the schema.
-
-    Args:
-        schema: with the definitions that it refers to.
+    """Schemas of one type each; a value that fits one of them fits the schema, which has the
+    definitions that it refers to.
 
     Raises:
         ValueError: the schema names no type, or cannot be divided.

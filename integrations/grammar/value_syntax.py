@@ -66,19 +66,13 @@ _CONVERTED = {
 
 
 class ValueSyntax(NamedTuple):
-    """How a parser reads the values of a parameter.
+    """How a parser reads the values of a parameter."""
 
-    Attributes:
-        ambiguous_literals: regular expressions of texts that it takes for something else.
-        takes_quotes: whether it takes a text between quotes too.
-        types: those besides texts whose JSON it reads.
-        has_python_words: whether true and false are `True` and `False`.
-    """
-
+    # Regular expressions of texts that it takes for something else
     ambiguous_literals: tuple[str, ...] = ()
-    takes_quotes: bool = False
-    types: frozenset[str] = ALL_TYPES
-    has_python_words: bool = False
+    takes_quotes: bool = False  # whether it takes a text between quotes too
+    types: frozenset[str] = ALL_TYPES  # those besides texts whose JSON it reads
+    has_python_words: bool = False  # whether true and false are `True` and `False`
 
 
 AS_WRITTEN = ValueSyntax()
@@ -126,26 +120,16 @@ _UNESCAPED = r"[^\"\\\x00-\x1f]*"
 
 
 class ValueDelimiters(NamedTuple):
-    """What stands around a value.
+    """What stands around a value."""
 
-    Attributes:
-        begin: the text before it: `{0}` is the parameter's name, and `{1}` the value's type.
-        end: the mark behind it.
-        never: other marks that end the call, or the value.
-        before, after: texts around the mark.
-        trims: whether the parser drops spaces at the ends of a text.
-        wrapping: marks between which a text may stand, too.
-        quote: the mark before texts; then `end` stands behind texts alone.
-    """
-
-    begin: str
-    end: str
-    never: tuple[str, ...] = ()
-    before: str = ""
-    after: str = ""
-    trims: bool = False
-    wrapping: tuple[str, str] | None = None
-    quote: str = ""
+    begin: str  # the text before it: `{0}` is the parameter's name, and `{1}` the value's type
+    end: str  # the mark behind it
+    never: tuple[str, ...] = ()  # other marks that end the call, or the value
+    before: str = ""  # the text before the mark
+    after: str = ""  # the text behind it
+    trims: bool = False  # whether the parser drops spaces at the ends of a text
+    wrapping: tuple[str, str] | None = None  # marks between which a text may stand, too
+    quote: str = ""  # the mark before texts; then `end` stands behind texts alone
 
     def closing(self, rules: CallRules) -> str:
         """The expression behind a value that is no pattern."""

@@ -70,15 +70,8 @@ class Vocabulary:
 
 
 class CompiledGrammar:
-    """A grammar for the tokens of one model. Threads may share it.
-
-    Args:
-        matcher: llguidance's, at the beginning of the grammar.
-        tokens: llguidance's tokenizer.
-
-    Attributes:
-        tokens: as given.
-    """
+    """A grammar for the tokens of one model: llguidance's matcher at the beginning of the grammar,
+    and its tokenizer. Threads may share it."""
 
     def __init__(self, matcher: Any, tokens: Any) -> None:
         self._matcher = matcher
@@ -110,22 +103,13 @@ class CompiledGrammar:
         self._is_tried = True
 
     def begin(self, **place: Any) -> FollowedGrammar:
-        """The grammar of one sequence, at its beginning.
-
-        Args:
-            place: where it holds, `FollowedGrammar`'s options.
-        """
+        """The grammar of one sequence, at its beginning, with `FollowedGrammar`'s options."""
         return FollowedGrammar(self._matcher.deep_copy(), self.tokens, **place)
 
 
 class Trigger:
     """The text after which a grammar begins, such as `</think>`. Tokens may end within it, or go
-    on behind it.
-
-    Args:
-        text: not empty.
-        tokens: llguidance's tokenizer.
-    """
+    on behind it. `tokens` is llguidance's tokenizer."""
 
     def __init__(self, text: str, tokens: Any) -> None:
         self._text = text.encode()

@@ -85,11 +85,7 @@ def has_own_head(model: Module, folder: str | Path) -> bool:
 
 def load_own_head(model: Module, folder: str | Path) -> PredictionHead:
     """The head that comes with a model: in a folder `draft_head` beside its files, or one that the
-    model was trained with.
-
-    Args:
-        model: a model of mlx-lm.
-        folder: the files that it was loaded from.
+    model was trained with, which was loaded from `folder`.
 
     Raises:
         ValueError: there is none, or weights of it are missing; the message says which.
@@ -100,27 +96,20 @@ def load_own_head(model: Module, folder: str | Path) -> PredictionHead:
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """How the files of a family of models name the parts of a head.
+    """How the files of a family of models name the parts of a head."""
 
-    Attributes:
-        prefix: of all names; `{layers}` stands for the number of the model's layers.
-        embedding_norm, hidden_norm, join, norm: the other parts.
-        layer: of the weights of the layer, if that has a name of its own.
-        shared: parts that are the model's own.
-        is_hidden_first, feeds_normed: `LayerHead`'s.
-        norms_less_one: whether norms multiply by one more than their weights.
-    """
-
-    prefix: str
+    prefix: str  # of all names; `{layers}` stands for the number of the model's layers
+    # The parts of `LayerHead` that have names of their own.
     embedding_norm: str
     hidden_norm: str
     join: str
     norm: str
-    layer: str = ""
-    shared: tuple[str, ...] = ()
+    layer: str = ""  # of the weights of the layer, if that has a name of its own
+    shared: tuple[str, ...] = ()  # parts that are the model's own
+    # As in `LayerHead`.
     is_hidden_first: bool = False
     feeds_normed: bool = True
-    norms_less_one: bool = False
+    norms_less_one: bool = False  # whether norms multiply by one more than their weights
 
     def head(self, layer: Any, hidden_size: int, vocab_size: int, eps: float) -> LayerHead:
         """A head that is put together so: see `LayerHead`."""
@@ -175,11 +164,7 @@ def mtp_weights(model: Module, folder: str | Path) -> Weights:
 
 
 def load_mtp_head(model: Module, folder: str | Path) -> LayerHead:
-    """The head that a model was trained with.
-
-    Args:
-        model: a model of mlx-lm.
-        folder: the files that it was loaded from.
+    """The head that a model was trained with, which was loaded from `folder`.
 
     Raises:
         ValueError: its family is not known to have a head, the files have none, or weights of it

@@ -88,16 +88,11 @@ def _hook(kind: Any) -> Undo:
 
 
 class LatestStates(NamedTuple):
-    """Where the model's hidden states behind the latest tokens of a sequence are.
+    """Where the model's hidden states behind the latest tokens of a sequence are."""
 
-    Attributes:
-        states: of all rows of a step, [N, hidden_size].
-        first: the number of the sequence's first one there.
-        start, end: the lengths of the sequence behind which states are known, `end` included.
-    """
-
-    states: mx.array
-    first: int
+    states: mx.array  # of all rows of a step, [N, hidden_size]
+    first: int  # the number of the sequence's first one there
+    # The lengths of the sequence behind which states are known, `end` included
     start: int
     end: int
 
@@ -179,13 +174,8 @@ class ModelHead:
         return found
 
     def _read(self, tokens: mx.array | None, hidden: mx.array, cache: PagedKVCache) -> None:
-        """Write keys and values of a step that the model has taken.
-
-        Args:
-            tokens: [B, S], or None.
-            hidden: the states behind them, [B, S, hidden_size].
-            cache: of the head's layer.
-        """
+        """Write keys and values of a step that the model has taken: of tokens [B, S], or None, and
+        the states behind them, [B, S, hidden_size]."""
         rows = len(hidden)
         paddings = [sequence.progress(cache.layer).padding for sequence in cache.sequences]
         if len(paddings) < rows:  # a new cache takes a batch of any size

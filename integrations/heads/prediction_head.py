@@ -181,19 +181,15 @@ class LayerHead(PredictionHead):
 
 @dataclass(kw_only=True)
 class HeadArgs(ModelArgs):
-    """The shape of a head with a layer of Llama, named as in its config.json.
-
-    Attributes:
-        draft_vocab_size: tokens that a head of EAGLE-3 can draft; None for all.
-        target_hidden_size: the width of the model's layers; None if it is the head's.
-        norm_before_residual: whether the norm of hidden states comes before the residual's branch.
-    """
+    """The shape of a head with a layer of Llama, named as in its config.json."""
 
     model_type: str = "llama"
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-5
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = None  # tokens that a head of EAGLE-3 can draft; None for all
+    # The width of the model's layers; None if it is the head's
     target_hidden_size: int | None = None
+    # Whether the norm of hidden states comes before the residual's branch
     norm_before_residual: bool = False
 
 

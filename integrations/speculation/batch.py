@@ -47,17 +47,11 @@ Sampler = Callable[[mx.array], mx.array]
 
 @dataclass
 class SpeculationCounts:
-    """Counts of one row, or of all rows together.
+    """Counts of one row, or of all rows together."""
 
-    Attributes:
-        drafts: steps in which tokens were drafted; vLLM's `num_drafts`.
-        draft_tokens: drafted tokens; vLLM's `num_draft_tokens`.
-        accepted_tokens: drafted tokens that the model accepted; vLLM's `num_accepted_tokens`.
-    """
-
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: int = 0  # steps in which tokens were drafted; vLLM's `num_drafts`
+    draft_tokens: int = 0  # drafted tokens; vLLM's `num_draft_tokens`
+    accepted_tokens: int = 0  # drafted tokens that the model accepted; vLLM's `num_accepted_tokens`
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count a step of one row; one without a draft does not count."""
@@ -68,36 +62,25 @@ class SpeculationCounts:
 
 
 class RowOptions(NamedTuple):
-    """How a row drafts.
+    """How a row drafts."""
 
-    Attributes:
-        num_draft_tokens: the most tokens to draft in a step; 0 means none.
-        salt: drafts of one salt never learn from another.
-        counts: counts the row's drafts, and maybe those of others; None makes new counts.
-    """
-
-    num_draft_tokens: int
-    salt: Hashable = None
+    num_draft_tokens: int  # the most tokens to draft in a step; 0 means none
+    salt: Hashable = None  # drafts of one salt never learn from another
+    # Counts the row's drafts, and maybe those of others; None makes new counts
     counts: SpeculationCounts | None = None
 
 
 @dataclass(eq=False)
 class _Row:
-    """What a batch knows of a row besides mlx-lm's fields.
-
-    Attributes:
-        state: the draft's.
-        acceptance: of what the draft proposes.
-        forced_acceptance: of what the row's grammar forces.
-        is_forced: whether its grammar forced tokens when the last draft was asked for.
-    """
+    """What a batch knows of a row besides mlx-lm's fields."""
 
     options: RowOptions
-    state: Any
+    state: Any  # the draft's
     counts: SpeculationCounts
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of what the draft proposes
+    # Of what the row's grammar forces
     forced_acceptance: Acceptance = field(default_factory=Acceptance)
-    is_forced: bool = False
+    is_forced: bool = False  # whether its grammar forced tokens when the last draft was asked for
 
     @property
     def drafting(self) -> Acceptance:
@@ -105,15 +88,10 @@ class _Row:
 
 
 class _Sampled(NamedTuple):
-    """What the model samples behind one row's inputs.
+    """What the model samples behind one row's inputs."""
 
-    Attributes:
-        tokens: the accepted drafts, and the token after them.
-        logprobs: the model's log-probabilities [vocabulary] for each of them.
-    """
-
-    tokens: list[int]
-    logprobs: Sequence[mx.array]
+    tokens: list[int]  # the accepted drafts, and the token after them
+    logprobs: Sequence[mx.array]  # the model's log-probabilities [vocabulary] for each of them
 
 
 # What a step with drafts computes, without an effect on its batch as yet: per row the token to emit
@@ -123,18 +101,9 @@ _Verified = tuple[list[list[int]], list[_Sampled], mx.array]
 
 
 class SpeculativeBatch(MaskedBatch):
-    """Rows that generate, with drafts. `next` may return several responses for a row, in order.
-
-    Args:
-        model: a model of mlx-lm.
-        sampler: of rows that have none of their own.
-        draft: proposes tokens.
-        options_of: how a row drafts, by uid.
-        lengths: chooses how many tokens the rows draft, up to what they may.
-
-    Attributes:
-        counts: of all rows since the beginning.
-    """
+    """Rows that generate, with drafts: the batch of a `SpeculativeBatchGenerator`. `next` may
+    return several responses for a row, in order. `sampler` is for rows that have none, and `counts`
+    are those of all rows since the beginning."""
 
     @dataclass
     class Response(GenerationBatch.Response):

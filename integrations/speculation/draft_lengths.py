@@ -53,15 +53,10 @@ class Acceptance:
 
 
 class Candidate(NamedTuple):
-    """A row that can draft.
+    """A row that can draft."""
 
-    Attributes:
-        acceptance: of its drafts.
-        most: the most tokens that it may draft, at least 1.
-    """
-
-    acceptance: Acceptance
-    most: int
+    acceptance: Acceptance  # of its drafts
+    most: int  # the most tokens that it may draft, at least 1
 
 
 class DraftLengths(Protocol):

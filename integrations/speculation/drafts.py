@@ -39,20 +39,14 @@ T = TypeVar("T")
 
 
 class DraftRow(NamedTuple):
-    """A row of a batch that asks for tokens.
+    """A row of a batch that asks for tokens."""
 
-    Attributes:
-        state: what the draft keeps of this row, from `Draft.begin`.
-        tokens: the prompt, and the tokens emitted after it. The row's own list: not to be changed.
-        last: the token after these.
-        most: the most tokens to propose, at least 1.
-        sequence: the row's sequence of pages, which holds `tokens`; None if the model has no pages.
-    """
-
-    state: Any
+    state: Any  # what the draft keeps of this row, from `Draft.begin`
+    # The prompt, and the tokens emitted after it. The row's own list: not to be changed.
     tokens: list[int]
-    last: int
-    most: int
+    last: int  # the token after these
+    most: int  # the most tokens to propose, at least 1
+    # The row's sequence of pages, which holds `tokens`; None if the model has no pages
     sequence: Sequence | None = None
 
 
@@ -223,18 +217,13 @@ class HeadDraft:
 
 @dataclass(eq=False)
 class ModelDraftRow:
-    """The draft model's cache of one row.
+    """The draft model's cache of one row."""
 
-    Attributes:
-        salt: of the row.
-        cache: one sequence; None before the first draft, and after a full pool.
-        known: how many tokens of the row the cache holds.
-        drafted: the drafted tokens that the cache holds after these.
-    """
-
-    salt: Hashable
+    salt: Hashable  # of the row
+    # One sequence; None before the first draft, and after a full pool
     cache: list[Any] | None = None
-    known: int = 0
+    known: int = 0  # how many tokens of the row the cache holds
+    # The drafted tokens that the cache holds after these
     drafted: list[int] = field(default_factory=list)
 
 

@@ -111,15 +111,10 @@ def require_draft(draft: object) -> None:
 
 @dataclass
 class SpeculativeBatchResponse(BatchResponse):
-    """mlx-lm's BatchResponse, with counts of drafted and accepted tokens.
+    """mlx-lm's BatchResponse, with counts of drafted and accepted tokens."""
 
-    Attributes:
-        counts: of all rows together.
-        row_counts: of each row.
-    """
-
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-    row_counts: list[SpeculationCounts] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)  # of all rows together
+    row_counts: list[SpeculationCounts] = field(default_factory=list)  # of each row
 
 
 def speculative_batch_generate(

@@ -63,12 +63,7 @@ def require_rollback(prompt_cache: list[Any]) -> None:
 
 
 class Rollback:
-    """The caches of a batch before a step.
-
-    Args:
-        model: the model of the caches.
-        prompt_cache: the caches.
-    """
+    """The caches of a batch before a step."""
 
     def __init__(self, model: Any, prompt_cache: list[Any]) -> None:
         self._model = model
