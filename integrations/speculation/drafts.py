@@ -55,7 +55,7 @@ class Draft(Protocol):
 
     def begin(self, salt: Hashable) -> Any:
         """The state of a new row. Rows with different salts must not learn from each other."""
-        ...
+        return None
 
     def may_follow(self, state: Any, tokens: list[int]) -> bool:
         """Whether the draft may have tokens to propose once the token after `tokens` is known.
@@ -63,12 +63,12 @@ class Draft(Protocol):
         It is asked while the model still computes that token, so it must be cheap: a row for which
         nothing can be proposed does not wait for it.
         """
-        ...
+        return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
         """Compute what is missing before these rows can draft, such as a prompt that the draft has
         not read."""
-        ...
+        return None
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row, which was prepared, the tokens that may come after `last`: at most `most`,
@@ -92,7 +92,7 @@ class NGramRow:
     starts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class NGramDraft:
+class NGramDraft(Draft):
     """Proposes what followed the same `n` tokens earlier: in the row itself, or else, if allowed,
     in other rows of the same salt.
 
@@ -123,9 +123,6 @@ class NGramDraft:
     def may_follow(self, state: NGramRow, tokens: list[int]) -> bool:
         self._learn(state, tokens[len(state.tokens) :])
         return self._place_after(state) is not None
-
-    def prepare(self, rows: list[DraftRow]) -> None:
-        """Nothing is missing: a row learns its tokens when it is asked."""
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row what followed its last n tokens before; none if they are new. A text that
@@ -177,8 +174,9 @@ def _within_memory(work: Callable[[], T]) -> T | None:
     return result
 
 
-class HeadDraft:
-    """Proposes the tokens that a model's head expects.
+class HeadDraft(Draft):
+    """Proposes the tokens that a model's head expects. The head reads each step of its model, and
+    its pages are the sequence's: a row has no state, and nothing is missing.
 
     When there is no memory for drafted tokens, nothing is drafted.
 
@@ -197,15 +195,6 @@ class HeadDraft:
                 "PagedCacheFactory(model, head=load_head(folder))"
             )
         self._head = head
-
-    def begin(self, salt: Hashable) -> None:
-        """A row has no state: the head's pages are the sequence's."""
-
-    def may_follow(self, state: None, tokens: list[int]) -> bool:
-        return True
-
-    def prepare(self, rows: list[DraftRow]) -> None:
-        """Nothing is missing: a head reads each step of its model."""
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         sequences = [row.sequence for row in rows if row.sequence is not None]
@@ -227,7 +216,7 @@ class ModelDraftRow:
     drafted: list[int] = field(default_factory=list)
 
 
-class ModelDraft:
+class ModelDraft(Draft):
     """Proposes the greedy tokens of a smaller model with the same vocabulary.
 
     Each row has pages of the draft model too. A prompt that the factory has cached is not computed
@@ -255,9 +244,6 @@ class ModelDraft:
 
     def begin(self, salt: Hashable) -> ModelDraftRow:
         return ModelDraftRow(salt)
-
-    def may_follow(self, state: ModelDraftRow, tokens: list[int]) -> bool:
-        return True
 
     def prepare(self, rows: list[DraftRow]) -> None:
         """Compute what the draft model has not read yet; nothing is drafted without memory."""
