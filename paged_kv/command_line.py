@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
@@ -20,14 +21,13 @@ from paged_kv.commands.store_command import add_store_parser
 from paged_kv.extras import MissingBackend, MLXLMChanged, extra_module, missing_named
 from paged_kv.options import Parser, examples
 
-_SHELLS = ("bash", "zsh", "tcsh")
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 _KNOWN_ERRORS = (PagedKVError, MissingBackend, MLXLMChanged, MemoryError, OSError, ValueError)
 
 
-def add_completion_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
-    """Register the subcommand."""
+def _add_completion_parser(commands: _Commands) -> None:
     parser = commands.add_parser(
         "completion",
         help="print a script with which a shell completes commands and options",
@@ -37,11 +37,11 @@ def add_completion_parser(
             'paged-kv completion zsh >"${fpath[1]}/_paged-kv"',
         ),
     )
-    parser.add_argument("shell", choices=_SHELLS)
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     parser.set_defaults(run=lambda arguments: _run(commands, arguments.shell))
 
 
-def _run(commands: argparse._SubParsersAction[argparse.ArgumentParser], shell: str) -> int:
+def _run(commands: _Commands, shell: str) -> int:
     shtab = extra_module("shtab", "completion")
     for name, command in commands.choices.items():
         # A command whose options take long to load registers without them.
@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        _discard_output()
+        # Point standard output at /dev/null, so that Python's flush at exit does not fail.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
         return 128 + signal.SIGPIPE
     except _KNOWN_ERRORS as error:
         print(f"{command}: {_in_words(error)}", file=sys.stderr)
@@ -81,13 +84,6 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
-def _discard_output() -> None:
-    """Point standard output at /dev/null, so that Python's flush at exit does not fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, others = parser.parse_known_args(argv)
@@ -99,6 +95,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from paged_kv.integrations.bench.bench_command import add_bench_parser
+    from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
+    from paged_kv.integrations.generation.generate_command import add_generate_parser
+    from paged_kv.integrations.plan.plan_command import add_plan_parser
+    from paged_kv.integrations.replay.trace_command import add_trace_parser
+    from paged_kv.integrations.servers.run_command import add_run_parser
+    from paged_kv.server.server_command import add_server_parser
+
     parser: argparse.ArgumentParser = Parser(
         prog="paged-kv", description="Paged key/value caches for MLX and mlx-lm."
     )
@@ -110,10 +114,16 @@ def _parser() -> argparse.ArgumentParser:
         help="least severe level to log, to standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_integrations(commands)
+    add_generate_parser(commands)
+    add_server_parser(commands)
+    add_run_parser(commands)
+    add_plan_parser(commands)
+    add_bench_parser(commands)
+    add_doctor_parser(commands)
+    add_trace_parser(commands)
     add_stats_parser(commands)
     add_store_parser(commands)
-    add_completion_parser(commands)
+    _add_completion_parser(commands)
     _know_themselves(parser)
     return parser
 
@@ -125,21 +135,3 @@ def _know_themselves(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _know_themselves(command)
-
-
-def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from paged_kv.integrations.bench.bench_command import add_bench_parser
-    from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
-    from paged_kv.integrations.generation.generate_command import add_generate_parser
-    from paged_kv.integrations.plan.plan_command import add_plan_parser
-    from paged_kv.integrations.replay.trace_command import add_trace_parser
-    from paged_kv.integrations.servers.run_command import add_run_parser
-    from paged_kv.server.server_command import add_server_parser
-
-    add_generate_parser(commands)
-    add_server_parser(commands)
-    add_run_parser(commands)
-    add_plan_parser(commands)
-    add_bench_parser(commands)
-    add_doctor_parser(commands)
-    add_trace_parser(commands)

@@ -341,11 +341,8 @@ def named_model(text: str) -> str:
 
 
 def require_model(option: str, name: str) -> None:
-    """Check that a name may be a model: mlx-lm takes a missing folder for a repository.
-
-    Args:
-        option: that names the model.
-        name: a folder or a Hugging Face repository.
+    """Check that a name, given by an option, may be a model: mlx-lm takes a missing folder for a
+    repository.
 
     Raises:
         FileNotFoundError: the name is neither a folder nor of the form of a repository, or the
@@ -405,11 +402,7 @@ class ModelOptions(Options):
     )
 
     def require_models(self) -> None:
-        """Check that models are there, before they are loaded.
-
-        Raises:
-            OSError: one is not, or its folder is incomplete.
-        """
+        """Raise an OSError if a model is not there, or its folder is incomplete."""
         if self.model is not None:
             require_model("--model", self.model)
         if self.draft_model not in NO_DRAFT_MODEL:

@@ -81,9 +81,6 @@ class Scheduler:
         runner: runs them.
         order: what sequences are sorted by: their priority, the lowest of which comes first, and
             their arrival.
-
-    Attributes:
-        preemptions: how often a sequence was preempted.
     """
 
     def __init__(self, runner: Runner, order: Callable[[int], tuple[int, Any]]) -> None:
@@ -207,8 +204,7 @@ class PromptTurns:
     """The turns of the prompts of one batch.
 
     Args:
-        most_tokens: the most tokens of prompts in a step.
-        most_prompts: the most prompts in a step.
+        most_tokens, most_prompts: the most tokens of prompts, and prompts, in a step.
         page_size: tokens of a page, at whose borders parts end.
         share: the share of the time that running answers have a right to beside one prompt, from 0
             to less than 1.
@@ -239,8 +235,8 @@ class PromptTurns:
         Args:
             answers: how many run.
             prompts: how many are not computed yet.
-            step_s: seconds of a step without prompts; 0 if that was not measured.
-            token_s: seconds of a token of a prompt; 0 if that was not measured.
+            step_s, token_s: seconds of a step without prompts, and of a token of a prompt; 0 if
+                that was not measured.
             owed_s: what these answers are owed by the steps before.
         """
         self._step_s = step_s
@@ -256,9 +252,7 @@ class PromptTurns:
         self.owed_s = max(self._paid_for, owed_s)
 
     def sort_key(self, prompt: Prompt) -> tuple[Any, ...]:
-        """What prompts are sorted by."""
-        least_left = (prompt.left, prompt.arrival)
-        order = prompt.arrival if self._is_for_oldest else least_left
+        order = prompt.arrival if self._is_for_oldest else (prompt.left, prompt.arrival)
         return prompt.left > 1, prompt.rank, order
 
     def chosen(self, prompts: Sequence[Prompt]) -> dict[int, int]:
@@ -275,7 +269,10 @@ class PromptTurns:
                 tokens[prompt.number] = prompt.left
             else:
                 if parts == 1 and self.owed_s <= self._paid_for:
-                    tokens[prompt.number] = self._to_border(prompt)
+                    # The part ends at the border of a page, or of an equal part of one.
+                    unit = min(self.part, self._page_size)
+                    end = (prompt.computed + self.part) // unit * unit
+                    tokens[prompt.number] = end - prompt.computed
                 break
         return tokens
 
@@ -308,8 +305,3 @@ class PromptTurns:
     @property
     def _is_for_oldest(self) -> bool:
         return self._parts % OLDEST_TURN == OLDEST_TURN - 1
-
-    def _to_border(self, prompt: Prompt) -> int:
-        """The tokens of a part that ends at the border of a page, or of an equal part of one."""
-        unit = min(self.part, self._page_size)
-        return (prompt.computed + self.part) // unit * unit - prompt.computed

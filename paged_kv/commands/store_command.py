@@ -36,8 +36,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
         ),
     )
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
-    meaning = "list the entries, most recently used first"
-    _add(commands, "list", meaning, run_list, aliases=("ls",))
+    _add(commands, "list", "list the entries, most recently used first", run_list, ("ls",))
     _add(commands, "verify", "read every file; name faults and exit with status 1", run_verify)
     gc = _add(commands, "gc", "remove damaged entries, and those over a cap", run_gc)
     gc.add_argument(
@@ -52,7 +51,6 @@ def add_store_parser(subparsers: Subparsers) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """List the entries."""
     with _opened(arguments) as store:
         blobs = list(store.entries())[::-1]
     times = [blob.used_ns / 1e9 for blob in blobs if blob.used_ns]
@@ -78,7 +76,6 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Remove entries that cannot be used, and those over the cap."""
     from paged_kv.store.blob_store import gc
 
     with _opened(arguments) as store:
@@ -89,7 +86,6 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 
 def run_clear(arguments: argparse.Namespace) -> int:
-    """Remove all pages."""
     from paged_kv.store.blob_store import clear
 
     with _opened(arguments) as store:
@@ -104,7 +100,6 @@ def _add(
     name: str,
     meaning: str,
     run: Callable[[argparse.Namespace], int],
-    *,
     aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     description = f"{meaning.capitalize()}."

@@ -290,11 +290,8 @@ def _pages(wanted: Wanted, links: Iterable[Link]) -> list[EntryPlace]:
 
 
 class LookupCounts:
-    """How often blocks were looked up, by their digests. One thread uses it at a time.
-
-    Args:
-        saved: what `unsaved` returned in earlier processes, joined.
-    """
+    """How often blocks were looked up, by their digests. One thread uses it at a time. `saved` is
+    what `unsaved` returned in earlier processes, joined."""
 
     def __init__(self, saved: bytes = b"") -> None:
         self._counts: LRU[int, int] = LRU(MOST_COUNTED)
@@ -308,7 +305,6 @@ class LookupCounts:
         return self._counts.get(_word(digest), 0)
 
     def record(self, digest: str) -> None:
-        """Count a block."""
         self._count(_word(digest))
         self._unsaved.append(_word(digest))
         del self._unsaved[:-MOST_SAVED]

@@ -223,14 +223,8 @@ def _s3(url: SplitResult) -> S3Address:
                 "key"
             )
         keys = [*lines]
-    return S3Address(
-        bucket=url.netloc.rpartition("@")[2],
-        prefix=url.path.strip("/"),
-        endpoint=options.get("endpoint"),
-        region=options.get("region"),
-        access_key=keys[0],
-        secret_key=keys[1],
-    )
+    bucket, prefix = url.netloc.rpartition("@")[2], url.path.strip("/")
+    return S3Address(bucket, prefix, options.get("endpoint"), options.get("region"), *keys)
 
 
 def _options(url: SplitResult, known: tuple[str, ...]) -> Mapping[str, str]:

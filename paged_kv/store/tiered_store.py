@@ -168,20 +168,20 @@ class TieredStore:
         found: list[Offer] = []
         held: dict[Source, Mapping[str, int]] = {}
         longest, full = 0, len(wanted.tokens) // wanted.page_size * wanted.page_size
-        asks = self.prefetched is None if ask is None else ask
-        buffer: list[Source] = [] if self.prefetched is None else [self.prefetched]
-        for source in buffer + [tier for tier in self.tiers if asks or not tier.is_shared]:
+        buffer = self.prefetched
+        asks = buffer is None if ask is None else ask
+        sources: list[Source] = [] if buffer is None else [buffer]
+        sources += [tier for tier in self.tiers if asks or not tier.is_shared]
+        for source in sources:
             if longest >= full:
                 break
             held[source] = source.ask(wanted, waits)
             stored = find(wanted, ChainMap(*map(dict, held.values())), without)
             if stored is not None and stored.num_tokens > longest:
                 longest = stored.num_tokens
-                ready = self.prefetched
-                if ready is not None and held[ready].keys().isdisjoint(stored.keys):
-                    ready = None
-                label = (ready or source).label
-                found.insert(0, Offer(stored, label, dict(held), ready is not None, waits))
+                is_ready = buffer is not None and not held[buffer].keys().isdisjoint(stored.keys)
+                label = buffer.label if buffer is not None and is_ready else source.label
+                found.insert(0, Offer(stored, label, dict(held), is_ready, waits))
         return found
 
     def prefetch(self, offer: Offer, is_cancelled: threading.Event) -> list[str]:

@@ -149,12 +149,7 @@ class _Job:
 
 class Writer:
     """Entries on their way into a tier. What does not fit, and what comes during a pause, is
-    dropped and counted.
-
-    Args:
-        blobs: takes them.
-        counts: of their tier.
-    """
+    dropped and counted."""
 
     def __init__(self, blobs: BlobStore, counts: TierCounts) -> None:
         self._blobs = blobs
