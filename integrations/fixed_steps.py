@@ -54,17 +54,11 @@ class _NoTokens(Padding):
 
 
 class _Rows(NamedTuple):
-    """The rows of one step.
+    """The rows of one step."""
 
-    Attributes:
-        sequences: of all rows, empty ones included.
-        numbers: their rows in the batch that takes the step; empty rows repeat the first.
-        used: how many are not empty.
-    """
-
-    sequences: tuple[Sequence, ...]
-    numbers: list[int]
-    used: int
+    sequences: tuple[Sequence, ...]  # of empty rows too
+    numbers: list[int]  # their rows in the batch that takes the step; empty ones repeat the first
+    used: int  # how many are not empty
 
 
 # The decode steps of a batch, each with the batch of its rows, which knows their next step. That is

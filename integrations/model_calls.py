@@ -73,9 +73,7 @@ class _Caches:
     As a context, it undoes a call that fails within: it lets all caches be as they were.
 
     Attributes:
-        given: those that it is given.
         first: the factory's first.
-        pool: of the first, if it has pages.
         known: all of them.
         others: those that have no pages.
         are_separate: whether some are of a model that takes one sequence at a time.

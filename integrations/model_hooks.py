@@ -59,11 +59,7 @@ class SharedChanges:
 
 
 class Replacements:
-    """Functions that modules call in the place of others.
-
-    Args:
-        functions: maps each function to its replacement.
-    """
+    """Functions that modules call in the place of others; maps each of those to its replacement."""
 
     def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         self._functions = {id(stock): (stock, each) for stock, each in functions.items()}
@@ -213,9 +209,8 @@ def rebind(function: Callable[..., Any], replacement: Callable[..., Any]) -> Non
 class Hooks:
     """Replaces functions and methods of a library, and restores them; both may be repeated.
 
-    Args:
-        functions: maps each function of the library to its replacement.
-        methods: each class with a method that replaces the one of the same name.
+    `functions` maps each function of the library to its replacement. `methods` are classes, each
+    with a method that replaces the one of the same name.
     """
 
     def __init__(

@@ -70,15 +70,11 @@ class _Writes(NamedTuple):
 
 
 class _Arrays:
-    """The stand-in arrays of all layers.
-
-    Attributes:
-        written_and_read: the layer and the kind of step of each write and each read by attention,
-            in order.
-    """
+    """The stand-in arrays of all layers."""
 
     def __init__(self) -> None:
         self.trial = Trial()
+        # Each write and each read by attention, in order.
         self.written_and_read: list[_Writes] = []
         self._numbers: dict[tuple[_Writes, mx.Dtype], mx.array] = {}
 

@@ -66,10 +66,8 @@ _STATES = {"ArraysCache", "CountedArraysCache"}
 
 
 def require_trusted(make_factory: Callable[[Any], Any]) -> None:
-    """Try the version of mlx-lm that is installed, unless it has been tested or tried.
-
-    Args:
-        make_factory: makes a factory of a model.
+    """Try the version of mlx-lm that is installed with a factory that `make_factory(model)` makes,
+    unless it has been tested or tried.
 
     Raises:
         MLXLMChanged: something went another way with pages than with mlx-lm's caches.
@@ -160,13 +158,8 @@ def _small_model() -> Any:
 def require_possible(
     options: CacheOptions, pool: PagePool, prompt_cache: list[Any], ranks: int
 ) -> None:
-    """Check what a reproducible factory is asked for beside that.
-
-    Args:
-        options: of the factory.
-        pool: its pool.
-        prompt_cache: one of its prompt caches.
-        ranks: how many processes share the model.
+    """Check what a reproducible factory is asked for beside that, by its options, its pool and one
+    of its prompt caches; `ranks` processes share the model.
 
     Raises:
         NotReproducible: results would depend on other requests; the message says why.
@@ -196,11 +189,8 @@ def require_possible(
 
 
 def require_fixed_steps(model: Module, options: CacheOptions) -> None:
-    """Try steps of fixed shapes on this device, unless a model of these shapes has passed.
-
-    Args:
-        model: of mlx-lm or mlx-vlm.
-        options: of the factory that is to be reproducible.
+    """Try steps of fixed shapes on this device, with the options of the factory that is to be
+    reproducible, unless a model of these shapes has passed.
 
     Raises:
         NotReproducible: a sequence got other bits beside others than alone.

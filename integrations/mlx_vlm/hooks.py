@@ -237,22 +237,14 @@ class MaskingCache(LeftPaddedCache):
         return mx.max(offsets) - offsets
 
 
-# The models, by their folders, that need the padding for hidden states alone.
-_MASK_HIDDEN_STATES = frozenset({"zaya1_vl"})
-
-
 def padded_batch(folder: str, rows: list[PagedKVCache], left_padding: list[int]) -> PagedKVCache:
-    """One layer of a batch of new sequences, each after so many columns of padding.
-
-    Args:
-        folder: the model's folder in mlx-vlm.
-        rows: the layer's cache of each sequence.
-        left_padding: the columns of padding before each, of which one has none.
-    """
+    """One layer of a batch of new sequences, each after so many columns of padding, of which one
+    has none. `folder` is the model's in mlx-vlm."""
     merged = rows[0].merge(rows)
     if not any(left_padding):
         return merged
-    kind = MaskingCache if folder in _MASK_HIDDEN_STATES else LeftPaddedCache
+    # zaya1_vl needs the padding for hidden states alone.
+    kind = MaskingCache if folder == "zaya1_vl" else LeftPaddedCache
     padded = kind(merged.pool, merged.layer, merged.sequences)
     padded.prepare(left_padding=left_padding)
     return padded

@@ -45,15 +45,10 @@ _LEFT = 3  # tokens of the last group, by every rate of 4 and more
 
 @dataclass(frozen=True)
 class GrowingLayer:
-    """What one part of such a cache holds; pages take its place.
-
-    Attributes:
-        rows: what it appends.
-        window: how many of the latest rows a query sees, itself included; None if all.
-    """
+    """What one part of such a cache appends; pages take its place."""
 
     rows: AppendedRows
-    window: int | None = None
+    window: int | None = None  # how many of the latest rows a query sees, itself included
 
 
 def appends_rows(cache: Any) -> bool:
@@ -110,13 +105,9 @@ def _parts(cache: Any, num_tokens: int) -> list[GrowingLayer]:
 
 
 class GrowingArray(FollowedArray):
-    """An array of a cache, [1, count, dim], to which a model appends.
+    """An array of a cache, [1, count, dim], to which a model appends."""
 
-    Attributes:
-        note: takes what the model appends.
-    """
-
-    note: Callable[[mx.array], None]
+    note: Callable[[mx.array], None]  # takes what the model appends
 
     def grown(self, arrays: Any, axis: int) -> None:
         """Note that the model concatenates these arrays, of which this is the first."""
@@ -125,15 +116,10 @@ class GrowingArray(FollowedArray):
 
 
 class RowArray(GrowingArray):
-    """All rows of a sequence, [1, count, dim].
+    """All rows of a sequence, [1, count, dim]."""
 
-    Attributes:
-        read: of their pages.
-        layout: how tokens share a row.
-    """
-
-    read: GatheredRead
-    layout: AppendedRows
+    read: GatheredRead  # of their pages
+    layout: AppendedRows  # how tokens share a row
 
     def grown(self, arrays: Any, axis: int) -> None:
         # The cache writes the new rows, and never computes the array of all.

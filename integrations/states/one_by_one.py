@@ -32,13 +32,9 @@ def takes_one_at_a_time(kind: type[Module]) -> bool:
 
 
 class SeparateCaches:
-    """The caches without pages of one layer, one for each sequence, of a model that takes one
-    sequence at a time.
-
-    The model changes copies of them, which take their places when its step is done.
-
-    Args:
-        rows: the cache of each sequence, of the library's class.
+    """The caches without pages of one layer, one for each sequence and of the library's class, of a
+    model that takes one sequence at a time. It changes copies of them, which take their places when
+    its step is done.
     """
 
     def __init__(self, *rows: Any) -> None:
