@@ -134,8 +134,8 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
     def fail(*arguments: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    for name in ("read", "size", "write", "scan"):
-        monkeypatch.setattr(store.tiers[0].blobs.folder, name, fail)
+    for name in ("_read", "sizes", "_write", "_scan"):
+        monkeypatch.setattr(store.tiers[0].blobs, name, fail)
     cold = greedy(model, TEXT[:600], PagedCacheFactory(model).make_cache(), 4)
     for _ in range(2):
         run, _ = warm(model, factory, TEXT[:600])
