@@ -193,4 +193,5 @@ def _of_full_pages(page_format: PageFormat) -> str:
 def _rotation(formats: list[PageFormat]) -> str:
     parts = [part for each in formats for part in (each.keys, each.values)]
     rotation = "hadamard" if any(isinstance(part, Quantised) for part in parts) else "none"
-    return f"{rotation}, centred" if any(part.is_centred for part in parts) else rotation
+    is_small = any(part.name == "q4" for part in parts)
+    return f"{rotation}, keys of 5 bits and values of 4" if is_small else rotation

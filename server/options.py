@@ -116,7 +116,7 @@ class ServerOptions(ModelOptions):
         prompt_cache_bytes: the most memory for pages of requests and cached prompts; above it,
             prompts are evicted. Requests alone may take more, up to --max-kv-bytes.
         kv_bits: mlx-lm's name for --page-format: 8 is q8, and 4 is q4.
-        kv_group_size: no effect here: in pages, 32 numbers share a scale.
+        kv_group_size: no effect here: quantised pages have their own groups.
         quantized_kv_start: no effect here: a page is quantised once it is full.
         pipeline: let processes that share a model have some layers each, and not a part of every
             one.

@@ -17,7 +17,7 @@
 namespace {
 
 // How keys and values are multiplied: by the number of their format, or one of these.
-constexpr int Q4_IN_BYTES = FORMATS, BF16_IN_PAIRS = FORMATS + 1;
+constexpr int Q5_IN_BYTES = FORMATS, BF16_IN_PAIRS = FORMATS + 1;
 // Queries are also multiplied with the centres of keys.
 constexpr int CENTRES = FORMATS + 2, ALL_PRODUCTS = FORMATS + 3;
 
@@ -32,8 +32,8 @@ int value_products(const Attention& a, const RowRun& values) {
 
 int key_products(const Attention& a, const RowRun& keys) {
   if (in_pairs(a, keys, a.k_dim)) return BF16_IN_PAIRS;
-  bool in_bytes = HAS_BYTE_PRODUCTS && keys.format == PAGED_KV_Q4 && a.q_format != PAGED_KV_F32;
-  return in_bytes ? Q4_IN_BYTES : keys.format;
+  bool in_bytes = HAS_BYTE_PRODUCTS && keys.format == PAGED_KV_Q5 && a.q_format != PAGED_KV_F32;
+  return in_bytes ? Q5_IN_BYTES : keys.format;
 }
 
 template <int PRODUCTS, int G>
@@ -41,7 +41,7 @@ void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float
                    float* scores, const Next& next) {
   if constexpr (PRODUCTS == BF16_IN_PAIRS)
     multiply_paired_keys<G>(keys, count, dim, q, scores, next);
-  else if constexpr (PRODUCTS == Q4_IN_BYTES)
+  else if constexpr (PRODUCTS == Q5_IN_BYTES)
     multiply_byte_keys<G>(keys, count, dim, q, scales, scores, next);
   else if constexpr (is_quantised(PRODUCTS))
     multiply_group_keys<PRODUCTS, G>(keys, count, dim, q, scales, scores, next);
@@ -79,12 +79,12 @@ struct ForGroup {
 };
 
 constexpr const MultiplyKeys* MULTIPLY_KEYS[] = {
-    ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys, ForGroup<3>::keys, ForGroup<4>::keys,
-    ForGroup<HAS_BYTE_PRODUCTS ? Q4_IN_BYTES : PAGED_KV_Q4>::keys,
+    ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys, ForGroup<3>::keys, nullptr, ForGroup<5>::keys,
+    ForGroup<HAS_BYTE_PRODUCTS ? Q5_IN_BYTES : PAGED_KV_Q5>::keys,
     ForGroup<HAS_BF16_PRODUCTS ? BF16_IN_PAIRS : PAGED_KV_BF16>::keys};
 constexpr const MultiplyValues* MULTIPLY_VALUES[] = {
     ForGroup<0>::values, ForGroup<1>::values, ForGroup<2>::values, ForGroup<3>::values,
-    ForGroup<4>::values, nullptr,
+    ForGroup<4>::values, nullptr, nullptr,
     ForGroup<HAS_BF16_PRODUCTS ? BF16_IN_PAIRS : PAGED_KV_BF16>::values};
 
 // Turns the scores [from, to) of `count` into weights, the others into 0; returns the factor that
@@ -144,8 +144,8 @@ class Queries {
         }
         read_query(a_, task_.blocks[i], r, is_quantised(products), is_arranged ? row : to);
         if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
-        if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
-        if (products == Q4_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
+        if (products == PAGED_KV_Q5) arrange<PAGED_KV_Q5>(row, dim, to);
+        if (products == Q5_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
       }
   }
 };

@@ -21,7 +21,7 @@ constexpr float LOWEST = -1e29f;
 
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
-constexpr int GROUP = 32;  // numbers that share a scale
+constexpr int GROUP = 32;  // numbers whose codes lie together
 constexpr int RUN_TOKENS = 32, RUNS_OF_PAGE = PAGE_SIZE / RUN_TOKENS;  // chosen together, with a summary
 constexpr int CENTRE_PARTS = 4;  // sums of tokens whose sum is a page's centre
 constexpr int LONGEST_HEAD = 576;
@@ -29,9 +29,22 @@ constexpr int MOST_ROWS = 256;  // query rows of a task of several blocks
 
 constexpr bool is_quantised(int format) { return format >= PAGED_KV_Q8; }
 
+// Numbers that share a scale, as a power of 2: the most that divide the head size.
+constexpr int scale_shift(int format, int dim) {
+  int most = format == PAGED_KV_Q8 ? 5 : format == PAGED_KV_Q4 ? 6 : 7, divisor = __builtin_ctz(dim);
+  return divisor < most ? divisor : most;
+}
+
+// Words of 16 bits of a token's fifth bits, and of those and its scales.
+constexpr int fifth_words(int format, int dim) { return format == PAGED_KV_Q5 ? dim / 16 : 0; }
+constexpr int scale_words(int format, int dim) {
+  return is_quantised(format) ? fifth_words(format, dim) + (dim >> scale_shift(format, dim)) : 0;
+}
+
 // Keys or values of a run of tokens. Token t is at data + t * stride bytes, and the float16 scales of
-// its groups, in formats that have them, follow those of the token before. Codes may be of what rows
-// differ by from the centre of their page, float16 [dim].
+// its groups, in formats that have them, follow those of the token before. Codes of 5 bits have their
+// fifth bits before the token's scales, and are of what rows differ by from the centre of their page,
+// float16 [dim].
 struct RowRun {
   char* data;
   ptrdiff_t stride;

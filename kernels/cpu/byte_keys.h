@@ -1,8 +1,8 @@
-// The products of a few query rows of 16 bits with keys of 4 bits, in whole numbers.
+// The products of a few query rows of 16 bits with keys of 5 bits, in whole numbers.
 //
 // A query is first put into the codes of Q8, bytes and a scale for each group. An instruction then
 // multiplies 32 or 64 of them with codes, where floats go by 8 or 16 and codes must be made floats.
-// The noise that this adds to outputs is 0.06 of that of keys of 4 bits themselves. Queries of
+// The noise that this adds to outputs is 0.1 of that of keys of 5 bits themselves. Queries of
 // float32, from which more is expected, are multiplied as floats.
 #pragma once
 
@@ -27,7 +27,7 @@ void arrange_bytes(const float* q, int dim, ByteRow* to) {
   int groups = dim / GROUP;
   char codes[LONGEST_HEAD];
   PerGroup scales;
-  quantise<PAGED_KV_Q8>(q, groups, codes, scales);
+  quantise<PAGED_KV_Q8>(q, groups, 1, codes, nullptr, scales);
   *to = {};
   for (int i = 0; i < groups; i++) {
     int sum = 0;
@@ -38,7 +38,7 @@ void arrange_bytes(const float* q, int dim, ByteRow* to) {
       sum += (signed char)code;
     }
     to->scales[i] = scales.at[i];
-    to->middles[i] = Codes<PAGED_KV_Q4>::MIDDLE * sum;
+    to->middles[i] = Codes<PAGED_KV_Q5>::MIDDLE * sum;
   }
 }
 
@@ -69,16 +69,15 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
 
 // The products of a register of codes, the index-th of its row, with the first `count` query rows:
 // word r of each 4 is the product of query row r with the group of codes at that place.
-INLINE words multiply_codes(words codes, const FourRows& four, int count, int index) {
-  words low = bit_and(codes, word1(0x0f0f0f0f)), high = bit_and(shifted_right(codes, 4), word1(0x0f0f0f0f));
+INLINE words multiply_codes(const words* codes, const FourRows& four, int count, int index) {
   words products[4];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++) {
     products[r] = word1(0);
     if (r >= count) continue;
     const auto& bytes = four.rows[r]->bytes[index];
-    products[r] = add_16_bit(byte_products(low, load_words(bytes[0])),
-                             byte_products(high, load_words(bytes[1])));
+    products[r] = add_16_bit(byte_products(codes[0], load_words(bytes[0])),
+                             byte_products(codes[1], load_words(bytes[1])));
   }
   return sub_words(sum_eights(products), load_words((const char*)(four.middles + index * W)));
 }
@@ -87,8 +86,9 @@ template <int G>
 void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, float* scales,
                         float* scores, const Next& next) {
   constexpr int TOKENS = 4, FOURS = (G + 3) / 4;
-  int groups = dim / GROUP, slot_words = groups * Codes<PAGED_KV_Q4>::WORDS;
-  read_scales(keys, count, groups, scales);
+  int groups = dim / GROUP, slot_words = groups * Codes<PAGED_KV_Q5>::WORDS;
+  int stride = scale_words(PAGED_KV_Q5, dim);
+  KeyScales<PAGED_KV_Q5> of_keys(keys, count, dim, scales);
   FourRows fours[FOURS];
   for (int i = 0; i < FOURS; i++) fours[i].fill(q + 4 * i * QUERY_FLOATS, smaller(4, G - 4 * i), groups);
   Fetch fetch(next, (count + TOKENS - 1) / TOKENS);
@@ -99,14 +99,16 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
     for (int i = 0; i < TOKENS; i++) {
       int token = smaller(t + i, count - 1);
       const char* row = keys.data + token * keys.stride;
-      const float* scale = scales + token * groups;
+      const uint16_t* fifths = (const uint16_t*)keys.scales + token * stride;
+      const float* scale = scales + token * of_keys.per_token;
 #pragma GCC unroll 2
       for (int j = 0; j < FOURS; j++) total[j][i] = zero();
       auto step = [&](auto part, int word) __attribute__((always_inline)) {
         constexpr bool PART = decltype(part)::value;
-        words codes = PART ? load_words(row + word * 4, slot_words - word) : load_words(row + word * 4);
-        int group = word / Codes<PAGED_KV_Q4>::WORDS;
-        vec by = spread<Codes<PAGED_KV_Q4>::WORDS>(scale + group, PART ? groups - group : W);
+        words codes[2];
+        Codes<PAGED_KV_Q5>::load_keys<PART>(row, fifths, word, slot_words - word, codes);
+        int group = word / Codes<PAGED_KV_Q5>::WORDS;
+        vec by = of_keys.at(scale, group, PART ? groups - group : W);
 #pragma GCC unroll 2
         for (int j = 0; j < FOURS; j++) {
           vec sums = floats_of(multiply_codes(codes, fours[j], G - 4 * j, word / W));
@@ -114,8 +116,13 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
         }
       };
       int word = 0;
-      for (; word + W <= slot_words; word += W) step(Constant<false>(), word);
-      if (word < slot_words) step(Constant<true>(), word);
+      if (slot_words == 16) {  // 128 numbers, the most frequent size
+        step(Constant<false>(), 0);
+        if (W == 8) step(Constant<false>(), W);
+      } else {
+        for (; word + W <= slot_words; word += W) step(Constant<false>(), word);
+        if (word < slot_words) step(Constant<true>(), word);
+      }
     }
     alignas(64) float sums[4 * TOKENS];
 #pragma GCC unroll 2

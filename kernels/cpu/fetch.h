@@ -23,7 +23,7 @@ struct Next {
 INLINE Next share_of(RowRun run, int count, int dim, int i, int shares) {
   int first = count * i / shares;
   run.data += first * run.stride;
-  if (is_quantised(run.format)) run.scales += first * (dim / GROUP) * sizeof(uint16_t);
+  if (is_quantised(run.format)) run.scales += first * scale_words(run.format, dim) * sizeof(uint16_t);
   return {run, count * (i + 1) / shares - first, dim};
 }
 
@@ -34,7 +34,7 @@ class Fetch {
   Fetch(const Next& next, int steps) : at_(next.run.data), left_(0), step_(0) {
     if (!next.count || steps <= 0) return;
     if (is_quantised(next.run.format)) {
-      ptrdiff_t bytes = (ptrdiff_t)next.count * (next.dim / GROUP) * sizeof(uint16_t);
+      ptrdiff_t bytes = (ptrdiff_t)next.count * scale_words(next.run.format, next.dim) * sizeof(uint16_t);
       for (ptrdiff_t i = 0; i < bytes; i += LINE) __builtin_prefetch(next.run.scales + i, 0, 2);
     }
     left_ = next.count * next.run.stride;

@@ -25,16 +25,17 @@ typedef struct {
   uint64_t byte_offset;
 } PagedKvTensor;
 
-// How a page holds numbers: floats of the model's dtype, or rotated numbers as codes of 8 or 4 bits, of
-// which groups of 32 share a float16 scale. kernels/pages/number_format.py says what they are.
-enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, PAGED_KV_Q4 = 4 };
+// How a page holds numbers: floats of the model's dtype, or rotated numbers as codes of 8, 4 or 5 bits,
+// which share float16 scales. Values have no 5 bits, and keys no 4. kernels/pages/number_format.py says
+// what they are.
+enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, PAGED_KV_Q4 = 4, PAGED_KV_Q5 = 5 };
 
 enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV_BAD_PAGE = 3 };
 
-// What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
-// if the format has any, then their centres, float16 [kv_heads, k_dim], which keys of 4 bits are held
-// relative to; and values, which have no centres. Behind them there may be summaries of the keys, float16
-// [kv_heads, 8, 2 * k_dim]: kernels/pages/page_format.py says what they are.
+// What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, scales] if the
+// format has any, fifth bits before those of a token, then their centres, float16 [kv_heads, k_dim], which
+// keys of 5 bits are held relative to; and values, which have no centres. Behind them there may be
+// summaries of the keys, float16 [kv_heads, 8, 2 * k_dim]: kernels/pages/page_format.py says what they are.
 typedef struct {
   int64_t page_bytes;
   int64_t key_scales, key_centres, values, value_scales;  // where they begin, in bytes; no centres: 0

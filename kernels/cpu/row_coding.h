@@ -9,11 +9,16 @@
 
 namespace {
 
-constexpr int FORMATS = 5;
+constexpr int FORMATS = 6;
 constexpr float LARGEST_F16 = 65504.f;
 
-INLINE const uint16_t* scales_of(const RowRun& run, int t, int dim) {
-  return (const uint16_t*)run.scales + (ptrdiff_t)t * (dim / GROUP);
+// A token's fifth bits and scales.
+INLINE uint16_t* fifths_of(const RowRun& run, int t, int dim) {
+  return (uint16_t*)run.scales + (ptrdiff_t)t * scale_words(run.format, dim);
+}
+
+INLINE uint16_t* scales_of(const RowRun& run, int t, int dim) {
+  return fifths_of(run, t, dim) + fifth_words(run.format, dim);
 }
 
 // Floats of row t, each times `factor`, in the run's basis; the last vector's upper half, where the
@@ -38,26 +43,29 @@ void read_row<PAGED_KV_Q8>(const RowRun& run, int t, int dim, float factor, floa
   }
 }
 
-template <>
-void read_row<PAGED_KV_Q4>(const RowRun& run, int t, int dim, float factor, float* out) {
+// Codes of 4 or 5 bits.
+template <int FORMAT>
+void read_halves(const RowRun& run, int t, int dim, float factor, float* out) {
   const char* row = run.data + t * run.stride;
-  const uint16_t* scales = scales_of(run, t, dim);
+  const uint16_t *fifths = fifths_of(run, t, dim), *scales = scales_of(run, t, dim);
+  int shift = scale_shift(FORMAT, dim);
   for (int d = 0; d < dim; d += GROUP) {
-    vec scale = set1(factor * float_of_f16(scales[d / GROUP]));
-    for (int i = 0; i < GROUP / 2; i += W) {
-      words bytes = load_byte_words(row + d / 2 + i);
-      vec low = floats_of(bit_and(bytes, word1(15))), high = floats_of(shifted_right(bytes, 4));
-      store(out + d + i, mul(scale, sub(low, set1(8.f))));
-      store(out + d + GROUP / 2 + i, mul(scale, sub(high, set1(8.f))));
+    vec scale = set1(factor * float_of_f16(scales[d >> shift]));
+    uint32_t bits = 0;
+    char codes[GROUP];
+    if (FORMAT == PAGED_KV_Q5) memcpy(&bits, fifths + d / 16, sizeof bits);
+    unpack_halves(row + d / 2, bits, codes);
+    for (int i = 0; i < GROUP; i += W) {
+      vec x = mul(scale, sub(load_bytes(codes + i), set1(FORMAT == PAGED_KV_Q5 ? 16.f : 8.f)));
+      if (FORMAT == PAGED_KV_Q5) x = fma(set1(factor), load_f16<false>((const uint16_t*)run.centre + d + i), x);
+      store(out + d + i, x);
     }
   }
-  if (!run.centre) return;
-  for (int d = 0; d < dim; d += W)
-    store(out + d, fma(set1(factor), load_f16<false>((const uint16_t*)run.centre + d), load(out + d)));
 }
 
 typedef void (*ReadRow)(const RowRun&, int, int, float, float*);
-constexpr ReadRow READ_ROW[FORMATS] = {read_row<0>, read_row<1>, read_row<2>, read_row<3>, read_row<4>};
+constexpr ReadRow READ_ROW[FORMATS] = {read_row<0>, read_row<1>,    read_row<2>,
+                                       read_row<3>, read_halves<4>, read_halves<5>};
 
 template <int FORMAT, bool HALF>
 INLINE void store_as(char* out, int d, vec x) {
@@ -78,16 +86,20 @@ void write_floats(const float* rows, int count, int dim, const RowRun& run, int 
 template <int FORMAT>
 void write_codes(const float* rows, int count, int dim, const RowRun& run, int t) {
   PerGroup scales;
-  int groups = count * dim / GROUP;
-  quantise<FORMAT>(rows, groups, run.data + t * run.stride, scales);
-  uint16_t* to = (uint16_t*)scales_of(run, t, dim);
-  for (int i = 0; i < groups; i++)
-    to[i] = f16_of_float(clamped(scales.at[i], -LARGEST_F16, LARGEST_F16));
+  uint32_t fifths[LONGEST_HEAD / GROUP];
+  int groups = dim / GROUP, shared = (1 << scale_shift(FORMAT, dim)) / GROUP;
+  quantise<FORMAT>(rows, count * groups, shared, run.data + t * run.stride, fifths, scales);
+  for (int r = 0; r < count; r++) {
+    memcpy(fifths_of(run, t + r, dim), fifths + r * groups, fifth_words(FORMAT, dim) * sizeof(uint16_t));
+    uint16_t* to = scales_of(run, t + r, dim);
+    for (int i = 0; i < groups; i += shared)
+      *to++ = f16_of_float(clamped(scales.at[r * groups + i], -LARGEST_F16, LARGEST_F16));
+  }
 }
 
 typedef void (*WriteRows)(const float*, int, int, const RowRun&, int);
 constexpr WriteRows WRITE_ROWS[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
-                                           write_codes<3>, write_codes<4>};
+                                           write_codes<3>, write_codes<4>, write_codes<5>};
 
 // The centre of a page's rows, rotated as codes are; puts it into `to`. Tokens are added in the order of
 // number_format.py.

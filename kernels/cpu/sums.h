@@ -54,10 +54,8 @@ class Sums {
 // The bytes of a run's page that are read, but for the centre, which is read once for all tokens.
 INLINE int64_t page_bytes(const KeyRun& run, int k_dim, int v_dim) {
   if (!run.in_page) return 0;
-  int64_t bytes = run.keys.stride + run.values.stride;
-  if (is_quantised(run.keys.format)) bytes += k_dim / GROUP * sizeof(uint16_t);
-  if (is_quantised(run.values.format)) bytes += v_dim / GROUP * sizeof(uint16_t);
-  return bytes * run.count;
+  int scales = scale_words(run.keys.format, k_dim) + scale_words(run.values.format, v_dim);
+  return (run.keys.stride + run.values.stride + scales * (int64_t)sizeof(uint16_t)) * run.count;
 }
 
 }  // namespace

@@ -91,12 +91,12 @@ inline RowRun rows_of(const PagedKvTensor& tensor, int64_t batch, int64_t head, 
 }
 
 inline int64_t row_bytes(int format, int dim) {
-  constexpr int BITS[] = {32, 16, 16, 8, 4};
+  constexpr int BITS[] = {32, 16, 16, 8, 4, 4};  // without fifth bits
   return static_cast<int64_t>(dim) * BITS[format] / 8;
 }
 
 inline int64_t scale_bytes(int format, int dim) {
-  return is_quantised(format) ? dim / GROUP * static_cast<int64_t>(sizeof(uint16_t)) : 0;
+  return scale_words(format, dim) * static_cast<int64_t>(sizeof(uint16_t));
 }
 
 inline int64_t centre_bytes(int dim) { return dim * static_cast<int64_t>(sizeof(uint16_t)); }

@@ -112,7 +112,14 @@ INLINE words word1(uint32_t x) { return _mm256_set1_epi32((int)x); }
 INLINE words bit_and(words a, words b) { return _mm256_and_si256(a, b); }
 INLINE words bit_xor(words a, words b) { return _mm256_xor_si256(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm256_srli_epi32(x, bits); }
+INLINE words shifted_left(words x, int bits) { return _mm256_slli_epi32(x, bits); }
 INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // of 31 bits
+// The words of fifth bits of two groups, shifted by the place of each word of codes in its group.
+INLINE words load_fifths(const uint16_t* p) {
+  words bits = _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i*)p));
+  bits = _mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+  return _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
+}
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -155,12 +162,13 @@ INLINE words byte_products(words codes, words numbers) {
 INLINE words add_16_bit(words a, words b) { return _mm256_add_epi16(a, b); }
 INLINE words sub_words(words a, words b) { return _mm256_sub_epi32(a, b); }
 // Of 4 registers of 16-bit numbers: word r of each 4 is the sum of the 8 numbers there in x[r]. Sums
-// of 4 fit in 16 bits.
+// of 2 fit in 16 bits.
 INLINE words sum_eights(const words* x) {
   words ab = add_16_bit(_mm256_unpacklo_epi32(x[0], x[1]), _mm256_unpackhi_epi32(x[0], x[1]));
   words cd = add_16_bit(_mm256_unpacklo_epi32(x[2], x[3]), _mm256_unpackhi_epi32(x[2], x[3]));
-  words sum = add_16_bit(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-  return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  words one = _mm256_set1_epi16(1);
+  return _mm256_add_epi32(_mm256_madd_epi16(_mm256_unpacklo_epi64(ab, cd), one),
+                          _mm256_madd_epi16(_mm256_unpackhi_epi64(ab, cd), one));
 }
 // sums[4 * r + i] is the sum of the lanes r, r + 4 and so on of x[i], for 4 of each.
 INLINE void sum_every_fourth(const vec* x, float* sums) {

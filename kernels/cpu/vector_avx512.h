@@ -118,7 +118,14 @@ INLINE words word1(uint32_t x) { return _mm512_set1_epi32((int)x); }
 INLINE words bit_and(words a, words b) { return _mm512_and_si512(a, b); }
 INLINE words bit_xor(words a, words b) { return _mm512_xor_si512(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm512_srli_epi32(x, bits); }
+INLINE words shifted_left(words x, int bits) { return _mm512_slli_epi32(x, bits); }
 INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // of 31 bits
+// The words of fifth bits of four groups, shifted by the place of each word of codes in its group.
+INLINE words load_fifths(const uint16_t* p) {
+  words bits = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)p));
+  bits = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), bits);
+  return _mm512_srlv_epi32(bits, _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3));
+}
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -172,12 +179,13 @@ INLINE words byte_products(words codes, words numbers) {
 INLINE words add_16_bit(words a, words b) { return _mm512_add_epi16(a, b); }
 INLINE words sub_words(words a, words b) { return _mm512_sub_epi32(a, b); }
 // Of 4 registers of 16-bit numbers: word r of each 4 is the sum of the 8 numbers there in x[r]. Sums
-// of 4 fit in 16 bits.
+// of 2 fit in 16 bits.
 INLINE words sum_eights(const words* x) {
   words ab = add_16_bit(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
   words cd = add_16_bit(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-  words sum = add_16_bit(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-  return _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+  words one = _mm512_set1_epi16(1);
+  return _mm512_add_epi32(_mm512_madd_epi16(_mm512_unpacklo_epi64(ab, cd), one),
+                          _mm512_madd_epi16(_mm512_unpackhi_epi64(ab, cd), one));
 }
 // sums[4 * r + i] is the sum of the lanes r, r + 4 and so on of x[i], for 4 of each.
 INLINE void sum_every_fourth(const vec* x, float* sums) {

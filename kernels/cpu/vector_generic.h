@@ -150,7 +150,14 @@ INLINE words word1(uint32_t x) { return words{x, x, x, x}; }
 INLINE words bit_and(words a, words b) { return a & b; }
 INLINE words bit_xor(words a, words b) { return a ^ b; }
 INLINE words shifted_right(words x, int bits) { return x >> bits; }
+INLINE words shifted_left(words x, int bits) { return x << bits; }
 INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // of 31 bits
+// A group's word of fifth bits, shifted by the place of each word of codes in the group.
+INLINE words load_fifths(const uint16_t* p) {
+  uint32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return word1(bits) >> words{0, 1, 2, 3};
+}
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {

@@ -96,7 +96,15 @@ INLINE words word1(uint32_t x) { return vdupq_n_u32(x); }
 INLINE words bit_and(words a, words b) { return vandq_u32(a, b); }
 INLINE words bit_xor(words a, words b) { return veorq_u32(a, b); }
 INLINE words shifted_right(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(-bits)); }
+INLINE words shifted_left(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(bits)); }
 INLINE vec floats_of(words x) { return vcvtq_f32_u32(x); }
+// A group's word of fifth bits, shifted by the place of each word of codes in the group.
+INLINE words load_fifths(const uint16_t* p) {
+  uint32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  const int32_t places[] = {0, -1, -2, -3};
+  return vshlq_u32(word1(bits), vld1q_s32(places));
+}
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {

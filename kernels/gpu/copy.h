@@ -20,45 +20,60 @@ ushort scale_bits(float scale) {
   return half_of_float(smaller(larger(scale, -LARGEST_HALF), LARGEST_HALF));
 }
 
-// Encodes a group, of which each lane has a number; see kernels/pages/number_format.py. Outputs the word
-// of codes that the lane writes (if any), and the bits of the scale.
-void encode_q8(float x, THREAD uint& word, THREAD ushort& scale) {
-  float step = largest_of_lanes(magnitude(x)) / 127.0f;
-  float code = code_of(x, inverse_of(step), 0.5f, -127.0f, 127.0f);
-  uint byte = uint(int(code)) & 255;
-  word = byte | from_lane_xor(byte, 1) << 8;
-  scale = scale_bits(step);
-}
-
-void encode_q4(float x, THREAD uint& word, THREAD ushort& scale) {
-  float high = largest_of_lanes(x), low = -largest_of_lanes(-x);
-  float step = (high > -low ? high : low) / -8.0f;
-  float code = code_of(x, inverse_of(step), 8.5f, 0.0f, 15.0f) - 8.0f;
-  float squares = sum_of_lanes(code * code), products = sum_of_lanes(product(code, x));
-  uint nibble = uint(int(code) + 8);
-  uint byte = nibble | from_lane_xor(nibble, 16) << 4;
-  word = byte | from_lane_xor(byte, 1) << 8;
-  scale = scale_bits(product(products, inverse_of(squares)));
-}
-
-// Writes a token's numbers to a slot of codes.
+// Writes a token's numbers to a slot of codes, as kernels/pages/number_format.py says. Groups of 32 are
+// a number of each lane.
 template <uint DIM>
-void encode_slot(Slots slots, uint token, uint lane, THREAD const float* x) {
-  uint words = slot_words(slots.format, GROUP);
-  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(slots.format, DIM);
-  DEVICE ushort* scales = (DEVICE ushort*)slots.scales + token * (DIM / GROUP);
+void encode_q8(Slots slots, uint token, uint lane, const THREAD float* x) {
+  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(Q8, DIM);
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
-    uint word = 0;
-    ushort scale = 0;
+    float step = largest_of_lanes(magnitude(x[i])) / 127.0f;
+    float code = code_of(x[i], inverse_of(step), 0.5f, -127.0f, 127.0f);
+    uint byte = uint(int(code)) & 255, word = byte | from_lane_xor(byte, 1) << 8;
+    if (!(lane & 1)) slot[i * 16 + lane / 2] = ushort(word);
+    if (!lane) ((DEVICE ushort*)slots.scales)[token * (DIM / GROUP) + i] = scale_bits(step);
+  }
+}
+
+// Codes of 4 or 5 bits. A scale is that of SHARED_BY numbers of each lane.
+template <uint FORMAT, uint DIM>
+void encode_fitted(Slots slots, uint token, uint lane, const THREAD float* x) {
+  constexpr uint SHARED_BY = scale_group(FORMAT, DIM) / LANES;
+  constexpr float MIDDLE = FORMAT == Q5 ? 16.0f : 8.0f;
+  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(FORMAT, DIM);
+  DEVICE ushort* fifths = (DEVICE ushort*)slots.scales + token * scale_words(FORMAT, DIM);
+  DEVICE ushort* scales = fifths + fifth_words(FORMAT, DIM);
+  for (uint first = 0; first < numbers_of_lane(DIM); first += SHARED_BY) {
+    float high = x[first], low = x[first];
+    for (uint i = first + 1; i < first + SHARED_BY; i++) high = larger(high, x[i]), low = smaller(low, x[i]);
+    high = largest_of_lanes(high), low = -largest_of_lanes(-low);
+    float inverse = inverse_of((high > -low ? high : low) / -MIDDLE), squares = 0.0f, products = 0.0f;
+    for (uint i = first; i < first + SHARED_BY; i++) {
+      float code = code_of(x[i], inverse, MIDDLE + 0.5f, 0.0f, 2.0f * MIDDLE - 1.0f);
+      squares += (code - MIDDLE) * (code - MIDDLE);
+      products += sum_of_lanes(product(code - MIDDLE, x[i]));
+      uint whole = uint(int(code)), byte = (whole & 15) | from_lane_xor(whole & 15, 16) << 4;
+      uint word = byte | from_lane_xor(byte, 1) << 8;
+      if (!(lane & 1) && lane < 16) slot[i * 8 + lane / 2] = ushort(word);
+      uint bits = (whole >> 4) << fifth_place(lane);
+      for (uint h = 1; FORMAT == Q5 && h < LANES; h *= 2) bits |= from_lane_xor(bits, h);
+      if (FORMAT == Q5 && lane < 2) fifths[i * 2 + lane] = ushort(bits >> lane * 16);
+    }
+    ushort scale = scale_bits(product(products, inverse_of(sum_of_lanes(squares))));
+    if (!lane) scales[first / SHARED_BY] = scale;
+  }
+}
+
+template <uint DIM>
+void encode_slot(Slots slots, uint token, uint lane, const THREAD float* x) {
 #ifdef HAS_Q8
-    if (slots.format == Q8) encode_q8(x[i], word, scale);
+  if (slots.format == Q8) encode_q8<DIM>(slots, token, lane, x);
 #endif
 #ifdef HAS_Q4
-    if (slots.format == Q4) encode_q4(x[i], word, scale);
+  if (slots.format == Q4) encode_fitted<Q4, DIM>(slots, token, lane, x);
 #endif
-    if (!(lane & 1) && lane / 2 < words) slot[i * words + lane / 2] = ushort(word);
-    if (!lane) scales[i] = scale;
-  }
+#ifdef HAS_Q5
+  if (slots.format == Q5) encode_fitted<Q5, DIM>(slots, token, lane, x);
+#endif
 }
 
 // Turns numbers that were held in one way into the basis in which they will be held.
@@ -67,7 +82,7 @@ void turn(Slots from, Slots to, uint lane, THREAD float* x) {
   if (from.is_rotated() != to.is_rotated() && DIM % LANES == 0) rotate<DIM>(x, lane);
 }
 
-#ifdef HAS_Q4
+#ifdef HAS_Q5
 // Subtracts the centre of a head's page from a token's numbers: see kernels/pages/number_format.py.
 // Each simdgroup sums every fourth token, so SLOT_SIMDGROUPS is its CENTRE_PARTS. `sums` is memory for
 // DIM numbers of each.
@@ -105,7 +120,7 @@ void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place, SH
   float x[numbers_of_lane(DIM)];
   read_slot<DIM>(from, token, place.lane, x);
   turn<DIM>(from, to, place.lane, x);
-#ifdef HAS_Q4
+#ifdef HAS_Q5
   if (to.centre) subtract_centre<DIM>(from, to, place, sums, x);
 #endif
   if (to.format == FLOATS) write_slot<DIM>(to, token, place.lane, x);
@@ -114,7 +129,7 @@ void recode_slot(Slots from, Slots to, uint token, const THREAD Place& place, SH
 #endif
 
 // Floats of threadgroup memory that `copy_side` takes.
-#ifdef HAS_Q4
+#ifdef HAS_Q5
 CONSTANT uint COPY_SUMS = SLOT_SIMDGROUPS * K_DIM;
 #else
 CONSTANT uint COPY_SUMS = 1;
@@ -136,12 +151,12 @@ void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values
     return;
   }
 #endif
-  uint words = slot_words(from.format, DIM), scales = DIM / GROUP;
+  uint words = slot_words(from.format, DIM), scales = scale_words(from.format, DIM);
   for (uint i = place.lane; i < words; i += LANES)
     ((DEVICE ushort*)to.numbers)[token * words + i] = from.numbers[token * words + i];
   for (uint i = place.lane; from.format != FLOATS && i < scales; i += LANES)
     ((DEVICE ushort*)to.scales)[token * scales + i] = from.scales[token * scales + i];
-#ifdef HAS_Q4
+#ifdef HAS_Q5
   for (uint i = place.lane; token == 0 && from.centre && i < DIM; i += LANES)
     ((DEVICE ushort*)to.centre)[i] = from.centre[i];
 #endif

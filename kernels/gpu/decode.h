@@ -46,34 +46,38 @@ CONSTANT uint STAGED = K_DIM;
 
 // Numbers i to i + 3 of 16 bytes of a slot, codes without their scale.
 template <uint FORMAT>
-void unpack_four(const THREAD uint* words, uint i, THREAD float* x) {
-  if (FORMAT != Q4) return unpack<FORMAT, 4>(words + i * FORMAT / 32, x);
-  uint word = words[i / 4 % 4] >> i / 16 * 4;
-  unpack<Q4, 4>(&word, x);
+void unpack_four(const THREAD uint* words, uint fifths, uint i, THREAD float* x) {
+  if (FORMAT != Q5) return unpack<FORMAT, 4>(words + i * FORMAT / 32, x);
+  uint word = with_fifths(words[i / 4 % 4] >> i / 16 * 4, fifths, i);
+  unpack<Q5, 4>(&word, x);
 }
 
 // Products of half of each query with two tokens' keys: sums[r] with the near one, sums[ROWS + r] with
-// the far one. Every second 16 bytes of a key are one lane's: a group of 32 codes of 4 bits.
+// the far one. Every second 16 bytes of a key are one lane's: of 32 codes of 5 bits, the lower bits.
 template <uint FORMAT>
 void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const float* queries,
                           THREAD float* sums) {
-  constexpr uint COUNT = 128 / FORMAT;
+  constexpr uint COUNT = 128 / slot_words(FORMAT, 16);
   for (uint i = 0; i < 2 * ROWS; i++) sums[i] = 0.0f;
 #ifndef HAS_CODES
   UNROLL_2
 #endif
   for (uint at = lane % 2 * COUNT; at < K_DIM; at += 2 * COUNT) {
     uint words[8];
-    load<16>(keys.numbers + near * slot_words(FORMAT, K_DIM) + at * FORMAT / 16, words);
-    load<16>(keys.numbers + far * slot_words(FORMAT, K_DIM) + at * FORMAT / 16, words + 4);
+    load<16>(keys.numbers + near * slot_words(FORMAT, K_DIM) + slot_words(FORMAT, at), words);
+    load<16>(keys.numbers + far * slot_words(FORMAT, K_DIM) + slot_words(FORMAT, at), words + 4);
+    uint fifths[2] = {0, 0};
+#ifdef HAS_Q5
+    if (FORMAT == Q5) fifths[0] = fifths_at<K_DIM>(keys, near, at), fifths[1] = fifths_at<K_DIM>(keys, far, at);
+#endif
     float scales[2] = {scale_at<FORMAT, K_DIM>(keys, near, at), scale_at<FORMAT, K_DIM>(keys, far, at)};
     float dots[2 * ROWS];
     for (uint i = 0; i < 2 * ROWS; i++) dots[i] = FORMAT == FLOATS ? sums[i] : 0.0f;
     UNROLL
     for (uint i = 0; i < COUNT; i += 4) {
       float x[8];
-      unpack_four<FORMAT>(words, i, x);
-      unpack_four<FORMAT>(words + 4, i, x + 4);
+      unpack_four<FORMAT>(words, fifths[0], i, x);
+      unpack_four<FORMAT>(words + 4, fifths[1], i, x + 4);
       UNROLL
       for (uint r = 0; r < ROWS; r++) {
         float4 four = *(SHARED const float4*)(queries + r * K_DIM + at + i);
@@ -87,7 +91,7 @@ void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const floa
   }
 }
 
-#ifdef HAS_Q4
+#ifdef HAS_Q5
 // Adds the queries' products with the centre of the tokens' page, a half in each of two lanes that share
 // a token. They are not kept for the page's next tile: of 8 PARTS each has one tile of a page.
 void multiply_centre(DEVICE const ushort* centre, uint lane, SHARED const float* queries,
@@ -262,8 +266,8 @@ struct Part {
 #ifdef HAS_Q8
     if (keys.format == Q8) multiply_keys<Q8>(keys, near, far, lane, queries, sums);
 #endif
-#ifdef HAS_Q4
-    if (keys.format == Q4) multiply_keys<Q4>(keys, near, far, lane, queries, sums);
+#ifdef HAS_Q5
+    if (keys.format == Q5) multiply_keys<Q5>(keys, near, far, lane, queries, sums);
 #endif
   }
 
@@ -309,7 +313,7 @@ struct Part {
 #endif
     float sums[2 * ROWS];
     multiply(keys, near, far, lane, queries, sums);
-#ifdef HAS_Q4
+#ifdef HAS_Q5
     if (keys.centre) multiply_centre(keys.centre, lane, queries, sums);
 #endif
     weigh(sums, token >= seen.begin && token < seen.end, lane, weights);

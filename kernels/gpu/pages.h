@@ -4,13 +4,13 @@
 
 CONSTANT uint PAGE_SIZE = 256;
 CONSTANT uint LANES = 32;
-CONSTANT uint GROUP = 32;  // numbers that share a scale
+CONSTANT uint GROUP = 32;  // numbers whose codes lie together
 CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
-// How a slot holds numbers: in the model's dtype, or rotated as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8
-// and HAS_Q4 name the formats that a kernel variant reads, and HAS_CODES means Q8 or Q4. Other formats
-// would only take registers.
-CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
+// How a slot holds numbers: in the model's dtype, or rotated as codes of 8, 4 or 5 bits: Q4 are values, and
+// Q5 keys. HAS_FLOATS, HAS_Q8, HAS_Q4 and HAS_Q5 name the formats that a kernel variant reads, and HAS_CODES
+// means any but the first. Other formats would only take registers.
+CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4, Q5 = 5;
 
 // Logits are in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
 // difference of the two is so far below zero that the weight is exactly 0.
@@ -60,7 +60,7 @@ struct Slabs {
 struct Slots {
   DEVICE const ushort* numbers;
   DEVICE const ushort* scales;
-#ifdef HAS_Q4
+#ifdef HAS_Q5
   DEVICE const ushort* centre;  // added to each number of a token; null where there is none
 #endif
   uint format;
@@ -79,8 +79,23 @@ CONSTANT uint LAYOUT_FIELDS = 7;
 CONSTANT uint ROW_FIELDS = 7;
 enum RowField { ROW_LENGTH, ROW_PADDING, ROW_HEAD, ROW_FIRST, PREFIX_TOKENS, FIRST_PLACE, PLACES };
 
-// Words of a slot of one head.
-constexpr uint slot_words(uint format, uint dim) { return dim * format / 16; }
+// Words of a slot of one head, without fifth bits.
+constexpr uint slot_words(uint format, uint dim) { return dim * (format == Q5 ? 4 : format) / 16; }
+
+// The largest power of 2 that divides `dim`: so many numbers are rotated together.
+constexpr uint rotated_block(uint dim) { return dim & (~dim + 1); }
+
+// Numbers that share a scale: the most that divide the head size.
+constexpr uint scale_group(uint format, uint dim) {
+  uint most = format == Q8 ? 32 : format == Q4 ? 64 : 128;
+  return rotated_block(dim) < most ? rotated_block(dim) : most;
+}
+
+// Words of a slot's fifth bits, and of those and its scales.
+constexpr uint fifth_words(uint format, uint dim) { return format == Q5 ? dim / 16 : 0; }
+constexpr uint scale_words(uint format, uint dim) {
+  return fifth_words(format, dim) + dim / scale_group(format, dim);
+}
 
 struct Pages {
   Slabs slabs;
@@ -103,11 +118,12 @@ struct Pages {
     uint format = uint(layout[values ? 5 : 4]);
     uint numbers_at = values ? uint(layout[2]) : 0, scales_at = uint(layout[values ? 3 : 1]);
     uint first = head * PAGE_SIZE;
-#ifdef HAS_Q4
+#ifdef HAS_Q5
     uint centres_at = values ? 0 : uint(layout[6]);
 #endif
-    return {page + numbers_at + first * slot_words(format, dim), page + scales_at + first * (dim / GROUP),
-#ifdef HAS_Q4
+    return {page + numbers_at + first * slot_words(format, dim),
+            page + scales_at + first * scale_words(format, dim),
+#ifdef HAS_Q5
             centres_at ? page + centres_at + head * dim : nullptr,
 #endif
             format};

@@ -144,6 +144,9 @@ void read_any(Slots slots, uint token, uint at, THREAD float* x) {
 #endif
 #ifdef HAS_Q4
   if (slots.format == Q4) read_some<Q4, DIM, 8>(slots, token, at, x);
+#endif
+#ifdef HAS_Q5
+  if (slots.format == Q5) read_some<Q5, DIM, 8>(slots, token, at, x);
   if (slots.centre) {
     uint words[4];
     load<16>(slots.centre + at, words);

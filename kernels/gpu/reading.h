@@ -29,6 +29,18 @@ void load(DEVICE const ushort* from, THREAD uint* words) {
   }
 }
 
+// The fifth bits of the group of number `at` of a slot.
+template <uint DIM>
+uint fifths_at(Slots slots, uint token, uint at) {
+  DEVICE const ushort* fifths = slots.scales + token * scale_words(Q5, DIM) + at / GROUP * 2;
+  return fifths[0] | uint(fifths[1]) << 16;
+}
+
+// Four codes of 5 bits as bytes, from number `at` of a group on.
+uint with_fifths(uint lower, uint fifths, uint at) {
+  return (lower & 0x0f0f0f0fu) | (fifths >> at / 4 & 0x01010101u) << 4;
+}
+
 // The words of COUNT numbers of a slot, 2, 4 or 8, from a multiple of COUNT on.
 template <uint FORMAT, uint DIM, uint COUNT>
 void load_some(Slots slots, uint token, uint at, THREAD uint* words) {
@@ -38,13 +50,18 @@ void load_some(Slots slots, uint token, uint at, THREAD uint* words) {
 #endif
 #ifdef HAS_CODES
   if (FORMAT != FLOATS) load<COUNT>(slot + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
-  if (FORMAT == Q4)
+  if (FORMAT == Q4 || FORMAT == Q5)
     for (uint i = 0; i < (COUNT + 3) / 4; i++) words[i] >>= (at & 16) / 4;
+#endif
+#ifdef HAS_Q5
+  if (FORMAT != Q5) return;
+  uint fifths = fifths_at<DIM>(slots, token, at);
+  for (uint i = 0; i < COUNT / 4; i++) words[i] = with_fifths(words[i], fifths, at % GROUP + i * 4);
 #endif
 }
 
-// COUNT numbers of their words: floats, or codes, which are yet to be multiplied by their scale. Codes of 4 bits are
-// the low halves of bytes.
+// COUNT numbers of their words: floats, or codes, which are yet to be multiplied by their scale. Codes of 4 and 5
+// bits are the lower bits of bytes.
 template <uint FORMAT, uint COUNT>
 void unpack(const THREAD uint* words, THREAD float* x) {
   for (uint i = 0; i < COUNT; i++) {
@@ -68,7 +85,8 @@ void unpack(const THREAD uint* words, THREAD float* x) {
 template <uint FORMAT, uint DIM>
 float scale_at(Slots slots, uint token, uint at) {
 #ifdef HAS_CODES
-  if (FORMAT != FLOATS) return float_of_half(slots.scales[token * (DIM / GROUP) + at / GROUP]);
+  uint first = token * scale_words(FORMAT, DIM) + fifth_words(FORMAT, DIM);
+  if (FORMAT != FLOATS) return float_of_half(slots.scales[first + at / scale_group(FORMAT, DIM)]);
 #endif
   return 1.0f;
 }

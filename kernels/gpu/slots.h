@@ -1,7 +1,7 @@
 // A slot's numbers of one head, spread over the lanes of a simdgroup: number i * 32 + lane is lane's i-th.
 //
-// So a group of 32 numbers that share a scale is one number of each lane, and the order of sums is
-// the one in which MLX makes them: codes are the same on all backends.
+// So of 32 numbers whose codes lie together each lane has one, and the order of sums is the one in which
+// MLX makes them: codes are the same on all backends.
 
 constexpr uint numbers_of_lane(uint dim) { return (dim + LANES - 1) / LANES; }
 
@@ -10,9 +10,6 @@ void store_numbers(const THREAD float* x, float factor, uint lane, DEVICE To* to
   for (uint i = 0; i < numbers_of_lane(DIM); i++)
     if (i * LANES + lane < DIM) to[i * LANES + lane] = To(x[i] * factor);
 }
-
-// The largest power of 2 that divides `dim`.
-constexpr uint rotated_block(uint dim) { return dim & (~dim + 1); }
 
 // Turns a token's numbers into the other basis: number_format.py. Only sizes that divide by 32 have one.
 template <uint DIM>
@@ -35,7 +32,7 @@ void rotate(THREAD float* x, uint lane) {
 }
 
 #ifdef HAS_CODES
-// Number `at` of a slot of codes.
+// Number `at` of a slot of codes, without its fifth bit.
 float code_at(DEVICE const ushort* slot, uint format, uint at) {
   if (format == Q8) {
     uint word = slot[at / 2];
@@ -47,18 +44,29 @@ float code_at(DEVICE const ushort* slot, uint format, uint at) {
 }
 #endif
 
+// The fifth bit of a lane's number among those of its group.
+uint fifth_place(uint lane) { return lane % 4 * 8 + lane / 4; }
+
 // The numbers of a slot, in the basis in which it holds them.
 template <uint DIM>
 void read_slot(Slots slots, uint token, uint lane, THREAD float* x) {
   DEVICE const ushort* slot = slots.numbers + token * slot_words(slots.format, DIM);
+#ifdef HAS_CODES
+  DEVICE const ushort* fifths = slots.scales + token * scale_words(slots.format, DIM);
+  DEVICE const ushort* scales = fifths + fifth_words(slots.format, DIM);
+#endif
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
     uint at = i * LANES + lane;
     if (at >= DIM) x[i] = 0.0f;
 #ifdef HAS_CODES
     else if (slots.format != FLOATS) {
-      x[i] = product(code_at(slot, slots.format, at),
-                     float_of_half(slots.scales[token * (DIM / GROUP) + i]));
-#ifdef HAS_Q4
+      float code = code_at(slot, slots.format, at);
+#ifdef HAS_Q5
+      uint bit = fifth_place(lane);
+      if (slots.format == Q5) code += float(fifths[i * 2 + bit / 16] >> bit % 16 & 1) * 16.0f - 8.0f;
+#endif
+      x[i] = product(code, float_of_half(scales[at / scale_group(slots.format, DIM)]));
+#ifdef HAS_Q5
       if (slots.centre) x[i] += float_of_half(slots.centre[at]);
 #endif
     }

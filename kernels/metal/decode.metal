@@ -1,6 +1,6 @@
   // On paper, for 8 KV heads of 128 with 4 query heads each (Llama 3 8B) on an M3 Max: 40 cores,
   // 400 GB/s, 14 TFLOP/s in float32, 208 KiB of registers and 60 KiB of threadgroup memory a core.
-  //   Bytes: a token is 2 * 128 * 2 = 512 in one KV head in 16 bits, 272 in q8, 144 in q4, and the centre
+  //   Bytes: a token is 2 * 128 * 2 = 512 in one KV head in 16 bits, 272 in q8, 150 in q4, and the centre
   //     of a page's keys in q4 another 256, 1 for each token. 32K tokens are 134 MB a layer in 16 bits,
   //     0.34 ms. Parts: 16 for each head, 4 * 130 * 4 bytes each, 0.27 MB written and read again: 0.4 %.
   //   Threads: 256 a threadgroup, 8 simdgroups that share a part's tiles; 128 parts of 8 are 25

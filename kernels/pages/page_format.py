@@ -138,11 +138,11 @@ class PageFormat:
 
     @cached_property
     def first(self) -> "PageFormat":
-        """The format of a sequence's first page: 8 bits instead of 4.
+        """The format of a sequence's first page: q8 instead of q4.
 
         Nearly every query attends to the first tokens, whatever they are: attention sinks (Xiao et
-        al., "Efficient Streaming Language Models with Attention Sinks", 2023). So with 4 bits most
-        of the loss comes from this page: 8 there halve the divergence of SmolLM2-135M, and leave a
+        al., "Efficient Streaming Language Models with Attention Sinks", 2023). So most of q4's
+        loss comes from this page: 8 bits there halve the divergence of SmolLM2-135M, and leave a
         third of Gemma 3 270M's. With 16 bits it is no less.
         """
         return PageFormat(self.keys.first, self.values.first)

@@ -42,7 +42,7 @@ WRITTEN = 60  # tokens of a step that is only written, over the end of a page
 WINDOW = 200
 # Numbers are of size 1; float32 has 24 significant bits, float16 has 11, bfloat16 has 8.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 4e-3, mx.bfloat16: 2e-2}
-# The native backend may round queries to bytes for keys of 4 bits: an error of 5.3e-3 here.
+# The native backend may round queries to bytes for keys of 5 bits: an error of 5.3e-3 here.
 ROUNDED_QUERIES = 8e-3
 # Summing in another order may round to the neighbouring code. That concerns this share of a page's
 # numbers. Where codes become other codes, which rounds twice, it may be so much of numbers.

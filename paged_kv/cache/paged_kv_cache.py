@@ -11,7 +11,6 @@ import mlx.core as mx
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.errors import warn_once
-from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.batch import Batch, integers, write
@@ -318,7 +317,7 @@ class PagedKVCache:
         each to 8. Returns this same cache, so that other references to it see every later token.
 
         With `kv_bits`, mlx-lm calls this at every step for every layer; only the first call does
-        work. Pages have one scale for 32 numbers whatever `group_size` says.
+        work. Pages have groups of their own, whatever `group_size` says.
 
         Raises:
             ValueError: `bits` is not 4 or 8, or a head size does not divide by 32; nothing was
@@ -327,11 +326,7 @@ class PagedKVCache:
         """
         if bits not in (4, 8):
             raise ValueError(f"kv_bits must be 4 or 8 with paged caches, got {bits}")
-        if group_size != GROUP:
-            warn_once(
-                f"kv_group_size={group_size} is not used: quantised pages have one scale for "
-                f"{GROUP} numbers"
-            )
+        warn_once(f"kv_group_size={group_size} is not used: quantised pages have their own groups")
         self.batch.convert(page_format_named(f"q{bits}"))
         return self
 

@@ -92,7 +92,7 @@ def _identity(pool: PagePool, number: int) -> str:
     return " ".join(known or ())
 
 
-VERSION = 4
+VERSION = 5
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -65,17 +65,25 @@ float decode(int format, const char* from) {
 }
 
 int64_t row_bytes(int format, int dim) {
-  return format == PAGED_KV_Q4 ? dim / 2 : format == PAGED_KV_Q8 ? dim : dim * SIZES[format];
+  return format > PAGED_KV_Q8 ? dim / 2 : format == PAGED_KV_Q8 ? dim : dim * SIZES[format];
 }
-int64_t scale_bytes(int format, int dim) { return format >= PAGED_KV_Q8 ? dim / GROUP * 2 : 0; }
+int scale_group(int format, int dim) {
+  return std::min(dim & -dim, format == PAGED_KV_Q8 ? 32 : format == PAGED_KV_Q4 ? 64 : 128);
+}
+int fifth_bytes(int format, int dim) { return format == PAGED_KV_Q5 ? dim / 8 : 0; }
+int64_t scale_bytes(int format, int dim) {
+  return format < PAGED_KV_Q8 ? 0 : fifth_bytes(format, dim) + dim / scale_group(format, dim) * 2;
+}
 
-double decode_number(int format, const char* row, const char* scales, int d) {
+double decode_number(int format, const char* row, const char* scales, int d, int dim) {
   if (format < PAGED_KV_Q8) return decode(format, row + d * SIZES[format]);
-  double scale = decode(PAGED_KV_F16, scales + d / GROUP * 2);
+  double scale = decode(PAGED_KV_F16, scales + fifth_bytes(format, dim) + d / scale_group(format, dim) * 2);
   if (format == PAGED_KV_Q8) return scale * (signed char)row[d];
   int j = d % GROUP;
   unsigned char byte = row[d / GROUP * 16 + j % 16];
-  return scale * ((j < 16 ? byte & 15 : byte >> 4) - 8);
+  int code = j < 16 ? byte & 15 : byte >> 4;
+  if (format == PAGED_KV_Q4) return scale * (code - 8);
+  return scale * (code + (scales[d / GROUP * 4 + j % 4] >> j / 4 & 1) * 16 - 16);
 }
 
 // The Hadamard transform by its definition.
@@ -199,8 +207,8 @@ struct Case {
   static int any_dim() { return pick(0, 1) ? GROUP * pick(1, 5) : 8 * pick(1, 20); }
 
   // Floats of the dtype, or codes where these can hold such vectors.
-  static int any_format(int dtype, int dim) {
-    return dim % GROUP || pick(0, 1) ? dtype : pick_of({PAGED_KV_Q8, PAGED_KV_Q4});
+  static int any_format(int dtype, int dim, int small) {
+    return dim % GROUP || pick(0, 1) ? dtype : pick_of({PAGED_KV_Q8, small});
   }
 
   PagedKvLayout layout_of(int k_format, int v_format) const {
@@ -210,7 +218,7 @@ struct Case {
     int64_t rows = (int64_t)heads * PAGE;
     layout.key_scales = rows * row_bytes(layout.k_format, k_dim);
     layout.values = layout.key_scales + rows * scale_bytes(layout.k_format, k_dim);
-    if (layout.k_format == PAGED_KV_Q4) {
+    if (layout.k_format == PAGED_KV_Q5) {
       layout.key_centres = layout.values;
       layout.values += heads * k_dim * SIZES[PAGED_KV_F16];
     }
@@ -230,7 +238,8 @@ struct Case {
     int each = batch * 3;
     std::vector<int32_t> free_entries;
     for (int slab = 0; slab < 3; slab++) {
-      layouts.push_back(slab ? layout_of(any_format(k_dtype, k_dim), any_format(v_dtype, v_dim))
+      layouts.push_back(slab ? layout_of(any_format(k_dtype, k_dim, PAGED_KV_Q5),
+                                         any_format(v_dtype, v_dim, PAGED_KV_Q4))
                              : layout_of(k_dtype, v_dtype));
       slabs.emplace_back(each * layouts[slab].page_bytes, (char)0xff);
       for (int page = 0; page < each; page++) (slab ? free_entries : written).push_back(slab * STRIDE + page);
@@ -282,7 +291,7 @@ struct Case {
     std::vector<double> numbers;
     for (int d = 0; d < slot.dim; d++) {
       double centre = slot.centre ? decode(PAGED_KV_F16, slot.centre + d * SIZES[PAGED_KV_F16]) : 0;
-      numbers.push_back(centre + decode_number(slot.format, slot.numbers, slot.scales, d));
+      numbers.push_back(centre + decode_number(slot.format, slot.numbers, slot.scales, d, slot.dim));
     }
     return slot.format >= PAGED_KV_Q8 ? rotated(numbers) : numbers;
   }
@@ -340,11 +349,11 @@ struct Case {
     }
   }
 
-  // For keys of 4 bits, if bytes do not hold the queries as they are.
+  // For keys of 5 bits, if bytes do not hold the queries as they are.
   bool may_round_queries() const {
     if (latent || fits_into_bytes) return false;
     bool rounds = false;
-    for (const PagedKvLayout& each : layouts) rounds |= each.k_format == PAGED_KV_Q4;
+    for (const PagedKvLayout& each : layouts) rounds |= each.k_format == PAGED_KV_Q5;
     return rounds && q_format != PAGED_KV_F32;
   }
 
@@ -440,7 +449,7 @@ void check_query(const Case& c, const Seen& in, const Array& q, const Array& pos
 // Floats are as they were, and codes within half a step of the largest number of a group, which a
 // rotation may make sqrt(dim) times as large as the largest here.
 void expect_kept(const Case& c, double held, double given, int format) {
-  double most = format == PAGED_KV_Q4 ? 6 : format == PAGED_KV_Q8 ? 0.5 : 0;
+  double most = format > PAGED_KV_Q8 ? 6 : format == PAGED_KV_Q8 ? 0.5 : 0;
   expect(fabs(held - given) <= most, "held: " + c.name());
 }
 

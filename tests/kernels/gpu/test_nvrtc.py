@@ -106,7 +106,7 @@ def test_kernels_of_latents_compile(
     ("operation", "flags"),
     [
         ("write", []),
-        ("decode", ["HAS_Q4", "HAS_CODES", "PARTIAL"]),
+        ("decode", ["HAS_Q4", "HAS_Q5", "HAS_CODES", "PARTIAL"]),
         ("decode", ["HAS_FLOATS", "WHOLE", "STEP"]),
         ("merge", []),
         ("prefill", ["HAS_FLOATS", "WHOLE"]),

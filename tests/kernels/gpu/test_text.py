@@ -11,9 +11,9 @@ from paged_kv.kernels.gpu.kernels import GpuKernels
 from paged_kv.kernels.gpu.text import kernel_text, shortened
 from tests.support.gpu_pages import DIALECTS
 
-MOST_OF_DECODE = 10_000
-FORMATS = (["HAS_FLOATS"], ["HAS_Q8", "HAS_CODES"], ["HAS_Q4", "HAS_CODES"])
-ALL_FORMATS = ["HAS_FLOATS", "HAS_Q8", "HAS_Q4", "HAS_CODES"]
+MOST_OF_DECODE = 10_600
+FORMATS = (["HAS_FLOATS"], ["HAS_Q8", "HAS_CODES"], ["HAS_Q4", "HAS_Q5", "HAS_CODES"])
+ALL_FORMATS = ["HAS_FLOATS", "HAS_Q8", "HAS_Q4", "HAS_Q5", "HAS_CODES"]
 
 
 def _text(dialect: str, operation: str, flags: list[str], dim: int = 128) -> str:

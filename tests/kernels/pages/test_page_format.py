@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from paged_kv.kernels.pages.number_format import WORD
@@ -14,23 +13,9 @@ from paged_kv.kernels.pages.page_format import (
     page_format_named,
 )
 
-Words = npt.NDArray[np.uint16]
-Part = tuple[int, int, mx.Dtype]  # Heads, head size, dtype.
-
-
-def geometry(keys: Part, values: Part) -> LayerGeometry:
-    return LayerGeometry(*keys, *values)
-
-
-def words(array: mx.array) -> Words:
-    """The bits of an array, so that NaNs can be compared."""
-    return np.asarray(array.view(WORD))
-
 
 def round_trip(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    page_format = FP16
-    encoded = page_format.encode(keys, values)
-    return page_format.decode(LayerGeometry.of(keys, values), encoded)
+    return FP16.decode(LayerGeometry.of(keys, values), FP16.encode(keys, values))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -39,15 +24,15 @@ def test_every_bit_pattern_of_16_bits_comes_back(dtype: mx.Dtype) -> None:
     keys = every.view(dtype).reshape(1, 4, 256, 64)
     for found in round_trip(keys, keys):
         assert (found.dtype, found.shape) == (dtype, keys.shape)
-        assert (words(found).reshape(-1) == np.arange(1 << 16)).all()
+        assert (np.asarray(found.view(WORD)).reshape(-1) == np.arange(1 << 16)).all()
 
 
 def test_layout_of_a_page() -> None:
-    held = geometry((1, 16, mx.float32), (3, 24, mx.float16))
+    held = LayerGeometry(1, 16, mx.float32, 3, 24, mx.float16)
     assert FP16.planes(held) == (Plane(1, 32), Plane(3, 24))
     layout = PageLayout(FP16, held)
     assert (layout.unit_words, layout.page_bytes, layout.offsets) == (8, 53_248, (0, 8_192))
-    without_values = geometry((1, 576, mx.float16), (1, 0, mx.float16))
+    without_values = LayerGeometry(1, 576, mx.float16, 1, 0, mx.float16)
     assert PageLayout(FP16, without_values).unit_words == 576
     assert PageLayout(FP16, without_values).page_bytes == 576 * 256 * 2
 

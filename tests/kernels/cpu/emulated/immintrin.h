@@ -171,6 +171,23 @@ inline __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int choice) {
 inline __m512i _mm512_slli_epi32(__m512i a, int n) {
   return _lanes<__m512i>([&](int i) { return a.x[i] << n; });
 }
+inline __m512i _mm512_srlv_epi32(__m512i a, __m512i n) {
+  return _lanes<__m512i>([&](int i) { return a.x[i] >> n.x[i]; });
+}
+inline __m512i _mm512_permutexvar_epi32(__m512i at, __m512i a) {
+  return _lanes<__m512i>([&](int i) { return a.x[at.x[i] & 15]; });
+}
+// What is behind the 128 bits may be anything.
+inline __m512i _mm512_castsi128_si512(__m128i a) {
+  __m512i wide = _mm512_set1_epi32(0x5a5a5a5a);
+  memcpy(&wide, &a, sizeof a);
+  return wide;
+}
+inline __m512i _mm512_setr_epi32(int a, int b, int c, int d, int e, int f, int g, int h, int i, int j, int k,
+                                 int l, int m, int n, int o, int p) {
+  return {uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d), uint32_t(e), uint32_t(f), uint32_t(g), uint32_t(h),
+          uint32_t(i), uint32_t(j), uint32_t(k), uint32_t(l), uint32_t(m), uint32_t(n), uint32_t(o), uint32_t(p)};
+}
 inline __m512i _mm512_srli_epi32(__m512i a, int n) {
   return _lanes<__m512i>([&](int i) { return a.x[i] >> n; });
 }
