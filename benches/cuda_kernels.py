@@ -28,8 +28,11 @@ KV_HEADS, RATIO, DIM, PAGE = 8, 4, 128, 256
 STRIDE, ROW_FIELDS = 1 << 16, 7
 BATCHES = (1, 8, 32)
 LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 16)
-BITS = {"fp16": 16, "q4": 4}
-FLAGS = {"fp16": ["HAS_FLOATS"], "q4": ["HAS_Q4", "HAS_CODES"]}
+BITS = {"fp16": 16, "q4": 4}  # of a plane of codes, without fifth bits
+KINDS = {"fp16": (16, 16), "q4": (5, 4)}  # of keys and values, in kernels/gpu/pages.h
+FLAGS = {"fp16": ["HAS_FLOATS"], "q4": ["HAS_Q4", "HAS_Q5", "HAS_CODES"]}
+# Words of a token's fifth bits, and its scales: of keys, of values.
+SCALES = (DIM // 16, DIM // 128), (0, DIM // 64)
 MOST_BYTES = 60 << 30  # of pages; larger combinations are left out
 TOLERANCE = 4e-3  # float16 outputs of size 1
 ROUNDS, CAPTURED = 10, 5
@@ -60,17 +63,18 @@ class Pages:
     def offsets(self) -> list[int]:
         """Words of a page, and where keys' scales, values, values' scales and keys' centres
         begin."""
-        codes = KV_HEADS * PAGE * DIM * BITS[self.page_format] // 16
-        scales = KV_HEADS * PAGE * DIM // 32 if self.is_quantised else 0
-        values = codes + scales + (KV_HEADS * DIM if self.is_quantised else 0)
+        tokens = KV_HEADS * PAGE
+        codes = tokens * DIM * BITS[self.page_format] // 16
         if not self.is_quantised:
-            return [values + codes, 0, values, values, 0]
-        return [values + codes + scales, codes, values, values + codes, codes + scales]
+            return [2 * codes, 0, codes, codes, 0]
+        key_scales, value_scales = map(sum, SCALES)
+        centres = codes + tokens * key_scales
+        values = centres + KV_HEADS * DIM
+        return [values + codes + tokens * value_scales, codes, values, values + codes, centres]
 
     def layouts(self, cupy: Any) -> Any:
-        bits = BITS[self.page_format]
         *offsets, centres = self.offsets
-        fields = [*offsets, bits, bits, centres]
+        fields = [*offsets, *KINDS[self.page_format], centres]
         return cupy.asarray(np.array([fields] * SLABS, np.int32))
 
 
@@ -146,10 +150,13 @@ class Bench:
     def _fill_with_codes(self, pages: Pages) -> None:
         """Random codes, whose scale makes their numbers about as large as normal ones, and centres
         that are half as large."""
-        memory, count = pages.memory, KV_HEADS * PAGE * DIM // 32
+        memory, sides = pages.memory, zip(pages.offsets[1::2], SCALES, strict=True)
         memory[...] = self.cupy.random.randint(0, 1 << 16, memory.shape, dtype=np.uint16)
-        for first in (pages.offsets[1], pages.offsets[3]):
-            memory[:, first : first + count] = int(np.float16(0.2).view(np.uint16))
+        for first, (fifths, scales) in sides:
+            end = first + KV_HEADS * PAGE * (fifths + scales)
+            rows = memory[:, first:end].reshape(-1, KV_HEADS * PAGE, fifths + scales)
+            rows[..., fifths:] = int(np.float16(0.1 if fifths else 0.2).view(np.uint16))
+            memory[:, first:end] = rows.reshape(len(memory), -1)
         shape = (len(memory), KV_HEADS * DIM)
         centres = 0.5 * self.cupy.random.standard_normal(shape, dtype=np.float32)
         first = pages.offsets[4]
@@ -232,14 +239,17 @@ class Bench:
         held = pages.memory[tables[row, ROW_FIELDS:]]
         at = pages.offsets
         sides = []
-        for first, scales, centres in ((0, at[1], at[4]), (at[2], at[3], 0)):
+        for first, after, centres, (fifths, scales) in (
+            (0, at[1], at[4], SCALES[0]),
+            (at[2], at[3], 0, SCALES[1]),
+        ):
             words = KV_HEADS * PAGE * DIM * BITS[pages.page_format] // 16
             plane = held[:, first : first + words].reshape(
                 -1, KV_HEADS, PAGE, words // KV_HEADS // PAGE
             )
             if pages.is_quantised:
-                count = KV_HEADS * PAGE * DIM // 32
-                steps = held[:, scales : scales + count].reshape(-1, KV_HEADS, PAGE, DIM // 32)
+                count = KV_HEADS * PAGE * (fifths + scales)
+                steps = held[:, after : after + count].reshape(-1, KV_HEADS, PAGE, fifths + scales)
                 centre = held[:, centres : centres + KV_HEADS * DIM] if centres else None
                 numbers = self._decoded(
                     cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps), centre
@@ -250,11 +260,17 @@ class Bench:
         return sides[0], sides[1]
 
     def _decoded(self, words: Any, scales: Any, centre: Any) -> Any:
-        """Of q4, turned back; relative to a centre if there is one."""
+        """Of q4, turned back; with a centre there are fifth bits before the scales."""
         cupy = self.cupy
-        codes = words.view(np.uint8).reshape(*words.shape[:3], DIM // 32, 16)
-        halves = cupy.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
-        numbers = halves * scales.view(np.float16).astype(np.float32)[..., None]
+        lower = words.view(np.uint8).reshape(*words.shape[:3], DIM // 32, 16)
+        codes = cupy.concatenate([lower & 15, lower >> 4], -1).astype(np.float32) - 8
+        if centre is not None:
+            fifths = cupy.ascontiguousarray(scales[..., : DIM // 16]).view(np.uint32)
+            places = cupy.asarray([8 * (j % 4) + j // 4 for j in range(32)], np.uint32)
+            codes += (fifths[..., None] >> places & 1).astype(np.float32) * 16 - 8
+            scales = cupy.ascontiguousarray(scales[..., DIM // 16 :])
+        steps = scales.view(np.float16).astype(np.float32)
+        numbers = codes.reshape(*steps.shape, -1) * steps[..., None]
         numbers = numbers.reshape(*words.shape[:3], DIM)
         if centre is not None:
             row = cupy.ascontiguousarray(centre).view(np.float16).astype(np.float32)

@@ -1,10 +1,10 @@
 """Bytes that MLX holds for keys and values, by length: python -m benches.held_bytes
 
 Every byte is of `mx.get_active_memory()`, less what MLX held before the pool was made: memory that
-is mapped, whether a token is in it or not. A layer has one head of 32 in float16; a number takes
-as many bits with more heads. Prompts are written in steps of 2,048 tokens, and what follows as in
-decoding: where a page begins in a step of one token, and the rest of the page in another step,
-which maps nothing.
+is mapped, whether a token is in it or not. A layer has one head of 128 in float16; a number takes
+as many bits with more heads, and in q4 a few more with smaller ones. Prompts are written in steps
+of 2,048 tokens, and what follows as in decoding: where a page begins in a step of one token, and
+the rest of the page in another step, which maps nothing.
 
 by length   prompts and one more token, for which a page begins. gemma3 is a model whose layers have
             windows of 512 tokens, but for every sixth. Windows keep 16 bits, in rings of few pages
@@ -38,9 +38,9 @@ from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.pool.layer_kinds import DEFAULT_WRITE_CHUNK, Window
 
-HEAD, LAYERS, STEP = 32, 4, 2048
-# Bits of a number, with its part of a scale, and of the centre of its page.
-CODES = {"fp16": 16.0, "q8": 8.5, "q4": 4.5 + 16 / 256 / 2}
+HEAD, LAYERS, STEP = 128, 4, 2048
+# Bits of a number, with its part of a scale, and of the centre of its page: q4 has 5 bits for keys.
+CODES = {"fp16": 16.0, "q8": 8.5, "q4": (5 + 16 / 128 + 16 / 256 + 4 + 16 / 64) / 2}
 BUDGETS: dict[str, str | None] = {"256MB": "256MB", "1GB": "1GB", "default": None}
 SHORTEST, LONGEST, HEADLINE = 1 << 10, 1 << 16, 1 << 15
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "held.svg"

@@ -34,7 +34,7 @@ DIM, TILE, LANES = 128, 32, 32
 FORMATS = {
     "fp16": (16, ["HAS_FLOATS"]),
     "q8": (8, ["HAS_Q8", "HAS_CODES"]),
-    "q4": (4, ["HAS_Q4", "HAS_CODES"]),
+    "q4": (4, ["HAS_Q4", "HAS_Q5", "HAS_CODES"]),
 }
 QUERY_HEADS = (4, 8)  # for each KV head
 REGISTERS, REGISTER_UNIT = 64 << 10, 256  # of a multiprocessor, given to warps in such units

@@ -29,7 +29,7 @@ from benches.models import MODELS, contexts, load_model
 from benches.results_file import write_result
 from benches.two_processes import finished
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.pages.number_format import NumberFormat
+from paged_kv.kernels.pages.number_format import NumberFormat, unpacked
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 
 TOKENS, CONTEXTS = 1100, 4
@@ -138,12 +138,12 @@ def codes(run: Run, whole: Run, page_format: str) -> dict[str, float]:
 def encoded(
     numbers: mx.array, number_format: NumberFormat
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
-    """Codes [..., bytes or half bytes], and scales, of a page's keys or values."""
+    """Codes [..., dim], and scales, of a page's keys or values."""
     bits = number_format.encoding(numbers.dtype).bits
     words, scales, *_ = number_format.encode(numbers)
-    of_bytes = np.array(words.view(mx.uint8))
-    halves = [of_bytes] if bits == 8 else [of_bytes & 15, of_bytes >> 4]
-    return np.concatenate(halves, axis=-1), np.array(scales)
+    fifths = numbers.shape[-1] // 16 if bits == 5 else 0
+    codes = words.view(mx.uint8) if bits == 8 else unpacked(words, scales[..., :fifths])
+    return np.array(codes.view(mx.uint8)), np.array(scales[..., fifths:])
 
 
 def _pairs(run: Run, other: Run, layers: Iterable[int]) -> Iterable[tuple[mx.array, mx.array]]:
