@@ -40,7 +40,9 @@ def _own_caches() -> Iterator[None]:
 
     Kernels are checked, and steps compiled, in tests that say so, or where the whole run says so.
     """
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    # A process that ends, or a thread, may still write into the folder.
+    kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with kept as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(cache_folder()))  # models are the same for all
         patch.setenv("XDG_CACHE_HOME", folder)
         for each in ("PAGED_KV_CERTIFY", "PAGED_KV_COMPILE"):

@@ -39,8 +39,8 @@ def recorded_step(batch: int) -> tuple[dict[str, list[str]], dict[str, list[str]
     launches. Kernels are operations that tell their inputs and outputs."""
     found: list[dict[str, Any]] = []
 
-    def export(call: Any, tokens: mx.array, caches: Any, step: RecordableStep, *_: Any) -> None:
-        mx.export_function(found.append, StepFunction(call, caches, step), tokens, *step.arrays())
+    def export(step: StepFunction, tokens: mx.array, *_: Any) -> None:
+        mx.export_function(found.append, step, tokens, *step.step.arrays())
         raise NotRecordable("it was exported")
 
     model = small_llama(layers=LAYERS)
@@ -99,8 +99,8 @@ def test_what_changes_from_step_to_step_is_an_argument(batch: int) -> None:
 class StepByStep:
     """In the place of a `Recording`: runs what would be recorded on the step's own arrays."""
 
-    def __init__(self, call: Any, *_: Any) -> None:
-        self._call = call
+    def __init__(self, first: StepFunction, *_: Any) -> None:
+        self._call = first.call
 
     def __call__(self, tokens: mx.array, caches: list[Any], step: RecordableStep) -> Repeated:
         function = StepFunction(self._call, caches, step)

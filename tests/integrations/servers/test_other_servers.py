@@ -47,7 +47,7 @@ def answers(server: Running, source: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 # The scheduler of vllm-mlx is that of Rapid-MLX in most of its lines.
-@pytest.mark.parametrize("name", plain_only(["mlx_lm", "rapid-mlx"], SERVERS))
+@pytest.mark.parametrize("name", plain_only(["rapid-mlx"], SERVERS))
 def test_texts_are_equal_with_pages_and_without(
     name: str, tmp_path: Path, source_text: str
 ) -> None:
