@@ -129,6 +129,7 @@ def test_a_client_that_leaves_ends_its_request(port: int) -> None:
     assert metrics(port)["request_success_total.abort"] == 1
 
 
+@pytest.mark.soak
 def test_keys_are_those_of_the_server(port: int, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\ntwo\n")
     replicas = Replicas(port, num_replicas=2, api_key=str(tmp_path / "keys"))
