@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,20 @@ LAYER_HEAD = "layer_head"
 # Tables that checkpoints have and heads do not need: the model's own embeddings, and which of the
 # model's tokens the head can draft.
 _NOT_NEEDED = frozenset({"embed_tokens.weight", "t2d"})
+
+# What is read of a configuration, as heads were trained with nothing else: what it must have, and
+# what it may have.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_NORM_AND_ROPE = ("rms_norm_eps", "rope_theta")
+_OF_LAYER_HEAD = (*_SIZES, "num_key_value_heads", "head_dim"), _NORM_AND_ROPE
+_OF_EAGLE3 = (
+    _SIZES,
+    (
+        *("num_key_value_heads", "head_dim", *_NORM_AND_ROPE, "rope_scaling"),
+        *("max_position_embeddings", "attention_bias", "mlp_bias"),
+        *("draft_vocab_size", "target_hidden_size", "norm_before_residual"),
+    ),
+)
 
 
 def is_head(folder: Path) -> bool:
@@ -61,12 +75,12 @@ def load_head(folder: str | Path) -> PredictionHead:
             f"{folder} is no prediction head that is known: its config.json names neither the "
             f"model_type {LAYER_HEAD!r} nor a draft_vocab_size, as those of EAGLE-3 do"
         )
-    given = {each.name: config[each.name] for each in fields(HeadArgs) if each.name in config}
-    needed = {each.name for each in fields(HeadArgs) if each.default is MISSING}
-    if missing := needed - given.keys():
-        raise ValueError(f"config.json of the head in {folder} lacks {', '.join(sorted(missing))}")
     is_layer = config.get("model_type") == LAYER_HEAD
-    head = llama_head(HeadArgs(**given)) if is_layer else Eagle3Head(HeadArgs(**given))
+    needed, others = _OF_LAYER_HEAD if is_layer else _OF_EAGLE3
+    if missing := [name for name in needed if name not in config]:
+        raise ValueError(f"config.json of the head in {folder} lacks {', '.join(sorted(missing))}")
+    args = HeadArgs(**{name: config[name] for name in (*needed, *others) if name in config})
+    head = llama_head(args) if is_layer else Eagle3Head(args)
     loaded: Any = mx.load(str(_required(folder / "model.safetensors")))
     weights = {name: array for name, array in loaded.items() if name not in _NOT_NEEDED}
     head.load(weights, str(folder))

@@ -131,8 +131,9 @@ class PredictionHead(Module):
         try:
             self.load_weights(list(weights.items()))
         except ValueError as error:
+            why = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
-                f"the head in {place} does not fit its weights: {error} Give a head that is whole, "
+                f"the head in {place} does not fit its weights: {why}. Give a head that is whole, "
                 "as it was trained"
             ) from None
 

@@ -59,6 +59,19 @@ def test_a_head_of_eagle3_drafts_tokens_of_the_model(tmp_path: Path) -> None:
     assert mx.array_equal(head.likeliest(states, parts), 2 * own)
 
 
+def test_a_head_of_one_layer_is_read_as_it_was_trained_whatever_else_its_config_says(
+    tmp_path: Path,
+) -> None:
+    others = {"rope_scaling": {"rope_type": "linear", "factor": 4}, "attention_bias": True}
+    config = LAYER | others | {"num_hidden_layers": None}
+    heads: list[Any] = [
+        load_head(written(tmp_path / str(at), each)) for at, each in enumerate((LAYER, config))
+    ]
+    heads[1].update(heads[0].parameters())
+    read = mx.random.normal((1, 9, 64))
+    assert mx.array_equal(heads[0](read, read), heads[1](read, read))
+
+
 def test_auto_drafts_with_a_head_if_one_comes_with_the_model(tmp_path: Path) -> None:
     model, tokenizer = small_model("llama"), None
     factory = PagedCacheFactory(model)
