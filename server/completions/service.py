@@ -118,14 +118,15 @@ async def run_python(file: str, *arguments: str, question: bytes) -> bytes:
         raise TimeoutError("it took too long")
     if process.returncode:
         reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise MemoryError if process.returncode < 0 else ValueError(reason)
+        killed = f"signal {-process.returncode} ended it, as for too much memory"
+        raise MemoryError(killed) if process.returncode < 0 else ValueError(reason)
     return output
 
 
 class Service:
     """One server, whose generation thread is not started yet. Its `place` names it among several
-    that share an address; `valid_grammars` are those that compile within the limits. Raises
-    ValueError: an option is wrong; OSError: a file of keys cannot be read."""
+    that share an address. Raises ValueError: an option is wrong; OSError: a file of keys cannot be
+    read."""
 
     def __init__(
         self, options: ServerOptions, provider: PagedModelProvider, place: str = ""
@@ -140,7 +141,8 @@ class Service:
         self.hosts = KnownHosts(options.host, options.allowed_hosts)
         self.gate, self.workers = Gate(), WorkerThreads()
         self.short_hits = ShortHits()
-        self.valid_grammars: LRU[Grammar, bool] = LRU(_MOST_GRAMMARS)
+        # Those that compile within the limits.
+        self._valid_grammars: LRU[Grammar, bool] = LRU(_MOST_GRAMMARS)
 
     @property
     def is_healthy(self) -> bool:
@@ -206,7 +208,7 @@ class Service:
 
     async def _require_valid(self, grammar: Grammar) -> None:
         """Raise ValueError unless a grammar compiles in a process with limits."""
-        if self.valid_grammars.use(grammar):
+        if self._valid_grammars.use(grammar):
             return
         extra_module("llguidance", "structured")
         limits, question = (str(COMPILE_S), str(COMPILE_BYTES)), json.dumps([*grammar]).encode()
@@ -220,7 +222,7 @@ class Service:
         except ValueError as error:
             why = one_line(str(error))
         else:
-            self.valid_grammars[grammar] = True
+            self._valid_grammars[grammar] = True
             return
         raise ValueError(why)
 

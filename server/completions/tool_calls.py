@@ -49,7 +49,11 @@ async def parse_calls(workers: WorkerThreads, parser: Parser, tools: Any, text: 
     async with workers.call_processes:
         asked = await workers.write(question, sys.maxsize)
         arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
-        return json.loads(await run_python(parse_tool_call.__file__, *arguments, question=asked))
+        try:
+            found = await run_python(parse_tool_call.__file__, *arguments, question=asked)
+        except TimeoutError:
+            raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s") from None
+    return json.loads(found)
 
 
 # Longer beginnings are not searched again with every token.
@@ -247,7 +251,7 @@ class ChoiceCalls:
     async def take(self, delta: Delta) -> CallsAndText:
         """The calls in a part of the choice. Calls that the parser does not understand, or that are
         cut, are text, unless a stream has sent a piece of them: in streams arguments come in
-        pieces, in the forms that `open_call` reads."""
+        pieces, in the forms that `OpenCall` and `TaggedCall` read."""
         parts = [await self._ended(text, is_cut=False) for text in delta.calls]
         parts.append(([], delta.text))
         if delta.open_call is not None and delta.finish_reason is None:

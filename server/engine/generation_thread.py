@@ -112,8 +112,8 @@ class GenerationThread:
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Drop jobs that wait or run; jobs that have ended are ignored."""
-        numbers = [job.number for job in jobs]
-        self._commands.put(partial(GenerationThread._drop, numbers=numbers))
+        for job in jobs:  # a command each: one that fails does not keep the others
+            self._commands.put(partial(GenerationThread._drop, number=job.number))
 
     def cancel_choice(self, job: Job, number: int) -> None:
         self._commands.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
@@ -360,7 +360,7 @@ class GenerationThread:
         longest = min(self._ranks.gather("longest", longest))
         tokens, most = len(job.prompt.tokens), job.arguments.max_tokens
         if tokens >= longest:
-            # As for a prompt beyond the model's context: by these words clients know what to do.
+            # As for a prompt beyond the model's context: by these words clients compact a chat.
             raise APIError(
                 400,
                 f"prompt is too long: {tokens} tokens > {max(0, longest - 1)} maximum, as memory "
@@ -514,11 +514,10 @@ class GenerationThread:
             if not self._rows.holds(job):
                 self._leave(job)
 
-    def _drop(self, numbers: Iterable[int]) -> None:
-        """Drop jobs whose client has left, or has received everything."""
-        for number in numbers:
-            if (job := self.jobs.get(number)) is not None:
-                self._leave(job)
+    def _drop(self, number: int) -> None:
+        """Drop a job whose client has left, or has received everything."""
+        if (job := self.jobs.get(number)) is not None:
+            self._leave(job)
 
     def _fail(self, job: Job, error: APIError) -> None:
         log.warning("%s: refused with %d: %s", job.request_id, error.status, error)

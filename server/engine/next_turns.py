@@ -155,9 +155,11 @@ class NextTurns:
         """Compute what is not cached of a turn, a piece at a time. What is computed is kept when
         this ends, also if a request ends it."""
         loaded = self._provider.described
+        if turn.model != loaded.key:
+            return
         if now - self._asked_at >= _BATTERY_S:
             self._asked_at, self._is_on_battery = now, is_on_battery()
-        if turn.model != loaded.key or self._is_on_battery:
+        if self._is_on_battery:
             return
         if turn.tokens is None:
             turn.tokens = turn.read(loaded)

@@ -309,6 +309,7 @@ def _loading(field: str, name: str | None) -> Iterator[None]:
 
 
 def loading_with_mlx_vlm() -> Any:
+    """The module that loads models with mlx-vlm. Raises ValueError without the extra vlm."""
     return extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
 
 

@@ -12,13 +12,12 @@ import http.client
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,13 +56,14 @@ class PrefillRequest:
     Attributes:
         done: how many tokens the other server has computed.
         has_ended: whether it has computed all, refused, or cannot be reached.
+        error: what went wrong; None if nothing has.
         news: set whenever one of these changes.
     """
 
     def __init__(self, server: OtherServer, tokens: Sequence[int], salt: Hashable) -> None:
         self.done = 0
         self.has_ended = False
-        self.news = threading.Event()
+        self.news = Event()
         self.error: str | None = None
         self._headers: dict[str, bytes | str] = {"Content-Type": "application/json"}
         if server.api_key is not None:
@@ -75,7 +75,7 @@ class PrefillRequest:
         is_secure = self._url.scheme == "https"
         kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
         self._connection = kind(self._url.hostname or "", self._url.port, timeout=_CONNECT_S)
-        self._thread = threading.Thread(target=self._run, name="paged-kv-prefill", daemon=True)
+        self._thread = Thread(target=self._run, name="paged-kv-prefill", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -269,13 +269,15 @@ class PromptReuse:
     evicted when memory gets short; mlx-lm's server keeps whole prompt caches."""
 
     # Of the loaded model, and of its draft model, whose prompts `ModelDraft` reuses: for these only
-    # the limits hold. None while no model is loaded.
+    # the limits hold. Empty while no model is loaded.
     factories: list[PagedCacheFactory]
     # The most prompts to cache, not counting prefixes of others; None for as many as memory allows.
     max_prompts: int | None = None
-    max_bytes: int | None = None  # of all pages; above it, cached ones are evicted
-    held_share: float = 0.0  # of the memory that `hold` may hold; under one salt half of it
-    _now: float = 0.0
+    # Of all pages, in use or cached; above it, cached ones are evicted. None for no limit.
+    max_bytes: int | None = None
+    # From 0 to 1: the most of the memory that `hold` may hold; under one salt half of it.
+    held_share: float = 0.0
+    _now: float = field(default=0.0, init=False)
 
     def insert(
         self, tokens: list[int], prompt_cache: list[Any], salt: Hashable, session: str | None = None

@@ -246,7 +246,8 @@ class Rows:
                 yield job, Failed(wrong_value(stopped, field))
 
     def drop(self, job: Job, number: int | None = None) -> None:
-        """Stop a job, or one of its choices; its computed prefix is cached for reuse."""
+        """Stop a job, or one of its choices. What a batch has computed of it is cached, to be
+        reused."""
         if number is None:
             self._grammars.pop(job, None)
         if self._single is not None and self._single.job is job:

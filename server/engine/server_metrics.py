@@ -56,9 +56,10 @@ class ServerMetrics:
     prepared_unused: int = 0  # those that were computed for nothing
     answered: Counter[int] = field(default_factory=Counter)  # requests by the status of the answer
     refused: int = 0  # requests answered with 503, or whose stream ended with such an error
-    finished: Counter[str] = field(default_factory=Counter)  # choices; "abort" if the client left
+    # Choices by finish reason; "abort" if the client left.
+    finished: Counter[str] = field(default_factory=Counter)
+    # Seconds to a request's first token, on average between the tokens of a choice, to the last.
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
-    # Of each choice, the mean between its tokens.
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
 

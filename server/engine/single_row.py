@@ -1,4 +1,6 @@
-"""Runs one job alone, its choices one after the other."""
+"""Runs one job alone, its choices one after the other. Has what batches and next turns share with
+it: the steps of a prompt, what is held of it, and the events for tokens.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,7 @@ class EmbeddedImages:
         pixels = self._vision.pixel_values[seen:]
         embeddings = model.embed_inputs(rest, pixel_values=pixels) if pixels else None
         if embeddings is not None:
-            mx.eval(embeddings)  # the prompt is computed on another stream
+            mx.eval(embeddings)  # once: each step takes its part
         return EmbeddedSteps(model, cached, embeddings)
 
 

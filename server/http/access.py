@@ -120,8 +120,8 @@ class Clients:
 
     @contextmanager
     def entered(self, client: str | None) -> Iterator[None]:
-        """Count a request of a client, by the name of its key, that runs or waits. Raises APIError
-        429: the client has too many already."""
+        """Count a request of a client, by the name of its key (None without keys), that runs or
+        waits. Raises APIError 429: the client has too many already."""
         most = self._of(client).requests
         if most is not None and self._inside[client] >= most:
             raise APIError(

@@ -23,7 +23,7 @@ _short.maxdict = _short.maxlist = _short.maxlevel = 3
 class APIError(Exception):
     """A request that is answered with an error. The `message` says what was asked, what there was,
     and what to change; `param` is the field of the body that is wrong, and `code` names the error
-    for programs."""
+    for programs. The `status` is HTTP's, and the `headers` are of the answer."""
 
     def __init__(
         self,

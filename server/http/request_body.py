@@ -247,8 +247,8 @@ _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 class BodyDecoder:
-    """Decodes one body of a `Content-Encoding`, part by part. Raises APIError 415: the server does
-    not know it."""
+    """Decodes one body of a `Content-Encoding`, empty if it is not compressed, part by part. Raises
+    APIError 415: the server does not know it."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding.strip().lower()

@@ -49,6 +49,7 @@ class ResponseAnswers(Answers):
         fields: of the request, which the response repeats.
         tools: of the request, by the names of their functions.
         is_plain: whether reasoning items have their text as `encrypted_content` too.
+        logprobs: describes the tokens of texts.
         keep: is called with the complete response.
     """
 

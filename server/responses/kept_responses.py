@@ -212,7 +212,7 @@ class ResponseReader:
 
     async def cancel(self, request: Request) -> Response:
         """Refuse to stop a response, as none is in the background: a client stops its own request
-        by leaving. Raises APIError 400: or 404 if the response is not kept."""
+        by leaving. Raises APIError 400, or 404 if the response is not kept."""
         self._kept.get(*self._requested(request))
         raise wrong_value(
             "only a response in the background is cancelled; this one has ended", "id"
