@@ -12,7 +12,7 @@ from paged_kv.allocator.errors import BlockStateError
 OnMove = Callable[[int, int], None]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RefCounts:
     """The reference count of each block that is not free.
 

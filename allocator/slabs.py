@@ -47,7 +47,7 @@ COPIED_SHARE = 16
 COPIED_PAGES = SMALL_SLAB_PAGES
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FormatSlabs:
     """Free and used blocks of one page format; a slab never changes its format."""
 

@@ -106,7 +106,7 @@ class WritePlan:
     copied: dict[int, str]  # the formats of blocks that replace others, as copies, by entry
     appended: list[str]  # the formats of blocks behind the table's
     blocks: tuple[int, ...] = ()  # those of the table after the write, once they are allocated
-    copies: dict[int, int] = field(default_factory=dict)  # to them (from block, to block)
+    copies: dict[int, int] = field(default_factory=dict)  # of pages (from block, to block)
 
     def take(self, fresh: Mapping[str, Iterator[int]]) -> None:
         """Take the blocks from free ones of each format."""

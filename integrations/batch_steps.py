@@ -48,8 +48,11 @@ def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
         _compute_apart(batch, tokens)
         return
     ends = sorted({len(each) for each in tokens})
-    has_states = any(isinstance(each, ArraysCache) for each in leaves(batch.prompt_cache))
-    if len(ends) < 2 or not has_states or not are_ours(batch.prompt_cache):
+    if (
+        len(ends) < 2
+        or not any(isinstance(each, ArraysCache) for each in leaves(batch.prompt_cache))
+        or not are_ours(batch.prompt_cache)
+    ):
         _compute(batch, tokens)
         return
     rows, caches, begin = list(range(len(tokens))), batch.prompt_cache, 0

@@ -8,8 +8,8 @@ of them. So every call of the model here has a shape that follows from the seque
     prompt   a longer step is computed for one sequence after the other, in pieces that end where a
              page does, wherever the step begins.
 
-Attention on CPUs sums each sequence's tokens in their own order. `fixed_steps_trial` tries all of
-this with the model on the device.
+Attention on CPUs sums each sequence's tokens in their own order. `trials` tries all of this
+with the model on the device.
 """
 
 from __future__ import annotations

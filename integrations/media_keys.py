@@ -146,7 +146,8 @@ def _mismatch(kind: str, token: int | None, places: int, given: int) -> str:
 
 class PromptSteps(Protocol):
     """A model's steps for one prompt with images and the tokens after it, instead of the model's
-    own: takes tokens [1, T] and the prompt cache, and returns the logits of the last tokens.
+    own: takes tokens [1, T], which continue those of the step before, and the prompt cache;
+    returns logits [1, _, vocabulary], the last of them those of the last token.
 
     Attributes:
         start: the tokens of the prompt that the prompt cache has to hold before the first step:

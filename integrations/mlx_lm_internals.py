@@ -3,7 +3,7 @@ names of ours. No other file names it.
 
 A release of mlx-lm may change it without notice. So attributes are checked when this is imported,
 and functions when they are first called: an error says what is missing, and which versions of
-mlx-lm have it. `version_trial` tries what no name shows.
+mlx-lm have it. `trials` tries what no name shows.
 """
 
 from __future__ import annotations

@@ -73,8 +73,10 @@ class _Caches:
     As a context, it undoes a call that fails within: it lets all caches be as they were.
 
     Attributes:
+        given: those that the call is given.
         first: the factory's first.
-        known: all of them.
+        pool: of the first, if it has pages.
+        known: all of the factory's.
         others: those that have no pages.
         are_separate: whether some are of a model that takes one sequence at a time.
     """

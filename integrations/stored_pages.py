@@ -5,8 +5,8 @@ hashes all weights, as a name or a date does not tell models apart, and all sett
 `model_version`.
 
 States are packed into bytes. A file names the class of each cache. Only the classes in this
-module's list are made from it, and those that `SeparateCaches` of this process have held; no name
-is looked up elsewhere.
+module's list are made from it, mlx-vlm's `ArraysCache`, and those that `SeparateCaches` of this
+process have held; no name of a file is looked up elsewhere.
 """
 
 from __future__ import annotations

@@ -116,8 +116,10 @@ class _SymbolInfo(ctypes.Structure):
     """What `dladdr` tells of an address: `Dl_info` of <dlfcn.h>."""
 
     _fields_ = (
-        *(("file", ctypes.c_char_p), ("base", ctypes.c_void_p)),
-        *(("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p)),
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
     )
 
 

@@ -20,6 +20,7 @@ from paged_kv.lru import LRU
 
 logger = logging.getLogger("paged_kv")
 
+# A mean is that of about so many latest numbers.
 _AVERAGED = 4096
 # Entries that were evicted and are remembered: so many times as many as there are, in some MB.
 _GONE_SHARE, _MOST_GONE = 4, 1 << 15
@@ -69,7 +70,7 @@ class Use(NamedTuple):
 
 
 class Mean:
-    """The mean of about so many latest numbers as `_AVERAGED`, `value`; 0 without any."""
+    """The mean of the latest numbers, `value`; 0 without any."""
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -138,7 +138,7 @@ class PrefixIndex:
     def end_session(self, owner: Owner) -> int:
         """Remove what only prompts of a session use: the last nodes of each, up to one that is
         pinned, that another owner's prompt ends with, or that has other children. Returns how many
-        blocks' worth that was. O(nodes of its prompts).
+        blocks' worth that was. Other holders keep their blocks. O(nodes of its prompts).
 
         Raises:
             UnknownSession: no prompt has this owner; nothing was changed.
@@ -156,7 +156,7 @@ class PrefixIndex:
         """Remove what only this prompt and its prefixes use, if they are of no session: its last
         nodes, up to one that is pinned, that a session's prompt ends with, or that has other
         children. Returns how many blocks' worth that was, 0 if a longer prompt goes through all of
-        it. O(tokens)."""
+        it. Other holders keep their blocks. O(tokens)."""
         with self.lock:
             found, before = self.known(namespace, tokens), len(self)
             is_whole = sum(len(node.tokens) for node in found.nodes) == found.num_tokens

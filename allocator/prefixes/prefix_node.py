@@ -47,7 +47,7 @@ class _Place:
 
 class OutOfWindowBlock:
     """A reference to a cached block, held by those who know its tokens. The block is released when
-    the last reference is collected, and None once it was evicted."""
+    the last reference is collected."""
 
     def __init__(self, place: _Place) -> None:
         self.ends = 0  # cached prefixes that end with it, and so need it: it stays for them
@@ -56,6 +56,7 @@ class OutOfWindowBlock:
 
     @property
     def block(self) -> int | None:
+        """None once it was evicted."""
         return self._place.block
 
 

@@ -53,7 +53,7 @@ from paged_kv.integrations.batching.short_memory import (
     attempted,
     if_short_again,
 )
-from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts
+from paged_kv.integrations.mlx_lm_internals import BatchParts, GeneratorParts, set_next
 from paged_kv.prefix.keeping import LookedUp
 from paged_kv.steps.blocks import reserve
 from paged_kv.trace import RecordedRequest
@@ -264,6 +264,7 @@ class Preemption:
 
     def _without_pages(self, waiting: Waiting) -> Waiting:
         """A waiting sequence whose pages only the prefix cache holds."""
+        assert first_paged(waiting.cache) is not None, "sequences without pages are not preempted"
         _shrink(waiting.cache)
         request = self.requests.of(waiting.uid)
         self._factory.insert_cache(
@@ -422,5 +423,7 @@ def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption:
     preemption: Preemption | None = getattr(generator, _ATTACHED, None)
     if preemption is None:
         preemption = Preemption(generator, factory)
+        # Of this generator only, which keeps it if the factory is uninstalled before it ends.
+        set_next(generator, preemption.shortages.step)
         setattr(generator, _ATTACHED, preemption)
     return preemption

@@ -25,7 +25,6 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv.allocator.errors import OutOfMemory, PagedKVError
 from paged_kv.integrations.batching.prompt_caches import compute as compute_caches
 from paged_kv.integrations.batching.prompt_caches import joined, put_back, selected
-from paged_kv.integrations.mlx_lm_internals import set_next
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")
@@ -209,7 +208,7 @@ def one_after_another(model: Any, tokens: mx.array, caches: list[Any]) -> mx.arr
 
 
 class Shortages:
-    """What one BatchGenerator has no memory for. It takes its steps here from now on.
+    """What one BatchGenerator has no memory for. `attach` lets it take its steps here.
 
     Args:
         generator: BatchGenerator.
@@ -226,8 +225,6 @@ class Shortages:
         self._step = step
         self.failed: dict[int, OutOfMemory] = {}
         self.longest: int | None = None
-        # Of this generator only, which keeps it if the factory is uninstalled before it ends.
-        set_next(generator, self.step)
 
     def step(self) -> Responses:
         """The generator's step.

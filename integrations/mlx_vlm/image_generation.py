@@ -1,6 +1,6 @@
 """Lets mlx-lm's generators run a model of mlx-vlm, makes a prompt of texts and images with
 mlx-vlm's message formats and processor, and computes it as mlx-vlm does: with the embeddings and
-positions of its images."""
+positions of its images. `ImageGeneration` does so for `paged-kv generate --image`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def load_draft_model(
 
 
 def _folder_of(name: str) -> Path:
-    """The folder of a model, which is downloaded if it is no folder."""
+    """The folder of a model, which is downloaded if nothing has this path."""
     return downloaded(str(Path(name).expanduser()), ["*.json", "*.safetensors"])
 
 

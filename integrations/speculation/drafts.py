@@ -51,7 +51,8 @@ class DraftRow(NamedTuple):
 
 
 class Draft(Protocol):
-    """Proposes tokens for the rows of a batch. Several generators may share a draft."""
+    """Proposes tokens for the rows of a batch. Several generators may share a draft. One that
+    derives from this needs only `propose`: then rows have no state, and nothing is missing."""
 
     def begin(self, salt: Hashable) -> Any:
         """The state of a new row. Rows with different salts must not learn from each other."""
@@ -73,7 +74,7 @@ class Draft(Protocol):
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row, which was prepared, the tokens that may come after `last`: at most `most`,
         or none."""
-        ...
+        raise NotImplementedError
 
 
 class _Place(NamedTuple):

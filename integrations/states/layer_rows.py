@@ -206,8 +206,9 @@ class LayerRows(CacheList):
                 f"{len(cache.sequences)} and was given {rows.shape[0]}: call the model itself, "
                 "which computes the sequences of a batch one after the other"
             )
-        self._step = step = cache.batch.begin(cache.layer, rows.shape[1])
+        step = cache.batch.begin(cache.layer, rows.shape[1])
         step.begin_in_model()  # A step that a ring has not written yet is written now.
+        self._step = step
         self._noted.clear()
         self._assigned.clear()
         with cache.pool.lock:
@@ -365,8 +366,10 @@ class LayerRows(CacheList):
         """The inputs of the open group, [1, tokens, dim]."""
         count = self._known(cache, given.name) % rows.rate
         kept = cache.sequences[0].layers.inputs.get((cache.layer, given.name))
-        none = mx.zeros((1, 0, given.dim), given.dtype)
-        array = GrowingArray(kept.last(count) if count and kept is not None else none)
+        if count and kept is not None:
+            array = GrowingArray(kept.last(count))
+        else:
+            array = GrowingArray(mx.zeros((1, 0, given.dim), given.dtype))
         array.note = partial(self._noted.__setitem__, given.name)
         return array
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 # A length that no memory holds: it fits only if all layers have windows.
 UNENDING = 1 << 50
 
-# A sequence begins only if it and all running ones can write so many tokens. That is
-# the number of steps of the longest prompt of which this is promised: 64K tokens, 2,048 a step.
+# A sequence begins only if it and all running ones can write so many tokens. That is the number of
+# steps of the longest prompt of which this is promised: 64K tokens, 2,048 a step.
 # In simulations of the short answers of benches/admission.py in 10 blocks, 6.4 sequences run with
 # 32 and 3.9 with 256, and none is preempted. With 8, 6.9 run, and 10 are preempted.
 LOOKAHEAD = 32

@@ -11,6 +11,7 @@ import mlx.core as mx
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.steps.batch import Batch, integers, write
@@ -326,7 +327,10 @@ class PagedKVCache:
         """
         if bits not in (4, 8):
             raise ValueError(f"kv_bits must be 4 or 8 with paged caches, got {bits}")
-        warn_once(f"kv_group_size={group_size} is not used: quantised pages have their own groups")
+        if (group_size, bits) != (GROUP, 8):
+            warn_once(
+                f"kv_group_size={group_size} is not used: quantised pages have their own groups"
+            )
         self.batch.convert(page_format_named(f"q{bits}"))
         return self
 

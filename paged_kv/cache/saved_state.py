@@ -259,5 +259,4 @@ def _geometry_from(state: dict[str, Any] | None) -> LayerGeometry | None:
         return None
     fields: dict[str, Any] = {name: int(state[name]) for name in _NUMBERS}
     fields |= {name: _DTYPES[state[name]] for name in _TYPES}
-    # Files of earlier versions do not say whether there are summaries.
-    return LayerGeometry(**fields, has_summaries=bool(state.get("has_summaries")))
+    return LayerGeometry(**fields, has_summaries=bool(state["has_summaries"]))

@@ -186,7 +186,7 @@ def runtime_folder() -> Path:
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "paged-kv"
     cache = cache_folder()
-    if cache.parts[0] == "~":
+    if cache.parts[0] == "~" and not os.environ.get("XDG_CACHE_HOME"):
         raise FileNotFoundError("there is no home folder: set XDG_RUNTIME_DIR")
     return cache / "run"
 
@@ -216,7 +216,7 @@ def require_private(folder: Path) -> None:
         )
 
 
-VERSION = 1
+VERSION = 1  # of the JSON of a view
 
 
 class SequenceView(NamedTuple):

@@ -49,6 +49,5 @@ class _Collector(Collector):
                 ("free", pool.stats.free_by_format),
             ):
                 for page_format, count in by_format.items():
-                    labels = [str(pool.number), pool.name, state, page_format]
-                    blocks.add_metric(labels, count)
+                    blocks.add_metric([str(pool.number), pool.name, state, page_format], count)
         yield blocks

@@ -120,7 +120,7 @@ class Publisher:
         return self._thread is not None and self._thread.is_alive()
 
     def publish(self, path: Path) -> None:
-        """Write the present view to a file."""
+        """Write the present view to a file; raises an OSError if it cannot be written."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self._view().as_dict()))
         part.replace(path)

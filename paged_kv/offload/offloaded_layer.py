@@ -441,6 +441,10 @@ def attend_streamed(
 ) -> mx.array:
     """Attention [1, q_heads, S, v_dim] of the last S of `length` tokens, computed in float32.
 
+    Keys and values come piece by piece, so that not all are in memory at a time. The maximum of
+    each query's scores and the sum of its weights so far are enough to add the next piece: Milakov
+    and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
     Args:
         queries: [1, q_heads, S, k_dim].
         pieces: keys [1, kv_heads, tokens, k_dim] and values [1, kv_heads, tokens, v_dim], in the

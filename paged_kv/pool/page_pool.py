@@ -103,6 +103,7 @@ class PagePool:
 
     Args:
         num_layers: number of layers that keep keys and values.
+        options: how it keeps pages.
         windows: the windows of layers with a sliding window, by layer.
         rows: what layers hold that append rows and no keys and values, by layer.
         beside: another pool, whose budget this one shares.
@@ -327,7 +328,8 @@ class PagePool:
 
     @locked
     def release_unused(self) -> None:
-        """Give back at once what steps give back little by little, while none runs."""
+        """Give back at once, while no step runs, what steps give back little by little, and every
+        empty slab."""
         self.reclaimer.drain()
         while self.reclaimer.tidy():
             pass
@@ -343,7 +345,7 @@ class PagePool:
 
     @locked
     def clear(self) -> int:
-        """Evict all prefixes that are not pinned; returns how many slabs that unmaps."""
+        """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many."""
         evicted = self.index.forget()
         self.counts.evictions["clear"] += evicted + self.out_of_window.evict(lambda: False)
         slabs = self.reclaimer.give_back()

@@ -8,10 +8,10 @@ and at last eviction of all unpinned prefixes.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,12 +67,13 @@ class Reclaimer:
 
     def reserve(self, writes: Writes) -> None:
         """Reserve blocks for all writes, and copy shared pages before a table refers to the copies.
-        If pages are requantised for that, the first pages of a step may be for its last ones.
+        If pages are requantised for that, it goes page by page, so that the first pages of a step
+        can be requantised for its last ones.
 
         Raises:
-            PoolExhausted: the budget does not hold them all; with a policy, tables may have
-                reserved the first.
-            BaseException: what copying raises, such as a `ThreadConflict`; no table has changed.
+            PoolExhausted: the budget does not hold them all.
+            BaseException: what copying raises, such as a `ThreadConflict`. After either no table
+                has changed; with a policy, tables may have reserved their first pages.
         """
         if self.policy is None or self._fits(_needs_of(writes)):
             self._reserve_together(writes)
@@ -376,7 +377,7 @@ class Reclaimer:
         free = ByteBudget(self.budget.max_bytes, self.budget.mapped - mapped)
         copies = []
         for group in self.open_groups():
-            twin = copy(group)
+            twin = copy.copy(group)
             twin.allocator = _copy_of(group.allocator, free, self._evictable_blocks(group))
             twin.pages, twin.offloading = {}, None
             copies.append(twin)
@@ -405,7 +406,7 @@ def _copy_of(
     """A copy with the same slabs, tables and used blocks. `budget` counts the copy's slabs. The
     `unwanted` blocks, which no table may hold, are free in it. O(slabs + table entries)."""
     first, *others = allocator.formats
-    copy = BlockAllocator(
+    other = BlockAllocator(
         budget,
         first.block_bytes,
         allocator.page_size,
@@ -413,20 +414,20 @@ def _copy_of(
         max_slabs=allocator.max_slabs,
     )
     for theirs in (first, *others):
-        slabs = copy.add_format(theirs.name, theirs.block_bytes)
+        slabs = other.add_format(theirs.name, theirs.block_bytes)
         slabs.max_slab_pages, slabs.page_bytes = theirs.max_slab_pages, theirs.page_bytes
         for slab, pages in theirs.slabs.items():
-            copy.map(slabs, slab, pages)
+            other.map(slabs, slab, pages)
     for block in allocator.refs.counts:
         if block not in unwanted:
-            copy.format_of(block).take_block(block)
-    copy.refs.begin([block for block in allocator.refs.kept if block not in unwanted])
+            other.format_of(block).take_block(block)
+    other.refs.begin([block for block in allocator.refs.kept if block not in unwanted])
     for table in allocator.tables:
-        twin = copy.new_table(table.ring, table.page_format, table.first_format)
-        first_held = [block for block in table.blocks if not copy.ref_count(block)]
-        copy.refs.retain([block for block in table.blocks if copy.ref_count(block)])
-        copy.refs.begin(first_held)
+        twin = other.new_table(table.ring, table.page_format, table.first_format)
+        first_held = [block for block in table.blocks if not other.ref_count(block)]
+        other.refs.retain([block for block in table.blocks if other.ref_count(block)])
+        other.refs.begin(first_held)
         twin.change(table.blocks, table.tokens)
         twin.last_reserved = table.last_reserved
-    copy.tokens_reserved = allocator.tokens_reserved
-    return copy
+    other.tokens_reserved = allocator.tokens_reserved
+    return other

@@ -132,8 +132,8 @@ class PrefixCache:
         policy: StorePolicy = StorePolicy.DEFAULT,
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). `policy` says what the tier below may learn of the prompt, and
-        whether it counts."""
+        last token. O(tokens). Its full pages get `page_format`. `policy` says what the tier below
+        may learn of the prompt, and whether it counts."""
         if self.lower is not None:
             self.lower.load(namespace, tokens, policy)
         is_new, index = policy is not StorePolicy.KNOWN, self.pool.index

@@ -45,7 +45,8 @@ class Snapshot:
 
 
 class Snapshots:
-    """All snapshots of a prefix cache: `policy` says which of them to evict first."""
+    """All snapshots of a prefix cache, which take at most `max_bytes`: `policy` says which of them
+    to evict first."""
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_WORTH) -> None:
         self.max_bytes = max_bytes

@@ -53,8 +53,10 @@ class StoredPrefixes:
         prefixes: the prefix cache to store. Its pool must know all layers.
         store: the page store; the caller closes it.
         identify: returns the identity of a namespace's pages; None if they are not to be stored.
-        pack: makes notes for JSON, and arrays by name, of the states of layers without pages.
+        pack: makes notes for JSON, and arrays of uint8 by name, of the states of layers without
+            pages.
         unpack: makes the states again; raises ValueError, KeyError or TypeError if it cannot.
+        options: which prefixes to write.
     """
 
     def __init__(

@@ -59,7 +59,8 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
     """Recode full pages, and reserve blocks in all open groups for the tokens of a step; give back
     a little of the memory that is no longer needed.
 
-    Returns the blocks beside the block tables, to be held until the step is over.
+    Returns the blocks beside the block tables, to be held until the step is over. A model that asks
+    for masks first can be stopped here, before any of its layers has changed anything.
 
     Raises:
         PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already. It
@@ -245,8 +246,8 @@ def is_read_first(window: Window, rows: list[StepRow], count: int) -> bool:
 def reserve_skipped(pool: PagePool, rows: list[StepRow]) -> None:
     """In groups with a window, allocate a block for each page that a step completes and overwrites,
     so that no ring ever holds it, while memory suffices."""
-    for sequence, _, (end, *_) in rows:
-        start = sequence.length
+    for sequence, _, after in rows:
+        start, end = sequence.length, after.tokens
         for group in pool.groups if sequence.caches_out_of_window else ():
             window = group.window
             # While a layer's size is unknown, mapping more now might exceed the budget later.

@@ -329,7 +329,7 @@ class FolderStore(BlobStore):
         return sorted(_scanned(self._fd), key=lambda file: (file.used_ns, file.name))
 
     def free_bytes(self) -> int:
-        """The disk's."""
+        """Free bytes on the disk."""
         figures = os.fstatvfs(self._fd)
         return figures.f_bavail * figures.f_frsize
 

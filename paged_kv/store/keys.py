@@ -49,7 +49,7 @@ class Identity:
         versions: of the libraries that compute.
         geometry: heads, head sizes, dtypes and windows of all layers.
         page_format: how pages hold numbers, and the formats they may be requantised to.
-        rotation: what keys and values are rotated by, and whether keys have a centre.
+        rotation: what keys and values are rotated by, and the bits of the codes of `q4`.
         page_size: tokens a block.
         salt: separates users.
     """

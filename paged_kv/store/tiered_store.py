@@ -123,7 +123,7 @@ class TieredStore:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether some server is not left alone now."""
+        """Whether some server may be asked now."""
         return not all(server.is_paused for server in self.servers)
 
     def flush(self) -> bool:

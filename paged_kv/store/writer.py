@@ -63,7 +63,8 @@ class StoreStats:
         sums: dict[str, Any] = {}
         for name, value in vars(self).items():
             more = getattr(other, name)
-            sums[name] = value + more if isinstance(value, int) else Counter(value) + Counter(more)
+            is_number = isinstance(value, int)
+            sums[name] = value + more if is_number else dict(Counter(value) + Counter(more))
         return StoreStats(**sums)
 
 
