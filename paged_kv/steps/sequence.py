@@ -363,6 +363,7 @@ class Sequence:
         settled = [Progress(tokens, 0, padding) for tokens, _, padding in self.layers.settled]
         copy.layers = LayerProgress(self.pool, settled)
         copy.layers.trimmed, copy.layers.inputs = self.layers.trimmed, self.layers.inputs
+        copy.layers.states_len = self.layers.states_len
         copy.of_head = self.of_head
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():

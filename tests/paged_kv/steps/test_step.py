@@ -182,3 +182,9 @@ def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
 def test_layers_with_as_many_tokens_take_the_same_step() -> None:
     layers = LayerProgress(PagePool(3), [Progress(5), Progress(0), Progress(5, latest=2)])
     assert [layers.level_with(0), layers.level_with(1)] == [{0, 2}, {1}]
+
+
+def test_a_fork_has_the_tokens_of_states_without_pages() -> None:
+    sequence = Sequence(PagePool(0, max_bytes=1 << 20))
+    sequence.begin_at(5, {})
+    assert sequence.fork(0).length == 5
