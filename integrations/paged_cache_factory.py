@@ -395,7 +395,8 @@ class PagedCacheFactory:
         self.store = open_tiers(ours, most, options.store_options)
         self.pool.counts.of_store = self.store.counts_by_tier
         self._model.open_layers(self.pool)
-        identify = page_identity(self._model.version, self.pool, self._model.file)
+        model = self._model
+        identify = page_identity(model.version, self.pool, model.file, model.library.name)
         self._stored = StoredPrefixes(
             self.prefixes, self.store, identify, pack, unpack, options.store_options
         )

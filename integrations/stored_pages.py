@@ -126,7 +126,7 @@ def _unpacked(tree: dict[str, Any], arrays: Mapping[str, Any]) -> Any:
 
 
 def page_identity(
-    versions: ModelVersion, pool: PagePool, name: str
+    versions: ModelVersion, pool: PagePool, name: str, library: str
 ) -> Callable[[Hashable], Identity | None]:
     """What returns the identity under which a namespace's pages are stored. That is None for pages
     not of the pool's first format, or of a version of the model that nobody knows any more: no
@@ -136,16 +136,18 @@ def page_identity(
         versions: of the model that computes the pages, numbered as in namespaces.
         pool: the pages' pool, which knows all layers.
         name: of the model, for people.
+        library: the package that the model is of.
     """
     # Hash the weights here, so that the first prompt does not wait for it.
     versions.identity(versions.number)
     policy = pool.requantisation_policy
     formats = [pool.page_format, *map(page_format_named, policy.page_formats if policy else ())]
+    packages = dict.fromkeys(("mlx", "mlx-lm", library))
     of_pool = Identity(
         model=name,
         weights="",
         settings="",
-        versions=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+        versions=", ".join(f"{each} {version(each)}" for each in packages),
         geometry="; ".join(_geometry(pool)),
         page_format=" > ".join(
             [_of_full_pages(pool.page_format), *(each.name for each in formats[1:])]

@@ -14,7 +14,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, load_prompt_cache, save_pr
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.stored_pages import can_pack, pack, unpack
+from paged_kv.integrations import stored_pages
+from paged_kv.integrations.model_version import ModelVersion
+from paged_kv.integrations.stored_pages import can_pack, pack, page_identity, unpack
 from tests.support.generation import greedy
 from tests.support.stored_prompts import TEXT, computed, found, read, shallow_model, stored_factory
 from tests.support.zoo import small_model
@@ -177,6 +179,22 @@ def test_caches_keep_their_order_and_arrays_their_dtype_and_shape(dtype: mx.Dtyp
     for at, each in enumerate(arrays):
         assert (second[at].dtype, second[at].shape) == (each.dtype, each.shape)
         assert mx.array_equal(second[at], each)
+
+
+def test_pages_name_the_version_of_the_package_that_their_model_is_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"mlx": "1", "mlx-lm": "2", "mlx-vlm": "3"}
+    monkeypatch.setattr(stored_pages, "version", versions.__getitem__)
+    factory = PagedCacheFactory(small_model("qwen3"), max_bytes=1 << 26)
+    factory.make_cache()
+    known = ModelVersion(small_model("qwen3"))
+    found = []
+    for library in ("mlx-lm", "mlx-vlm"):
+        identity = page_identity(known, factory.pool, "qwen3", library)((0, "fp16", None))
+        assert identity is not None
+        found.append(identity.versions)
+    assert found == ["mlx 1, mlx-lm 2", "mlx 1, mlx-lm 2, mlx-vlm 3"]
 
 
 def test_mlx_vlms_states_are_known_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def main() -> None:
 def kill_at_random(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
     """Kill a writer at a random moment, again and again."""
     numbers = random.Random(seed)
-    counts: Counter[str] = Counter()
+    counts = Counter(wrong_reads=0)
     for cycle in range(cycles):
         writer = os.fork()
         if not writer:
@@ -78,7 +78,7 @@ def kill_at_random(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
 def kill_at_each_call(folder: Path, cycles: int, seed: int, every: int) -> dict[str, Any]:
     """Kill a writer at its n-th system call, for each n, or one of `every`, until it ends by itself
     or n is `cycles`."""
-    counts: Counter[str] = Counter()
+    counts = Counter(wrong_reads=0)
     for number in range(1, cycles + 1, every):
         writer = os.fork()
         if not writer:
