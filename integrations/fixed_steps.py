@@ -123,9 +123,8 @@ def fixed_steps(
 
 
 def described_device(pool: PagePool) -> str:
-    """What the bits of a step depend on beside the model: the device and the packages."""
-    library = getattr(pool.backend, "library", None)
-    backend = f"{pool.backend.name} {getattr(library, 'instruction_set', '')}".strip()
+    """What the bits of a step depend on beside the model: the device, the kernels, the packages."""
+    backend = f"{pool.backend.variant} {pool.backend.build}".strip()
     packages = ", ".join(f"{each} {version(each)}" for each in ("mlx", "mlx-lm", "paged-kv"))
     return f"{backend} on {device_name()} ({platform.machine()}), {packages}"
 

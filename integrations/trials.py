@@ -1,4 +1,4 @@
-"""Tries on this machine what pages are trusted with only then. Files in the cache folder remember
+"""Tries on this machine what pages are trusted with only then. A file in the cache folder remembers
 what passed.
 
 `require_trusted` tries a version of mlx-lm that was released after this package: a small random
@@ -13,7 +13,6 @@ alone, beside others, and in every place of a step.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -40,13 +39,14 @@ from paged_kv.integrations.fixed_steps import ROWS, described_device
 from paged_kv.integrations.heads.model_head import heads
 from paged_kv.integrations.paged_model import PagedModel
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.verdicts import verdict_file
+from paged_kv.kernels.pages.verdicts import RIGHT, read_found, verdict_file, write_found
 from paged_kv.pool.page_pool import PagePool
 
 Tokens = list[int]
 Bits = tuple[bytes, ...]
 
-_MLX_LM, _FIXED_STEPS = "tried-mlx-lm.json", "fixed-steps.json"
+# Of what the file says.
+_MLX_LM, _FIXED_STEPS = "mlx-lm", "steps of fixed shapes"
 
 
 def _tokens(begin: int, end: int) -> Tokens:
@@ -74,7 +74,7 @@ def require_trusted(make_factory: Callable[[Any], Any]) -> None:
     """
     found = version("mlx-lm")
     versions = f"mlx-lm {found}, mlx {version('mlx')}, paged_kv {version('paged-kv')}"
-    if found in _trusted or versions in _passed(_MLX_LM):
+    if found in _trusted or _has_passed(_MLX_LM, versions):
         return
     _trusted.add(found)  # The factory of the trial asks too.
     state: Any = mx.random.state
@@ -203,7 +203,7 @@ def require_fixed_steps(model: Module, options: CacheOptions) -> None:
     shapes = [(name, each.shape, str(each.dtype)) for name, each in parameters]
     digest = hashlib.sha256(repr((shapes, pool.windows, pool.read_tokens)).encode()).hexdigest()
     tried = f"{pool.name} {digest} {pool.page_format.name} {described_device(pool)}"
-    if tried in _passed(_FIXED_STEPS):
+    if _has_passed(_FIXED_STEPS, tried):
         return
     paged.replace_calls()
     try:
@@ -260,23 +260,15 @@ def _bits(model: Any, company: list[list[Any]], row: int) -> Bits:
     return tuple(found)
 
 
-def _passed(name: str) -> list[str]:
-    """What has passed the trials of a kind; nothing where the file cannot be read."""
-    try:
-        return [str(each) for each in json.loads(_file(name).read_text())]
-    except (OSError, ValueError, TypeError):
-        return []
+def _has_passed(of: str, tried: str) -> bool:
+    return tried in read_found(_file(), of)
 
 
-def _remember(name: str, tried: str) -> None:
+def _remember(of: str, tried: str) -> None:
     """Remember that something passed. Without the file, the next process tries it again."""
-    file = _file(name)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps([*_passed(name), tried]))
-        temporary.replace(file)
+        write_found(_file(), of, {**read_found(_file(), of), tried: RIGHT})
 
 
-def _file(name: str) -> Path:
-    return verdict_file().with_name(name)
+def _file() -> Path:
+    return verdict_file().with_name("trials.json")

@@ -61,7 +61,7 @@ def choose_backend() -> Backend:
     backend = device_backend()
     if "PAGED_KV_BACKEND" in os.environ or certifies == "0" or type(backend) is Backend:
         return backend
-    backend.verdicts = verdicts_on(variant(backend))
+    backend.verdicts = verdicts_on(backend.variant, backend.build)
     return Backend() if backend.is_disabled else backend
 
 
@@ -80,13 +80,6 @@ def device_backend() -> Backend:
         known = ", ".join(BACKENDS)
         raise ValueError(f"PAGED_KV_BACKEND must be one of {known}, got {name!r}")
     return BACKENDS[name]()
-
-
-def variant(backend: Backend) -> str:
-    """The backend's name; for the CPU kernels with their instruction set, "native (avx2)"."""
-    if isinstance(backend, NativeBackend):
-        return f"{backend.name} ({backend.library.instruction_set})"
-    return backend.name
 
 
 def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:

@@ -19,7 +19,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from paged_kv.integrations.bench.turns import seconds
-from paged_kv.kernels.backends import device_backend, variant
+from paged_kv.kernels.backends import device_backend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.self_test import Check, checks
@@ -39,7 +39,7 @@ def known(*, verbose: bool) -> tuple[bool, str]:
     """Whether no kernel is known to be wrong here, and the verdict, all that is wrong, and the
     system; with `verbose` also all that is right."""
     backend = device_backend()
-    found = verdicts_on(variant(backend)).found
+    found = verdicts_on(backend.variant, backend.build).found
     right = [f"right  {kernel}" for kernel, verdict in found.items() if verdict == RIGHT]
     wrong = [f"WRONG  {kernel}: {verdict}" for kernel, verdict in found.items() if verdict != RIGHT]
     verdict = [f"{len(right)} of {len(found)} checks on this device found kernels right"]
@@ -72,7 +72,7 @@ def examine() -> list[str]:
         return None if passed else finding
 
     for check in checks(backend):
-        verdicts_on(variant(backend)).check_again(check.name, partial(failure, check))
+        verdicts_on(backend.variant, backend.build).check_again(check.name, partial(failure, check))
     print()
     return lines
 
@@ -80,7 +80,7 @@ def examine() -> list[str]:
 def _system(backend: Backend) -> list[str]:
     """Lines about the backend, the device and the BLAS."""
     lines = [
-        f"backend: {variant(backend)}, because {_reason()}",
+        f"backend: {backend.variant}, because {_reason()}",
         f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}",
     ]
     blas = blas_line()

@@ -54,6 +54,14 @@ class NativeBackend(Backend):
         self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     @property
+    def variant(self) -> str:
+        return f"{self.name} ({self.library.instruction_set})"
+
+    @property
+    def build(self) -> str:
+        return self.library.digest
+
+    @property
     def kept_bytes(self) -> int:
         # Another thread may add one.
         return sum(zeros.nbytes for zeros in list(self._zeros.values()))

@@ -16,6 +16,7 @@ from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, bind, bound_slabs, parameters
 from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, Chain, GpuKernels, Launch, Maker, Order, Output
+from paged_kv.kernels.gpu.text import digest
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend, StepRecorder, summarise
 from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS, RUNS_OF_PAGE, chooses, chosen_runs
@@ -82,6 +83,10 @@ class GpuBackend(Backend):
     @property
     def recorder(self) -> StepRecorder:
         return GpuRecorder(self)
+
+    @property
+    def build(self) -> str:
+        return digest(self.name)
 
     def supports(self, geometry: LayerGeometry) -> bool:
         dims = geometry.k_dim, geometry.v_dim

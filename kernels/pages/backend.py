@@ -68,6 +68,16 @@ class Backend:
     verdicts: Verdicts | None = None
 
     @property
+    def variant(self) -> str:
+        """The name, and what the kernels are chosen by besides, such as "native (avx2)"."""
+        return self.name
+
+    @property
+    def build(self) -> str:
+        """A digest of the kernels: other ones may be wrong, or round otherwise."""
+        return ""
+
+    @property
     def is_disabled(self) -> bool:
         """Whether no kernel is used any more, because one is wrong."""
         return self.verdicts is not None and self.verdicts.failure is not None

@@ -1,9 +1,9 @@
 """Remembers which kernels are right on this device: each is checked before it is used.
 
-A file in the cache folder holds what was found, for the device and the versions it was found with:
-a later version may be right. A kernel that hangs the device or ends the process is not tried again:
-before a check its kernels are marked. Who checks holds a lock, so a mark without a holder is of a
-process that ended within.
+A file in the cache folder holds what was found, for the device, the kernels and the versions it was
+found with: later ones may be right. A kernel that hangs the device or ends the process is not tried
+again: before a check its kernels are marked. Who checks holds a lock, so a mark without a holder is
+of a process that ended within.
 """
 
 import json
@@ -47,7 +47,7 @@ class Verdicts:
         self._is_writable = True
         self._lock = RLock()
         self._file_lock = FileLock(file.with_suffix(".lock"), thread_local=False)
-        if TRYING in self._add(self._read()).values():
+        if TRYING in self._add(read_found(self._file, self.backend)).values():
             with suppress(Timeout), self._locked(timeout=0):
                 self._resolve_marks()
 
@@ -94,7 +94,7 @@ class Verdicts:
     def _resolve_marks(self) -> None:
         """Take what other processes have found, and count as wrong what they did not live to find.
         Nobody checks meanwhile."""
-        found = self._add(self._read())
+        found = self._add(read_found(self._file, self.backend))
         dead = [kernel for kernel, verdict in found.items() if verdict == TRYING]
         if dead:
             self._write(dict.fromkeys(dead, NEVER_ENDED))
@@ -135,21 +135,15 @@ class Verdicts:
         finally:
             self._file_lock.release()
 
-    def _read(self) -> dict[str, str]:
-        return _read(self._file).get(self.backend, {})
-
     def _write(self, verdicts: Mapping[str, str | None]) -> None:
-        """Let verdicts hold from now on; None for no verdict. Other processes read all of the file
-        or nothing."""
+        """Let verdicts hold from now on; None for no verdict."""
         for kernel in verdicts:
             self.found.pop(kernel, None)
         self._add({kernel: each for kernel, each in verdicts.items() if each is not None})
         if not self._is_writable:
             return
-        temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(_read(self._file) | {self.backend: self.found}))
-            temporary.replace(self._file)
+            write_found(self._file, self.backend, self.found)
         except OSError as error:
             self._stop_writing(error)
 
@@ -158,11 +152,11 @@ class Verdicts:
         warn_once(f"{self._file} cannot be written, so each process checks kernels anew: {error}")
 
 
-def verdicts_on(variant: str) -> Verdicts:
-    """Those on the kernels of a variant of a backend, such as "metal" or "native (avx2)", here; the
-    same for all of a process."""
+def verdicts_on(variant: str, build: str) -> Verdicts:
+    """Those on the kernels of a backend here, see `Backend.variant` and `Backend.build`; the same
+    for all of a process."""
     versions = f"mlx {version('mlx')}, paged_kv {version('paged-kv')}"
-    return _verdicts(verdict_file(), f"{variant} on {device_name()}, {versions}")
+    return _verdicts(verdict_file(), f"{variant} {build} on {device_name()}, {versions}")
 
 
 _verdicts = cache(Verdicts)
@@ -190,11 +184,29 @@ def device_name() -> str:
     return str(info.get("device_name") or info.get("architecture") or mx.default_device())
 
 
+def read_found(file: Path, of: str) -> dict[str, str]:
+    """What a file says that was found of something; nothing where it cannot be read."""
+    return _read(file).get(of, {})
+
+
+def write_found(file: Path, of: str, found: Mapping[str, str]) -> None:
+    """Let a file say this of something, and the same as before of all else. Other processes read
+    all of the file or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(_read(file) | {of: dict(found)}))
+    temporary.replace(file)
+
+
 def _read(file: Path) -> dict[str, dict[str, str]]:
     try:
         return {key: dict(each) for key, each in json.loads(file.read_text()).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        warn_once(f"{file} cannot be read, so kernels are checked anew: {error}")
+        warn_once(f"{file} cannot be read, so what it says is checked anew: {error}")
         return {}

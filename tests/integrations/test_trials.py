@@ -45,9 +45,7 @@ def test_a_version_that_works_is_tried_once(
     monkeypatch.setattr(trials, "_trusted", set())
     require_trusted(tried.append)  # as another process
     assert not tried
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", str(tmp_path / "caches" / "paged-kv" / "tried-mlx-lm.json")
-    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches" / "paged-kv" / "trials.json"))
     monkeypatch.setattr(trials, "_trusted", set())
     require_trusted(make_factory)  # where the file cannot be written
 
@@ -89,5 +87,5 @@ def test_what_does_not_work_is_named_and_not_recorded(
     change(monkeypatch)
     with pytest.raises(MLXLMChanged, match=rf"mlx-lm [\d.]+ .*{part}.* 0\.32\.0"):
         require_trusted(make_factory)
-    assert not (tmp_path / "caches" / "paged-kv" / "tried-mlx-lm.json").exists()
+    assert not (tmp_path / "caches" / "paged-kv" / "trials.json").exists()
     assert not trials._trusted

@@ -12,6 +12,8 @@ import pytest
 
 from paged_kv.kernels.backends import backend_for, choose_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import LIBRARY, NativeLibrary
+from paged_kv.kernels.gpu import text
 from paged_kv.kernels.pages import verdicts as verdicts_module
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.page_format import LayerGeometry
@@ -145,13 +147,34 @@ def test_a_damaged_file_is_replaced(file: Path, damaged: str) -> None:
     assert Verdicts(file, "gpu").found == {"decode": RIGHT}
 
 
-def test_verdicts_are_of_a_device_and_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdicts_on("metal") is verdicts_on("metal")
+def test_verdicts_are_of_a_device_of_kernels_and_of_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert verdicts_on("metal", "1") is verdicts_on("metal", "1")
+    for other in (("metal", "2"), ("cuda", "1")):
+        assert verdicts_on(*other).backend != verdicts_on("metal", "1").backend
     for part in ("version", "device_name"):
         with monkeypatch.context() as here:
             here.setattr(verdicts_module, part, lambda *_: "another")
-            assert verdicts_on("metal").backend != verdicts_on("cuda").backend
-            assert "another" in verdicts_on("metal").backend
+            assert "another" in verdicts_on("metal", "1").backend
+
+
+def test_changed_kernels_are_other_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pull may change them and leave the version."""
+    monkeypatch.setattr(text, "KERNELS", tmp_path)
+    builds = set()
+    for folder, name in (("gpu", "decode.h"), ("metal", "decode.metal"), ("metal", "new.h")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text("float x;")
+        builds.add(text.digest.__wrapped__("metal"))
+    assert len(builds) == 3
+    library = tmp_path / LIBRARY.name
+    library.write_bytes(LIBRARY.read_bytes())
+    native = NativeBackend(NativeLibrary(library))
+    assert native.build == NativeBackend(NativeLibrary(LIBRARY)).build
+    with library.open("ab") as end:
+        end.write(b"!")
+    assert native.build != NativeLibrary(library).digest
 
 
 @pytest.mark.usefixtures("checks_kernels")
