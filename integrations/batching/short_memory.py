@@ -25,19 +25,10 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv.allocator.errors import OutOfMemory, PagedKVError
 from paged_kv.integrations.batching.prompt_caches import compute as compute_caches
 from paged_kv.integrations.batching.prompt_caches import joined, put_back, selected
+from paged_kv.kernels.pages.errors import is_shortage
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")
-
-# What the errors of MLX's allocators say: Metal's, which also bounds the size and the number of
-# buffers, CUDA's, and Metal's where a kernel runs.
-_SHORTAGES = (
-    "Unable to allocate",
-    "greater than the maximum allowed buffer size",
-    "Resource limit",
-    "out of memory",
-    "Insufficient Memory",
-)
 
 # However short memory is for one step, later ones are not shorter than this: another sequence may
 # have taken the memory, and steps of few tokens take much longer.
@@ -46,13 +37,6 @@ LEAST_LASTING = 256
 Undo = Callable[[], None]
 Responses = tuple[list[Any], list[Any]]
 T = TypeVar("T")
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether MLX or Python raised this error because there is no memory."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in _SHORTAGES)
 
 
 class _Thread(threading.local):

@@ -8,6 +8,7 @@ arrays are the same in all layers of a kind, and are made once per step.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -108,18 +109,18 @@ class PagedAttention:
     Args:
         kernels: the kernels.
         order: orders them.
-        certify: gets a check of the kernels of each new plan, and raises WrongKernel.
+        certified: given a check, what a plan's kernels are made within; raises WrongKernel.
     """
 
     def __init__(
         self,
         kernels: GpuKernels,
         order: Order,
-        certify: Callable[[Callable[[Backend], Check]], None],
+        certified: Callable[[Callable[[Backend], Check]], AbstractContextManager[None]],
     ) -> None:
         self._kernels = kernels
         self._order = order
-        self._certify = certify
+        self._certified = certified
         self._plan = lru_cache(maxsize=256)(self._certified_plan)
 
     def __call__(
@@ -179,9 +180,8 @@ class PagedAttention:
     def _certified_plan(
         self, call: Call, reach: int, width: int, groups: Groups | None
     ) -> LaunchPlan:
-        plan = self._plan_of(call, reach, width, groups)
-        self._certify(partial(_check, call, reach, groups is not None))
-        return plan
+        with self._certified(partial(_check, call, reach, groups is not None)):
+            return self._plan_of(call, reach, width, groups)
 
     def _plan_of(self, call: Call, reach: int, width: int, groups: Groups | None) -> LaunchPlan:
         """The plan for tables [B, width] of that reach."""

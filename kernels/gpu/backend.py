@@ -3,7 +3,8 @@
 Everything here is lazy. kernels/gpu/kernels.py makes reads wait for writes and writes for reads.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
 from operator import eq
 from threading import get_ident
@@ -75,8 +76,7 @@ class GpuBackend(Backend):
         self.order = Order()
         self.fallbacks = 0
         self._kernels = GpuKernels(dialect, maker)
-        self._attention = PagedAttention(self._kernels, self.order, self._certify)
-        self._certified = 0
+        self._attention = PagedAttention(self._kernels, self.order, self._certified)
         self._launch = lru_cache(maxsize=256)(self._launch_of)
         self._score = lru_cache(maxsize=256)(self._score_of)
 
@@ -302,15 +302,19 @@ class GpuBackend(Backend):
             for dim in kind.dims.values()
         ]
         sides = 1 if operation == "summarise" else 2
-        launch = self._kernels.launch(
-            operation,
-            geometry.k_dtype,
-            kind.dims,
-            flags,
-            (-(-tokens // tuning.SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
-            tuning.LANES * tuning.SLOT_SIMDGROUPS,
-            [*outputs, DONE] if operation == "gather" else [DONE],
-        )
+        is_read = operation in ("copy", "gather")
+        probe = Probe(geometry, kind.formats if is_read else ("fp16",)).on_few_heads()
+        options = {"new_tokens": new_tokens > 0} if operation == "gather" else {}
+        with self._certified(partial(getattr(probe, operation), **options)):
+            launch = self._kernels.launch(
+                operation,
+                geometry.k_dtype,
+                kind.dims,
+                flags,
+                (-(-tokens // tuning.SLOT_SIMDGROUPS), geometry.k_heads, sides * batch),
+                tuning.LANES * tuning.SLOT_SIMDGROUPS,
+                [*outputs, DONE] if operation == "gather" else [DONE],
+            )
         params = parameters(
             slab_stride=kind.slab_stride,
             table_stride=width,
@@ -319,10 +323,6 @@ class GpuBackend(Backend):
             tokens=tokens,
             new_tokens=new_tokens,
         )
-        is_read = operation in ("copy", "gather")
-        probe = Probe(geometry, kind.formats if is_read else ("fp16",)).on_few_heads()
-        options = {"new_tokens": new_tokens > 0} if operation == "gather" else {}
-        self._certify(partial(getattr(probe, operation), **options))
         return launch, params
 
     def _score_of(
@@ -333,19 +333,21 @@ class GpuBackend(Backend):
         group = heads // geometry.k_heads
         rows = tuning.scored_rows(group, geometry.k_dim)
         scores = batch, geometry.k_heads, group, reach // RUN_TOKENS
-        launch = self._kernels.launch(
-            "score",
-            geometry.k_dtype,
-            {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": tuning.SCORE_SIMDGROUPS},
-            [],
-            (
-                -(-reach // (PAGE_SIZE * tuning.SCORE_SIMDGROUPS)),
-                geometry.k_heads * -(-group // rows),
-                batch,
-            ),
-            tuning.LANES * tuning.SCORE_SIMDGROUPS,
-            [Output(scores, mx.float32), DONE],
-        )
+        probe = Probe(geometry, kind.formats, heads, 1, LEAST_READ_TOKENS + PAGE_SIZE + 44)
+        with self._certified(partial(probe.attend, read_tokens=LEAST_READ_TOKENS)):
+            launch = self._kernels.launch(
+                "score",
+                geometry.k_dtype,
+                {"K_DIM": geometry.k_dim, "ROWS": rows, "SIMDGROUPS": tuning.SCORE_SIMDGROUPS},
+                [],
+                (
+                    -(-reach // (PAGE_SIZE * tuning.SCORE_SIMDGROUPS)),
+                    geometry.k_heads * -(-group // rows),
+                    batch,
+                ),
+                tuning.LANES * tuning.SCORE_SIMDGROUPS,
+                [Output(scores, mx.float32), DONE],
+            )
         params = parameters(
             slab_stride=kind.slab_stride,
             table_stride=width,
@@ -354,20 +356,26 @@ class GpuBackend(Backend):
             scale=scale,
             tokens=reach,
         )
-        probe = Probe(geometry, kind.formats, heads, 1, LEAST_READ_TOKENS + PAGE_SIZE + 44)
-        self._certify(partial(probe.attend, read_tokens=LEAST_READ_TOKENS))
         return launch, params
 
-    def _certify(self, check: Callable[[Backend], Check]) -> None:
-        """Let the kernels that were made since the last call be checked, before they are used.
+    @contextmanager
+    def _certified(self, check: Callable[[Backend], Check]) -> Iterator[None]:
+        """Have the kernels that are made within checked, before they are used. Where the check is
+        interrupted, they are made and checked at their next use.
 
         Raises:
             WrongKernel: a kernel of this device is wrong.
         """
-        names = list(self._kernels.made)[self._certified :]
-        if names and self.verdicts is not None:
-            self.verdicts.require(names, partial(self._failure, names, check))
-        self._certified += len(names)
+        made, known = self._kernels.made, len(self._kernels.made)
+        try:
+            yield
+            names = list(made)[known:]
+            if names and self.verdicts is not None:
+                self.verdicts.require(names, partial(self._failure, names, check))
+        except BaseException:
+            for name in list(made)[known:]:
+                del made[name]
+            raise
 
     def _failure(self, names: list[str], check: Callable[[Backend], Check]) -> str | None:
         """What is wrong with kernels, as a check finds that is to run the same ones."""

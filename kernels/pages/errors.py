@@ -1,9 +1,28 @@
-"""Defines the exceptions of page memory, and logs each warning once."""
+"""Defines the exceptions of page memory, knows MLX's own for want of it, and logs each warning
+once."""
 
 import logging
 from functools import cache
 
 logger = logging.getLogger("paged_kv")
+
+
+# What the errors of MLX's allocators say: Metal's, which also bounds the size and the number of
+# buffers, CUDA's, and Metal's where a kernel runs.
+_SHORTAGES = (
+    "Unable to allocate",
+    "greater than the maximum allowed buffer size",
+    "Resource limit",
+    "out of memory",
+    "Insufficient Memory",
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether MLX or Python raised this error because there is no memory."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _SHORTAGES)
 
 
 @cache

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS
+from paged_kv.kernels.pages.errors import is_shortage
 from paged_kv.kernels.pages.layer_memory import Slab
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import KEY_FORMATS, WORD
@@ -66,15 +67,21 @@ class Check:
     name: str = ""
 
     def failure(self) -> str | None:
-        """What is wrong; None if it passes."""
+        """What is wrong; None if it passes. Raises as `result`."""
         passed, finding = self.result()
         return None if passed else finding
 
     def result(self) -> tuple[bool, str]:
-        """Whether it passes, and the error or the exception that it raised."""
+        """Whether it passes, and the error or the exception that it raised.
+
+        Raises:
+            MemoryError: there was no memory for it, which says nothing of a kernel.
+        """
         try:
             error = self.run()
         except Exception as failure:  # of MLX, which compiles a kernel here
+            if is_shortage(failure):
+                raise MemoryError(f"no memory to check a kernel: {failure}") from failure
             return False, f"{type(failure).__name__}: {failure}"
         return error <= self.tolerance, f"off by {error:.1e}, at most {self.tolerance:.0e}"
 

@@ -28,9 +28,9 @@ from time import monotonic
 import mlx.core as mx
 
 from paged_kv.allocator.errors import PoolExhausted, UnknownSession
-from paged_kv.integrations.batching.short_memory import is_shortage
 from paged_kv.integrations.distributed.sharded_model import require_same_prefixes
 from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.kernels.pages.errors import is_shortage
 from paged_kv.server.engine.jobs import Begun, Channel, Empty, Event, Failed, Freed, Job, Token
 from paged_kv.server.engine.next_turns import QUIET_S, NextTurn, NextTurns
 from paged_kv.server.engine.paged_model_provider import PagedModelProvider

@@ -21,10 +21,11 @@ from mlx_lm.server import SamplingArguments
 
 from paged_kv import OutOfMemory, PagedCacheFactory, SpeculativeBatchGenerator
 from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.short_memory import LEAST_LASTING, is_shortage
+from paged_kv.integrations.batching.short_memory import LEAST_LASTING
 from paged_kv.integrations.grammar.processor import MaskedBatchGenerator
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from paged_kv.kernels.pages.errors import is_shortage
 from paged_kv.server.engine.sampling import RandomSampler
 from tests.support.drafts import PlannedDraft
 from tests.support.failing_allocator import ALL, counted_allocations, failing_allocations

@@ -6,17 +6,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
+from benches.host_cost import GraphMaker
 from paged_kv.kernels.backends import backend_for, choose_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import LIBRARY, NativeLibrary
 from paged_kv.kernels.gpu import text
+from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages import verdicts as verdicts_module
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import warn_once
+from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import LayerGeometry
+from paged_kv.kernels.pages.self_test import Check
 from paged_kv.kernels.pages.verdicts import (
     NEVER_ENDED,
     RIGHT,
@@ -26,7 +32,10 @@ from paged_kv.kernels.pages.verdicts import (
     verdict_file,
     verdicts_on,
 )
+from tests.support.gpu_pages import new_pages, same
 
+METADATA = AttentionMetadata(((0,),), (20,), (0,))
+STEP = mx.zeros((1, 2, 20, 64), mx.float16), mx.zeros((1, 2, 20, 64), mx.float16)
 CHECKING = """
 import sys
 from pathlib import Path
@@ -175,6 +184,32 @@ def test_changed_kernels_are_other_builds(monkeypatch: pytest.MonkeyPatch, tmp_p
     with library.open("ab") as end:
         end.write(b"!")
     assert native.build != NativeLibrary(library).digest
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (RuntimeError("[malloc] Unable to allocate 4096 bytes."), MemoryError),
+    ],
+)
+def test_what_ends_a_check_early_says_nothing_of_kernels(
+    error: BaseException, raised: type[BaseException], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other kernels, whose checks do not run this one, may be needed before it is checked again."""
+    backend = GpuBackend("metal", GraphMaker())
+    verdicts = backend.verdicts = Verdicts(file, "gpu")
+    pages = new_pages(backend, same(64), ["fp16"])
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerPages, "write", Mock(side_effect=error))
+        with pytest.raises(raised):
+            backend.write(pages, *STEP, METADATA)
+    assert verdicts.found == {}
+    monkeypatch.setattr(Check, "result", lambda check: (check.run() >= 0, ""))  # right
+    backend.gather(pages, METADATA, None)
+    backend.write(pages, *STEP, METADATA)
+    assert len(verdicts.found) == 2
+    assert verdicts.failure is None
 
 
 @pytest.mark.usefixtures("checks_kernels")
