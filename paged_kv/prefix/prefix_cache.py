@@ -254,8 +254,9 @@ class PrefixCache:
 
     @locked
     def known(self, namespace: Hashable, tokens: Tokens) -> int:
-        """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
-        return self._start(self.pool.index.match(namespace, tokens)).num_tokens
+        """How many tokens of a prompt all layers can reuse, without its last token. Nothing counts
+        as used, and nothing is released. O(tokens)."""
+        return self._start(self.pool.index.peek(namespace, tokens)).num_tokens
 
     def shared_groups(self) -> list[LayerGroup]:
         """The groups without a window: their sequences hold all their tokens."""

@@ -181,7 +181,7 @@ class StoredPrefixes:
     def _held(self, namespace: Hashable, tokens: Tokens) -> list[Node]:
         """The blocks of a prompt that are in memory: full matching blocks that every group without
         a window holds."""
-        match = self._pool.index.match(namespace, tokens)
+        match = self._pool.index.peek(namespace, tokens)
         held, groups = [], self._prefixes.shared_groups()
         for node in match.nodes[: match.num_tokens // PAGE_SIZE]:
             if not all(group.allocator in node.blocks for group in groups):

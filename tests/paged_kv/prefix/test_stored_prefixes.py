@@ -54,6 +54,16 @@ MORE: list[tuple[Any, ...]] = [
 ]
 
 
+def test_a_prompt_that_is_found_in_memory_counts_as_one_use(folder: Path) -> None:
+    model = shallow_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    factory.fetch_cache(TEXT[:500])
+    (node, *_) = factory.pool.index.nodes()
+    assert node.use.times == 2
+    factory.close()
+
+
 @pytest.mark.parametrize(
     ("name", "page_format", "length"),
     [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
