@@ -359,7 +359,6 @@ class BlockAllocator(SlabAllocator):
             assert slabs.used == {slab: in_slab[slab] for slab in slabs.slabs}, "a count is wrong"
             of_first = [self.format_of(block_range(slab, 1)[0]) for slab in slabs.slabs]
             assert all(each is slabs for each in of_first)
-            slabs.check()
         cached = Counter(self.format_of(each).name for each in refs.kept if refs.is_cached(each))
         counted = Counter({each.name: each.num_cached for each in formats})
         assert cached == counted, "cached blocks are miscounted"

@@ -66,15 +66,6 @@ class PoolExhausted(PagedKVError):
         held = "" if tokens is None else f", which holds {tokens:,} tokens of the sequence"
         return f"raise {option}" if known is None else f"raise {option} to at least {known:,}{held}"
 
-    def with_sufficient_budget(
-        self, nbytes: int | None, tokens: int | None = None
-    ) -> PoolExhausted:
-        """The same error with a `sufficient_budget`, which only the whole pool knows, and the
-        `sufficient_tokens`."""
-        return PoolExhausted(
-            self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes, tokens
-        )
-
 
 @dataclass(eq=False, repr=False)
 class OutOfMemory(PagedKVError, MemoryError):

@@ -59,9 +59,7 @@ class FormatSlabs:
     slabs: dict[int, int] = field(default_factory=dict, init=False)  # pages of each
     free: SortedList[int] = field(default_factory=SortedList, init=False)  # the lowest first
     used: dict[int, int] = field(default_factory=dict, init=False)  # of each slab, with cached ones
-    num_used: int = field(default=0, init=False)  # of all slabs
-    num_cached: int = field(default=0, init=False)  # those among them that no table holds
-    spare: int = field(default=0, init=False)  # blocks of empty slabs
+    num_cached: int = field(default=0, init=False)  # used ones that no table holds
     # Steps that ended with an empty slab since a block was last allocated.
     idle_steps: int = field(default=0, init=False)
 
@@ -71,8 +69,18 @@ class FormatSlabs:
 
     @property
     def capacity(self) -> int:
-        """Blocks of all mapped slabs."""
-        return self.num_used + len(self.free)
+        """Blocks of all mapped slabs. O(slabs), as the next two."""
+        return sum(self.slabs.values())
+
+    @property
+    def num_used(self) -> int:
+        """Used and cached blocks of all slabs."""
+        return sum(self.used.values())
+
+    @property
+    def spare(self) -> int:
+        """Blocks of empty slabs."""
+        return self.pages_of(self.empty_slabs())
 
     @property
     def reserve(self) -> int:
@@ -101,14 +109,12 @@ class FormatSlabs:
         """Add a slab; all of its blocks are free."""
         self.slabs[slab] = pages
         self.used[slab] = 0
-        self.spare += pages
         self.free.update(block_range(slab, pages))
 
     def remove_slab(self, slab: int) -> int:
         """Forget an empty slab; returns its number of pages."""
         pages = self.slabs.pop(slab)
         del self.used[slab]
-        self.spare -= pages
         first = self.free.bisect_left(block_range(slab, pages).start)
         del self.free[first : first + pages]
         return pages
@@ -138,9 +144,7 @@ class FormatSlabs:
         for slab, freed in count_by_slab(blocks):
             self.used[slab] -= freed
             if not self.used[slab]:
-                self.spare += self.slabs[slab]
                 emptied.append(slab)
-        self.num_used -= len(blocks)
         return emptied
 
     def empty_slabs(self) -> list[int]:
@@ -153,18 +157,8 @@ class FormatSlabs:
         """Used and cached blocks of some slabs."""
         return sum(self.used[slab] for slab in slabs)
 
-    def check(self) -> None:
-        """Verify the counts against each other."""
-        assert self.num_used == sum(self.used.values()), "used blocks are miscounted"
-        assert self.capacity == sum(self.slabs.values()), "blocks are miscounted"
-        empty = self.empty_slabs()
-        assert self.spare == self.pages_of(empty), "spare blocks are miscounted"
-
     def _use(self, slab: int, count: int) -> None:
-        if not self.used[slab]:
-            self.spare -= self.slabs[slab]
         self.used[slab] += count
-        self.num_used += count
         self.idle_steps = 0
 
 

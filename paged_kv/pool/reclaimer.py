@@ -12,7 +12,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paged_kv.allocator.allocator_stats import sum_counts
@@ -341,7 +341,8 @@ class Reclaimer:
                 left = group.allocator.room_after(counts, left)
             except PoolExhausted as error:
                 group.allocator.allocation_failures += 1
-                raise error.with_sufficient_budget(self._sufficient_budget(needs)) from failure
+                enough = self._sufficient_budget(needs)
+                raise replace(error, sufficient_budget=enough) from failure
 
     def _sufficient_budget(self, needs: Needs) -> int | None:
         """A budget that holds the used blocks and the needs; None while a group has not written, so

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -118,7 +119,7 @@ def _with_prompts(error: PoolExhausted, pool: PagePool, rows: list[StepRow]) -> 
         # The error may be of one page of the step, or of its scratch blocks.
         reclaimer.holding(reclaimer.bytes_held + more),
     )
-    return error.with_sufficient_budget(enough, max(prompts))
+    return replace(error, sufficient_budget=enough, sufficient_tokens=max(prompts))
 
 
 def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
