@@ -111,7 +111,7 @@ def encode(entry: Entry) -> list[Buffer]:
     """The bytes of an entry's file, in pieces."""
     place, link = entry.place, entry.place.link
     metadata = {"format": FORMAT, "version": VERSION, "checksum": _UNKNOWN, "key": place.key}
-    metadata |= {"parent": link.parent, "start": str(link.start), "check": link.check}
+    metadata |= {"parent": link.parent, "start": str(link.start)}
     metadata |= {"part": place.part, "notes": entry.notes}
     metadata |= {_IDENTITY + name: value for name, value in link.identity}
     tokens = np.frombuffer(token_bytes(link.tokens), "<i8")
@@ -142,8 +142,7 @@ def decode(data: Buffer, key: str | None) -> Entry:
         fields = sorted(each for each in metadata.items() if each[0].startswith(_IDENTITY))
         identity = tuple([(name.removeprefix(_IDENTITY), value) for name, value in fields])
         tokens = tuple(arrays.pop("tokens").tolist())
-        start = int(metadata["start"])
-        link = Link(identity, metadata["parent"], start, tokens, metadata["check"])
+        link = Link(identity, metadata["parent"], int(metadata["start"]), tokens)
         entry = Entry(EntryPlace(link, metadata["part"]), arrays, metadata["notes"])
     except (KeyError, TypeError, ValueError) as error:
         # Only a forged file has the right checksum and a wrong header.

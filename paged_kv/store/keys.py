@@ -7,9 +7,6 @@
 H hashes each tag and value after its length, so that different lists of fields give different
 bytes. Token ids are signed 64-bit numbers, little-endian: image tokens have negative ids.
 
-A second chain hashes the same tokens with xxh3_128. It is stored and compared, so that even two
-prompts with one sha256 are told apart.
-
 Only full blocks are stored. So the prompt's tokens name everything that may be of use, and one
 question to each tier says what of it is there. A stored state belongs after its block's last token.
 
@@ -26,8 +23,6 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
-
-from xxhash import xxh3_128_hexdigest
 
 from paged_kv.allocator.ring import Ring
 from paged_kv.lru import LRU
@@ -80,23 +75,25 @@ class Link:
         parent: the digest of the block before; empty for a root.
         start: the position of the first token.
         tokens: of this block; none in a root.
-        check: xxh3_128 of the tokens of this and all blocks before.
     """
 
     identity: Fields
     parent: str
     start: int
     tokens: tuple[int, ...]
-    check: str
 
     @classmethod
     def root(cls, identity: Identity) -> Link:
         """The parent of a prompt's first block."""
-        return cls(identity.as_fields(), "", 0, (), "")
+        return cls(identity.as_fields(), "", 0, ())
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the block, in hexadecimal."""
+        """The sha256 of the block, in hexadecimal.
+
+        Raises:
+            ValueError: a token id is not a signed 64-bit integer.
+        """
         if not self.parent:
             return _digest("identity", *[part.encode() for pair in self.identity for part in pair])
         return _digest("block", self.parent.encode(), token_bytes(self.tokens))
@@ -106,13 +103,8 @@ class Link:
         return self.start + len(self.tokens)
 
     def then(self, tokens: Sequence[int]) -> Link:
-        """The block of these tokens after this one.
-
-        Raises:
-            ValueError: a token id is not a signed 64-bit integer.
-        """
-        check = xxh3_128_hexdigest(self.check.encode() + token_bytes(tokens))
-        return Link(self.identity, self.digest, self.end, tuple(tokens), check)
+        """The block of these tokens after this one."""
+        return Link(self.identity, self.digest, self.end, tuple(tokens))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from paged_kv.store.blob_store import MOST_ENTRY_BYTES, BlobStore, round_trips
-from paged_kv.store.entry_file import Entry, Gone, InvalidEntry, OtherEntry, WrongSize, decode
+from paged_kv.store.entry_file import (
+    Buffer,
+    Entry,
+    Gone,
+    InvalidEntry,
+    OtherEntry,
+    WrongSize,
+    decode,
+)
 from paged_kv.store.keys import EntryPlace, Wanted
 from paged_kv.store.writer import Pause, StoreStats, TierCounts, Writer
 
@@ -36,8 +44,6 @@ _MOST_ASKED = 4096
 
 Sized = tuple[EntryPlace, int]
 """An entry's place, and the bytes that its tier has said to hold."""
-
-_Begun = tuple[EntryPlace, Future[Entry] | None]
 
 Result = TypeVar("Result")
 
@@ -145,11 +151,13 @@ class Tier:
     def read(self, wanted: Sequence[Sized], waits: Waits) -> Iterator[Entry | None]:
         batches = round_trips(wanted, itemgetter(1), self.blobs.get_bytes, MOST_IN_BATCH)
         patience = waits.setdefault((self, "read"), Patience(self.blobs.patience_s))
-        coming = (self._begin(batch, patience) for batch in batches)
+        coming = ((batch, self._begin(batch, patience)) for batch in batches)
         begun = deque(islice(coming, 1 + _BATCHES_AHEAD))
         while begun:
-            for place, reading in begun.popleft():
-                yield self._end(reading, place, patience)
+            batch, reading = begun.popleft()
+            found = self._wait(reading, patience)
+            for at, (place, _) in enumerate(batch):
+                yield self._checked(place, None if found is None else found[at])
             begun.extend(islice(coming, 1))
 
     def touch(self, keys: Iterable[str]) -> None:
@@ -160,50 +168,48 @@ class Tier:
     def stats(self) -> StoreStats:
         return self.counts.stats(self.blobs.written)
 
-    def _begin(self, batch: Sequence[Sized], patience: Patience) -> list[_Begun]:
-        """Begin one round trip; a future for each of its entries, or None during a pause."""
-        futures: list[Future[Entry]] = [Future() for _ in batch]
-        if self._submit(self._get, batch, futures) is None:
-            return [(place, None) for place, _ in batch]
-        for place, nbytes in batch:
+    def _begin(
+        self, batch: Sequence[Sized], patience: Patience
+    ) -> Future[list[Entry | InvalidEntry]] | None:
+        """Begin one round trip; None during a pause."""
+        reading = self._submit(self._read, batch)
+        for place, nbytes in batch if reading is not None else ():
             patience.allow(place.key, nbytes / _SLOWEST_BYTES_A_SECOND)
-        return [(place, future) for (place, _), future in zip(batch, futures, strict=True)]
+        return reading
 
-    def _end(
-        self, reading: Future[Entry] | None, place: EntryPlace, patience: Patience
-    ) -> Entry | None:
-        entry = self._wait(reading, patience)
-        if entry is not None:
+    def _checked(self, place: EntryPlace, entry: Entry | InvalidEntry | None) -> Entry | None:
+        """What was read of a place, which is None if the call failed."""
+        if isinstance(entry, Entry):
             self.counts.record_entry(entry, "read")
             return entry
         self.queue.record(place.key, is_there=False)
-        is_read = reading is not None and reading.done() and not reading.cancelled()
-        error = reading.exception() if reading is not None and is_read else None
-        if isinstance(error, InvalidEntry) and not self.is_shared:  # a server gets a sound one
-            remove = partial(self.blobs.remove, [self._seal.name(place.key)])
-            self.queue.do(remove, is_first=True)  # before it is stored again
+        if entry is not None:
+            self.counts.record_error(entry)
+            if not self.is_shared:  # a server gets a sound one
+                remove = partial(self.blobs.remove, [self._seal.name(place.key)])
+                self.queue.do(remove, is_first=True)  # before it is stored again
         return None
 
-    def _get(self, batch: Sequence[Sized], futures: Sequence[Future[Entry]]) -> None:
-        """Runs on a reader thread, and lets every future know."""
+    def _read(self, batch: Sequence[Sized]) -> list[Entry | InvalidEntry]:
+        """Runs on a reader thread."""
         names = [self._seal.name(place.key) for place, _ in batch]
         sizes = [nbytes for _, nbytes in batch]
+        found = self.blobs.get(list(zip(names, sizes, strict=True)))
+        return [
+            self._decoded(place, name, data)
+            for (place, _), name, data in zip(batch, names, found, strict=True)
+        ]
+
+    def _decoded(self, place: EntryPlace, name: str, data: Buffer) -> Entry | InvalidEntry:
         try:
-            found = self.blobs.get(list(zip(names, sizes, strict=True)))
-        except Exception as error:  # clients raise what they like, and `_wait` counts it
-            for future in futures:
-                _settle(future, error)
-            return
-        for (place, _), name, data, future in zip(batch, names, found, futures, strict=True):
-            try:
-                if not data:
-                    raise Gone("it has gone since the question")
-                entry = decode(self._seal.opened(name, data), place.key)
-                if entry.place != place:
-                    raise OtherEntry("it holds other tokens, or pages of another model")
-                _settle(future, entry)
-            except Exception as error:  # whoever waits for this entry gets it: see `_wait`
-                _settle(future, error)
+            if not data:
+                raise Gone("it has gone since the question")
+            entry = decode(self._seal.opened(name, data), place.key)
+            if entry.place != place:
+                raise OtherEntry("it holds other tokens, or pages of another model")
+        except InvalidEntry as error:
+            return error
+        return entry
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
         if self.is_paused or self._is_closed:
@@ -231,18 +237,7 @@ class Tier:
             result = future.result()
         except Exception as error:  # clients raise what they like: every failure is a miss
             self.counts.record_error(error)
-            if not isinstance(error, InvalidEntry):
-                self._pause.record_failure()
+            self._pause.record_failure()
             return None
         self._pause.record_success()
         return result
-
-
-def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:
-    """Give a future its outcome, unless nobody waits for it any more."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

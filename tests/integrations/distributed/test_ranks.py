@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_a_client_that_proves_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch
                 pass  # the challenge; then the end
         assert not accepted.done()
         monkeypatch.undo()
+        connect(meeting, 1)
+        accepted.result()
+
+
+def test_who_does_not_know_the_key_is_no_rank() -> None:
+    with listener() as (listening, meeting, thread):
+        accepted = thread.submit(accept, listening, KEY, [1], FOREVER_S)
+        with pytest.raises(NotConnected, match="rank 1 cannot reach"):
+            connect(replace(meeting, key=KEY[::-1]), 1)
+        assert not accepted.done()
         connect(meeting, 1)
         accepted.result()
 
