@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
@@ -52,8 +53,10 @@ def make_app(service: Service) -> Starlette:
         expose_headers=[HEADER],
     )
     handlers: dict[Any, Any] = {APIError: error_response, 404: unknown, 405: error_response}
+    # They may read errors too.
+    errors = Middleware(ExceptionMiddleware, handlers=handlers)
     return Starlette(
-        routes=[*status, Mount("/", routes=api, middleware=[cors])],
+        routes=[*status, Mount("/", routes=api, middleware=[cors, errors])],
         middleware=[Middleware(RequestLog)],
         exception_handlers={**handlers, Exception: error_response},
     )

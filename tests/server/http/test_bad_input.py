@@ -107,6 +107,20 @@ def test_legal_requests_are_served(more: dict[str, Any], client: HTTPConnection)
         assert status == 200, answer
 
 
+def test_pages_of_other_origins_read_answers_and_errors_and_no_statistics(
+    client: HTTPConnection,
+) -> None:
+    for method, path, content in (
+        *(("POST", TEXT, json.dumps(GOOD[TEXT])), ("POST", TEXT, "{}"), ("PUT", TEXT, "")),
+        *(("GET", "/v1/models/none", ""), ("GET", "/none", ""), ("GET", "/kv/data", "")),
+    ):
+        client.request(method, path, content, {"Origin": "http://other.example"})
+        response = client.getresponse()
+        response.read()
+        allowed = None if path == "/kv/data" else "*"
+        assert response.getheader("Access-Control-Allow-Origin") == allowed, path
+
+
 def test_a_long_body_is_refused_and_a_shorter_one_is_not(
     running: PagedRunningServer, client: HTTPConnection
 ) -> None:
