@@ -259,8 +259,10 @@ class Gate:
         """Wait for an event, for as long as the gate is open. Raises APIError: the error that the
         gate was closed with before the event; or what the event does."""
         closed = asyncio.ensure_future(self._closed.wait())
-        await asyncio.wait({event, closed}, return_when=asyncio.FIRST_COMPLETED)
-        closed.cancel()
+        try:
+            await asyncio.wait({event, closed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
         if self._refusal is not None and not event.done():
             raise self._refusal
         event.result()

@@ -1,5 +1,6 @@
 """API keys and their limits, and the host names under which browsers may open pages."""
 
+import asyncio
 import base64
 import hmac
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from paged_kv.server.engine.prompt_fetcher import OtherServer
 from paged_kv.server.http import access
 from paged_kv.server.http.access import (
     Clients,
+    Gate,
     KnownHosts,
     Limits,
     read_api_keys,
@@ -155,6 +157,19 @@ def test_further_names_are_known_if_the_server_is_told_so() -> None:
 def test_other_names_are_not(host: str) -> None:
     with pytest.raises(APIError, match="not served as"):
         KnownHosts("127.0.0.1").require(request(host=host))
+
+
+def test_who_leaves_while_the_model_loads_leaves_no_task() -> None:
+    async def leave() -> None:
+        event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(Gate().while_open(event))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(leave())
 
 
 def test_requests_are_counted_by_key() -> None:
