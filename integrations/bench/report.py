@@ -46,7 +46,7 @@ def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, 
 def as_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> str:
     """A report as text, as wide as the terminal."""
     text = io.StringIO()
-    console = Console(file=text, highlight=False)
+    console = Console(file=text, highlight=False, markup=False)
     console.print(f"{content['model']}, {content['backend']} backend\n{measured_on(content)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -86,7 +86,8 @@ def draw(content: dict[str, Any], outcomes: Iterable[Outcome], file: Path) -> No
     axes.barh([each.name for each in clear], factors, color=colours)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="times better than mlx-lm's caches", title=content["model"])
+    axes.set(xscale="log", xlabel="times better than mlx-lm's caches")
+    axes.set_title(content["model"], parse_math=False)
     figure.savefig(file)
 
 

@@ -19,7 +19,7 @@ from paged_kv.monitor.processes import ProcessView, running_process, running_pro
 from paged_kv.options import examples, path, positive, require_writable, seconds
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -87,7 +87,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
             raise ValueError("--list shows all processes: leave out --pid")
         from paged_kv.monitor.stats_table import process_list
 
-        _print_in_columns(process_list(_running_processes()))
+        _console().print(process_list(_running_processes()))
     elif arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
@@ -110,13 +110,14 @@ def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
     else:
         from paged_kv.monitor.stats_table import process_tables
 
-        _print_in_columns(process_tables(view))
+        _console().print(process_tables(view))
 
 
-def _print_in_columns(content: RenderableType) -> None:
+def _console() -> Console:
+    """The terminal. Command lines of processes are shown as they are, not as markup."""
     from rich.console import Console
 
-    Console(highlight=False).print(content)
+    return Console(highlight=False, markup=False)
 
 
 def _running_processes() -> list[ProcessView]:
@@ -129,13 +130,11 @@ def _running_processes() -> list[ProcessView]:
 
 
 def _watch(arguments: argparse.Namespace) -> NoReturn:
-    from rich.console import Console
-
     from paged_kv.monitor.stats_table import watch
 
     pid = _view(arguments).pid
     with raised():  # the terminal gets back what it showed before
-        watch(_looks(pid, arguments.interval or _INTERVAL_S), Console(highlight=False))
+        watch(_looks(pid, arguments.interval or _INTERVAL_S), _console())
     raise ProcessLookupError(f"process {pid} has ended")
 
 

@@ -43,20 +43,19 @@ LARGEST_SEQUENCES = 10
 LONGEST_COMMAND = 200
 
 
-def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessView:
-    """A view of the pools of this process, without those that stay locked for `patience_s`
-    seconds."""
+def view_process(pools: Iterable[PagePool]) -> ProcessView:
+    """A view of the pools of this process, without those that stay locked."""
     pools = sorted(pools, key=lambda pool: pool.serial)
-    views = [view_pool(pool, patience_s) for pool in pools]
+    views = [view_pool(pool) for pool in pools]
     there = tuple([view for view in views if view is not None])
     command = " ".join(" ".join(sys.orig_argv).split())[:LONGEST_COMMAND]
     ranks = {rank: memory for pool in pools for rank, memory in pool.ranks.memory.items()}
     return ProcessView(os.getpid(), command, time.time(), there, tuple(sorted(ranks.items())))
 
 
-def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
-    """A view of a pool; None if it stays locked for `patience_s` seconds."""
-    if not pool.lock.acquire(timeout=patience_s):
+def view_pool(pool: PagePool) -> PoolView | None:
+    """A view of a pool; None if it stays locked for a second."""
+    if not pool.lock.acquire(timeout=1.0):
         return None
     try:
         stats = pool.snapshot()

@@ -73,7 +73,7 @@ def draw(views: Iterable[ProcessView], path: Path) -> None:
     with rc_context({"svg.hashsalt": "paged_kv"}):
         figure = Figure(figsize=(10, 8), layout="constrained")
         blocks, losses, map_axes = figure.subplots(3, 1, height_ratios=(2, 2, 2))
-        figure.suptitle(history.title[:100], fontsize="medium")
+        figure.suptitle(history.title[:100], fontsize="medium", parse_math=False)
         _draw_blocks(history, blocks)
         _draw_losses(history, losses)
         _draw_map(history.peak, map_axes)

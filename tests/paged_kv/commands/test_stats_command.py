@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,10 @@ def test_watch_draws_a_map_until_the_process_ends(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shown")
-def test_plot_of_a_process(tmp_path: Path) -> None:
+def test_plot_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    # Its title is no formula.
+    monkeypatch.setattr(sys, "orig_argv", ["generate", "--prompt", "$\\x$"])
     for suffix, begin in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
         out = tmp_path / f"out.{suffix}"
         assert stats("--plot", str(out), "--seconds", "0.03", "--interval", "0.01") == 0
@@ -169,15 +172,16 @@ def test_plot_of_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("shown")
 def test_several_processes_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    view = ProcessView(OTHER, "other", 1.0, ())
+    view = ProcessView(OTHER, "generate --prompt [/INST]", 1.0, ())
     write_answer(OTHER, json.dumps(view.as_dict()))
     assert stats() == 1
     message = capsys.readouterr().err
     for part in ("2 processes have pools; choose one", f"--pid {SELF} ", f"--pid {OTHER} "):
         assert part in message
     assert stats("--list") == 0
-    pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert set(pids) >= {str(SELF), str(OTHER)}
+    listed = capsys.readouterr().out
+    assert "--prompt [/INST]" in listed
+    assert {line.split()[0] for line in listed.splitlines()[1:]} >= {str(SELF), str(OTHER)}
     assert stats("--pid", str(OTHER)) == 0
     assert f"process {OTHER}:" in capsys.readouterr().out
 
