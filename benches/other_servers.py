@@ -20,9 +20,7 @@ cannot be installed together, and ask for packages of gigabytes that text does n
 from benches.openblas import BLAS
 
 import argparse
-import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,9 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any, NamedTuple
-from urllib.request import urlopen
 
 # isort: split
 from mlx_lm.utils import load_tokenizer
@@ -41,15 +37,15 @@ from mlx_lm.utils import load_tokenizer
 from benches.real_models.folders import cache_folder
 from benches.results_file import latest_figures, write_result
 from benches.serving_http import (
-    ROOT,
-    START_S,
     Load,
     Request,
+    answering,
     figures_of,
     make_requests,
     run,
     write_float32,
 )
+from tests.support.ports import free_port
 
 REPETITIONS = 2
 CLIENTS = 8
@@ -134,6 +130,9 @@ def serving(name: str, model: Path, port: int, pages: Sequence[str] | None) -> I
         model: the folder of the model that it serves.
         port: that it listens at.
         pages: options of `paged-kv run`; None for the server as it is.
+
+    Raises:
+        RuntimeError: it does not answer.
     """
     known = SERVERS[name]
     before, behind = known.options
@@ -145,32 +144,10 @@ def serving(name: str, model: Path, port: int, pages: Sequence[str] | None) -> I
     else:
         start = ["-m", "paged_kv", "run", *pages, "--", "-m", known.module]
     quiet = {"DO_NOT_TRACK": "1", "RAPID_MLX_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    paths = {"PYTHONPATH": os.pathsep.join([str(folder_of(name)), str(ROOT)])}
-    command = [sys.executable, *start, *words]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, env={**os.environ, **quiet, **paths}, stdout=log, stderr=log
-        )
-        try:
-            if not _answers(process, port):
-                log.seek(0)
-                raise RuntimeError(f"{name} does not answer: {log.read().decode()}")
-            yield Running(port, "default_model" if name == "mlx_lm" else str(model), process)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Whether a server has begun to answer before it has ended."""
-    deadline = monotonic() + START_S
-    while process.poll() is None and monotonic() < deadline:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=START_S):
-                return True
-        except OSError:
-            sleep(0.2)
-    return False
+    asked_for = "default_model" if name == "mlx_lm" else str(model)
+    command, packages = [*start, *words], str(folder_of(name))
+    with answering(port, asked_for, command, PYTHONPATH=packages, **quiet) as process:
+        yield Running(port, asked_for, process)
 
 
 def loads_of(tokenizer: Any, model: str, repetition: int) -> dict[str, tuple[list[Request], int]]:
@@ -196,7 +173,7 @@ def measure(name: str, model: Path) -> dict[str, Any]:
     peaks = dict.fromkeys(ways, 0)
     for repetition in range(REPETITIONS):
         for way, pages in ways.items():
-            with serving(name, model, _free_port(), pages) as server:
+            with serving(name, model, free_port(), pages) as server:
                 of_run = loads_of(tokenizer, server.model, repetition)
                 for load, (requests, clients) in of_run.items():
                     run(server.port, requests, loads[way][load], clients)
@@ -207,13 +184,6 @@ def measure(name: str, model: Path) -> dict[str, Any]:
     for load in loads["stock"]:
         figures[load] = figures_of({way: loads[way][load] for way in ways})
     return figures
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def main() -> None:

@@ -25,9 +25,9 @@ from benches.openblas import BLAS
 
 import http.client
 import json
+import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +46,7 @@ from mlx_lm.utils import load_tokenizer
 from benches.models import source_tokens
 from benches.real_models.folders import model_folder
 from benches.results_file import write_result
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 MODEL, SEED = "smollm2", 0
@@ -181,30 +182,46 @@ def run(port: int, requests: Sequence[Request], load: Load, at_once: int) -> Non
 @contextmanager
 def server(name: str, model: Path, *more: str) -> Iterator[int]:
     """A server in a process of its own, once it answers; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR", *more]
-    # mlx-lm's logs every request.
-    process = subprocess.Popen(
-        [sys.executable, *COMMANDS[name], *options], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = perf_counter() + START_S
-        while not _answers(port):
-            assert perf_counter() < deadline, f"{name} does not answer"
-            assert process.poll() is None, f"{name} has ended"
-            sleep(0.2)
+    with answering(port, "default_model", [*COMMANDS[name], *options]):
         yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
-def _answers(port: int) -> bool:
+@contextmanager
+def answering(
+    port: int, model: str, command: Sequence[str], **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Python with these arguments, once it answers requests for a model at a port.
+
+    Raises:
+        RuntimeError: it does not; the message has what it has written.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            deadline = perf_counter() + START_S
+            while not _answers(port, model):
+                if process.poll() is not None or perf_counter() > deadline:
+                    log.seek(0)
+                    raise RuntimeError(f"{command} does not answer: {log.read().decode()}")
+                sleep(0.2)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _answers(port: int, model: str) -> bool:
     try:
-        ask(port, Request("import", 1))
-    except OSError:
+        ask(port, Request("import", 1, model))
+    except (AssertionError, OSError):  # it may refuse while it loads the model
         return False
     return True
 
