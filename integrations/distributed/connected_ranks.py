@@ -81,13 +81,15 @@ class ConnectedRanks(Ranks):
         try:
             self._exchange += 1
             with self.watch.noted(self._exchange, "waiting"):
-                return (
-                    self._collect(question, answer)
-                    if self.rank == 0
-                    else self._ask(question, answer)
-                )
+                told = self._exchanged((question, answer))
         finally:
             self._turn.release()
+        if any(asked != question for asked, _ in told):
+            each = ", ".join(
+                f"rank {rank} asks for {asked!r}" for rank, (asked, _) in enumerate(told)
+            )
+            raise RanksDiffer(f"the ranks have come apart at question {self._exchange}: {each}")
+        return [its_answer for _, its_answer in told]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -97,23 +99,16 @@ class ConnectedRanks(Ranks):
     def abandon(self) -> None:
         self.watch.has_failed = True
 
-    def _collect(self, question: str, answer: Answer) -> list[Answer]:
-        asked, answers = [question], [answer]
+    def _exchanged(self, own: tuple[str, Answer]) -> list[tuple[str, Answer]]:
+        """The questions and answers of all ranks, through rank 0."""
+        if self.rank != 0:
+            self._send(0, own)
+            all_told: list[tuple[str, Answer]] = self._receive(0)
+            return all_told
+        all_told = [own, *map(self._receive, range(1, self.size))]
         for rank in range(1, self.size):
-            its_question, its_answer = self._receive(rank)
-            asked.append(its_question)
-            answers.append(its_answer)
-        error = None
-        if set(asked) != {question}:
-            each = ", ".join(f"rank {rank} asks for {it!r}" for rank, it in enumerate(asked))
-            error = f"the ranks have come apart at question {self._exchange}: {each}"
-        for rank in range(1, self.size):
-            self._send(rank, (error, answers))
-        return _known(error, answers)
-
-    def _ask(self, question: str, answer: Answer) -> list[Answer]:
-        self._send(0, (question, answer))
-        return _known(*self._receive(0))
+            self._send(rank, all_told)
+        return all_told
 
     def _send(self, rank: int, message: object) -> None:
         try:
@@ -121,18 +116,11 @@ class ConnectedRanks(Ranks):
         except BROKEN:
             self.watch.await_abort(rank)
 
-    def _receive(self, rank: int) -> tuple[Any, Any]:
+    def _receive(self, rank: int) -> Any:
         try:
-            message: tuple[Any, Any] = self._connections[rank].recv()
-            return message
+            return self._connections[rank].recv()
         except BROKEN:
             self.watch.await_abort(rank)
-
-
-def _known(error: str | None, answers: list[Answer]) -> list[Answer]:
-    if error is not None:
-        raise RanksDiffer(error)
-    return answers
 
 
 @cache
