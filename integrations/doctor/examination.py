@@ -23,7 +23,7 @@ from paged_kv.kernels.backends import device_backend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.self_test import Check, checks
-from paged_kv.kernels.pages.verdicts import RIGHT, device_name, forget_verdicts, verdicts_on
+from paged_kv.kernels.pages.verdicts import RIGHT, TRYING, device_name, forget_verdicts, verdicts_on
 from paged_kv.openblas import how_to_get_openblas, library_in_use, openblas_version
 from paged_kv.options import require_writable
 
@@ -39,7 +39,9 @@ def known(*, verbose: bool) -> tuple[bool, str]:
     """Whether no kernel is known to be wrong here, and the verdict, all that is wrong, and the
     system; with `verbose` also all that is right."""
     backend = device_backend()
-    found = verdicts_on(backend.variant, backend.build).found
+    found = dict(verdicts_on(backend.variant, backend.build).found)
+    for kernel in [kernel for kernel, verdict in found.items() if verdict == TRYING]:
+        del found[kernel]  # another process checks it at this moment
     right = [f"right  {kernel}" for kernel, verdict in found.items() if verdict == RIGHT]
     wrong = [f"WRONG  {kernel}: {verdict}" for kernel, verdict in found.items() if verdict != RIGHT]
     verdict = [f"{len(right)} of {len(found)} checks on this device found kernels right"]

@@ -155,7 +155,7 @@ class LazyReads:
         for read in list(self.noted):
             tables = read.metadata.block_tables
             if read.thread is me and any(is_read(entry) for table in tables for entry in table):
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, ValueError):
                     mx.eval(read.waiting())
                     self.noted.remove(read)
 

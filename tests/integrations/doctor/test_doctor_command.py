@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from paged_kv.command_line import main
 from paged_kv.integrations.bench import bench_command
 from paged_kv.integrations.doctor import examination
-from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.backends import choose_backend, device_backend
+from paged_kv.kernels.pages import verdicts as verdicts_module
 from paged_kv.kernels.pages.errors import warn_once
 from paged_kv.kernels.pages.self_test import Check
+from paged_kv.kernels.pages.verdicts import TRYING, verdict_file, verdicts_on, write_found
 
 pytestmark = pytest.mark.usefixtures("checks_kernels")
 
@@ -53,6 +56,18 @@ def test_what_it_found_holds_and_is_told(
         kernels.pop()
         assert main(["doctor", undo]) == 0
         assert choose_backend().name == "native"
+
+
+def test_what_another_process_is_checking_is_not_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    backend, file = device_backend(), verdict_file()
+    found = verdicts_on(backend.variant, backend.build)
+    write_found(file, found.backend, {"decode": TRYING})
+    with FileLock(file.with_suffix(".lock")):
+        verdicts_module._verdicts.cache_clear()
+        assert main(["doctor"]) == 0
+    assert "WRONG" not in capsys.readouterr().out
+    verdicts_module._verdicts.cache_clear()
+    assert main(["doctor"]) == 1
 
 
 @pytest.mark.usefixtures("kernels")

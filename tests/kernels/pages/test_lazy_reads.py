@@ -47,6 +47,25 @@ def test_arrays_that_are_held(heads: int, tokens: int) -> None:
         assert mx.array_equal(array, expected)
 
 
+def test_arrays_of_a_function_that_mlx_traces_cost_no_slab() -> None:
+    """Nobody can compute them before the slab of what they read goes."""
+    cache = new_cache()
+    cache.update_and_fetch(*step(300, 1))
+    write_back(cache)
+    pages = cache.pool.groups[0].pages[0]
+
+    def traced(scale: mx.array) -> mx.array:
+        found = scale * cache.keys_and_values()[0]
+        pages.lazy_reads.watch([found], pages.lazy_reads.noted[0].metadata)
+        for slab in list(pages.slabs):
+            pages.unmap_slab(slab)
+        return found
+
+    traced_once: Any = mx.compile(traced)
+    assert traced_once(mx.array(2.0)).shape == (1, 2, 300, 16)
+    assert not pages.slabs
+
+
 def test_arrays_that_stand_for_their_keys_when_those_are_gone() -> None:
     cache = new_cache()
     given, last = step(300, 1), step(1, 2)
