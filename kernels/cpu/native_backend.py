@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,7 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory, untouched
 from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import LayerGeometry, PageLayout
+from paged_kv.kernels.pages.verdicts import digest_of
 
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
@@ -59,7 +61,8 @@ class NativeBackend(Backend):
 
     @property
     def build(self) -> str:
-        return self.library.digest
+        # The sources too: a library that was not built again does not fit their structs.
+        return digest_of(self.library.path, Path(__file__).parent)
 
     @property
     def kept_bytes(self) -> int:

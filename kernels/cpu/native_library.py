@@ -8,7 +8,6 @@ import ctypes
 import os
 import sys
 from functools import cache
-from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -144,14 +143,14 @@ class NativeLibrary:
 
     Attributes:
         instruction_set: the one in use.
-        digest: of the file.
+        path: of the file.
 
     Raises:
         OSError: the file is missing, or is no library for this machine.
     """
 
     def __init__(self, path: Path) -> None:
-        self.digest = sha256(path.read_bytes()).hexdigest()[:16]
+        self.path = path
         # Not PyDLL: CDLL releases the interpreter's lock during a call.
         self._library = ctypes.CDLL(str(path))
         self._library.paged_kv_instruction_sets.restype = ctypes.c_char_p

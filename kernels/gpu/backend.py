@@ -17,7 +17,7 @@ from paged_kv.kernels.gpu import tuning
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, bind, bound_slabs, parameters
 from paged_kv.kernels.gpu.attention import PagedAttention
 from paged_kv.kernels.gpu.kernels import DONE, Chain, GpuKernels, Launch, Maker, Order, Output
-from paged_kv.kernels.gpu.text import digest
+from paged_kv.kernels.gpu.text import KERNELS
 from paged_kv.kernels.pages.attention_metadata import Attention, AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend, StepRecorder, summarise
 from paged_kv.kernels.pages.choice import LEAST_READ_TOKENS, RUNS_OF_PAGE, chooses, chosen_runs
@@ -28,7 +28,7 @@ from paged_kv.kernels.pages.number_format import CENTRE_PARTS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, RUN_TOKENS, LayerGeometry
 from paged_kv.kernels.pages.self_test import Check, Probe
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, TABLES, Tables, tables_of
-from paged_kv.kernels.pages.verdicts import WrongKernel
+from paged_kv.kernels.pages.verdicts import WrongKernel, digest_of
 
 assert tuning.SLOT_SIMDGROUPS == CENTRE_PARTS  # copies sum a part of a page in each simdgroup
 
@@ -86,7 +86,7 @@ class GpuBackend(Backend):
 
     @property
     def build(self) -> str:
-        return digest(self.name)
+        return digest_of(KERNELS / "gpu", KERNELS / self.name)
 
     def supports(self, geometry: LayerGeometry) -> bool:
         dims = geometry.k_dim, geometry.v_dim

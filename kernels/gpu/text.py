@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from itertools import count, product
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
@@ -100,14 +99,6 @@ def header_path(dialect: str, name: str) -> Path:
     """Where a header is."""
     own = KERNELS / dialect / f"{name}.h"
     return own if own.exists() else KERNELS / "gpu" / f"{name}.h"
-
-
-@cache
-def digest(dialect: str) -> str:
-    """A digest of all that texts of a dialect are made from."""
-    folders = KERNELS / "gpu", KERNELS / dialect
-    files = [file for folder in folders for file in sorted(folder.glob("*.*"))]
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @cache

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from threading import RLock
@@ -160,6 +161,17 @@ def verdicts_on(variant: str, build: str) -> Verdicts:
 
 
 _verdicts = cache(Verdicts)
+
+
+@cache
+def digest_of(*paths: Path) -> str:
+    """A digest of the content of files, and of the files in folders."""
+    content = sha256()
+    for path in paths:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if file.is_file():
+                content.update(file.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def forget_verdicts() -> None:

@@ -15,7 +15,7 @@ from benches.host_cost import GraphMaker
 from paged_kv.kernels.backends import backend_for, choose_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import LIBRARY, NativeLibrary
-from paged_kv.kernels.gpu import text
+from paged_kv.kernels.gpu import backend as gpu_backend
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages import verdicts as verdicts_module
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
@@ -28,6 +28,7 @@ from paged_kv.kernels.pages.verdicts import (
     RIGHT,
     Verdicts,
     WrongKernel,
+    digest_of,
     forget_verdicts,
     verdict_file,
     verdicts_on,
@@ -170,20 +171,23 @@ def test_verdicts_are_of_a_device_of_kernels_and_of_versions(
 
 def test_changed_kernels_are_other_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A pull may change them and leave the version."""
-    monkeypatch.setattr(text, "KERNELS", tmp_path)
+    monkeypatch.setattr(gpu_backend, "KERNELS", tmp_path)
     builds = set()
-    for folder, name in (("gpu", "decode.h"), ("metal", "decode.metal"), ("metal", "new.h")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).write_text("float x;")
-        builds.add(text.digest.__wrapped__("metal"))
-    assert len(builds) == 3
+    for folder in ("gpu", "metal", "cuda"):
+        (tmp_path / folder / "__pycache__").mkdir(parents=True)
+    for name in ("gpu/decode.h", "metal/decode.metal", "metal/new.h"):
+        (tmp_path / name).write_text("float x;")
+        digest_of.cache_clear()
+        builds.add(GpuBackend("metal", GraphMaker()).build)
     library = tmp_path / LIBRARY.name
     library.write_bytes(LIBRARY.read_bytes())
     native = NativeBackend(NativeLibrary(library))
-    assert native.build == NativeBackend(NativeLibrary(LIBRARY)).build
+    builds |= {native.build, NativeBackend(NativeLibrary(LIBRARY)).build}
+    assert len(builds) == 4
     with library.open("ab") as end:
         end.write(b"!")
-    assert native.build != NativeLibrary(library).digest
+    digest_of.cache_clear()
+    assert native.build not in builds
 
 
 @pytest.mark.parametrize(
