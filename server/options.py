@@ -48,7 +48,8 @@ def _port(text: str) -> int:
 
 def _http_url(text: str) -> str:
     url = urlsplit(text)
-    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+    is_complete = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    if not is_complete or url.username or url.query:
         raise ValueError(f"{text!r} is not the address of a server, such as http://other:8080")
     return text
 
@@ -174,7 +175,8 @@ class ServerOptions(ModelOptions):
         max_requests_per_key: the most requests with the same API key that run or wait at once, or
             of all clients where there are no keys; more get 429.
         priorities: which priorities requests may ask for; of those that wait, the lowest begins
-            first. With 0 as LOW clients can only wait longer.
+            first. With 0 as LOW clients can only wait longer; a lower one is given as
+            --priorities=-10:100.
         shutdown_timeout: seconds that running requests have to finish after SIGTERM or SIGINT; 5
             more, and the process ends whatever it does.
         max_body_bytes: the longest body of a request; longer ones get 413.
