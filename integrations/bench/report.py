@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from rich.console import Console
 from rich.table import Table
 
 from paged_kv import __version__
 from paged_kv.checks import format_size
+from paged_kv.commands.plain_console import PlainConsole
 from paged_kv.extras import extra_module
 from paged_kv.integrations.bench.comparisons import Outcome
 from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
@@ -46,7 +46,7 @@ def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, 
 def as_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> str:
     """A report as text, as wide as the terminal."""
     text = io.StringIO()
-    console = Console(file=text, highlight=False, markup=False)
+    console = PlainConsole(file=text)
     console.print(f"{content['model']}, {content['backend']} backend\n{measured_on(content)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("")

@@ -137,8 +137,9 @@ def _as_json(planner: Planner, plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _print(planner: Planner, plan: MemoryPlan) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from paged_kv.commands.plain_console import PlainConsole
 
     workload = plan.workload
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -160,7 +161,7 @@ def _print(planner: Planner, plan: MemoryPlan) -> None:
         ("all", plan.needed, f"of {format_size(plan.memory)}"),
     ):
         table.add_row(row[0], format_size(row[1]), row[2])
-    Console(soft_wrap=True, highlight=False).print(table)
+    PlainConsole(soft_wrap=True).print(table)
     print()
     if plan.fits:
         print(f"fits, as would {_what_fits(plan)}")

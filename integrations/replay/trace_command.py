@@ -136,15 +136,16 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _print(outcomes: dict[str, Outcome]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from paged_kv.commands.plain_console import PlainConsole
 
     table = Table("", *outcomes, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for cells in zip(*map(_cells, outcomes.values()), strict=True):
         table.add_row(cells[0][0], *[cell for _, cell in cells])
-    Console(highlight=False).print(table)
+    PlainConsole().print(table)
 
 
 def _cells(outcome: Outcome) -> list[tuple[str, str]]:

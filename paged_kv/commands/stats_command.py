@@ -19,8 +19,6 @@ from paged_kv.monitor.processes import ProcessView, running_process, running_pro
 from paged_kv.options import examples, path, positive, require_writable, seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _INTERVAL_S, _PLOT_S = 0.5, 10.0
@@ -85,9 +83,10 @@ def run_stats(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.pid:
             raise ValueError("--list shows all processes: leave out --pid")
+        from paged_kv.commands.plain_console import PlainConsole
         from paged_kv.monitor.stats_table import process_list
 
-        _console().print(process_list(_running_processes()))
+        PlainConsole().print(process_list(_running_processes()))
     elif arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
@@ -108,16 +107,10 @@ def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
         metrics = extra_module("paged_kv.monitor.prometheus_metrics", "metrics")
         sys.stdout.write(metrics.metrics_text(view).decode())
     else:
+        from paged_kv.commands.plain_console import PlainConsole
         from paged_kv.monitor.stats_table import process_tables
 
-        _console().print(process_tables(view))
-
-
-def _console() -> Console:
-    """The terminal. Command lines of processes are shown as they are, not as markup."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False)
+        PlainConsole().print(process_tables(view))
 
 
 def _running_processes() -> list[ProcessView]:
@@ -130,11 +123,12 @@ def _running_processes() -> list[ProcessView]:
 
 
 def _watch(arguments: argparse.Namespace) -> NoReturn:
+    from paged_kv.commands.plain_console import PlainConsole
     from paged_kv.monitor.stats_table import watch
 
     pid = _view(arguments).pid
     with raised():  # the terminal gets back what it showed before
-        watch(_looks(pid, arguments.interval or _INTERVAL_S), _console())
+        watch(_looks(pid, arguments.interval or _INTERVAL_S), PlainConsole())
     raise ProcessLookupError(f"process {pid} has ended")
 
 
