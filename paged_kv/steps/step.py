@@ -146,8 +146,9 @@ class Step:
         they have changed in another way since."""
         with self.pool.lock:
             for step in set(self._groups.values()):
-                for pages in step.group.pages.values():
-                    pages.forget_unwritten(step.metadata)
+                for metadata in (step.metadata, *[part.metadata for part in step.parts]):
+                    for pages in step.group.pages.values():
+                        pages.forget_unwritten(metadata)
             sequences = [row.sequence for row in self.rows]
             # All numbers first: giving back blocks may fail too, and does no harm later.
             for sequence in [each for each in sequences if each.undo(self)]:

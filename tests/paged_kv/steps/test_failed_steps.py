@@ -301,6 +301,24 @@ def test_a_ring_that_was_written_late_shows_what_it_holds(failures: Failures) ->
     assert seen
 
 
+def test_a_part_of_a_step_that_failed_is_not_written_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step over several quantised pages is attended to in parts. No later step, which may be
+    another thread's, waits for a part of one that was undone."""
+    world = World.of(HISTORIES["q4 fork"])
+    groups = world.pool.groups
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(world.pool.backend), "attend", fail)
+        with pytest.raises(MemoryError):
+            world.batch.step(300)
+    assert not any(pages.unwritten for group in groups for pages in group.pages.values())
+
+
 @pytest.mark.parametrize("method", ["gather", "gather_tokens"])
 def test_a_gather_that_fails_undoes_the_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention gathers where it cannot read pages."""
