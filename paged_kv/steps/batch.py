@@ -33,6 +33,7 @@ class Batch:
         self.pool = pool
         self.sequences = sequences
         self.step: Step | None = None
+        self._narrower: Batch | None = None
         self._wider: weakref.ref[Batch] | None = None
         self._newcomers = LayerwiseSequences()
 
@@ -57,8 +58,14 @@ class Batch:
             for other in others:
                 other.hooks = first.hooks
             wider = Batch.of(self.pool, [first, *others])
+            wider._narrower = self
             self._wider = weakref.ref(wider)
         return wider
+
+    def narrowed(self) -> Batch:
+        """The batch that this one was widened from, if no step of it is left; else itself."""
+        is_new = not any(each.length for each in self.sequences)
+        return self._narrower if is_new and self._narrower is not None else self
 
     def take_in(self, layer: int, cache: Any) -> list[Sequence]:
         """New sequences, which hold in a layer what a cache without pages holds, such as mlx-lm's

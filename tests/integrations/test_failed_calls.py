@@ -151,3 +151,18 @@ def test_a_call_that_begins_no_step_undoes_none() -> None:
     with pytest.raises((AttributeError, TypeError)):
         world.model(nothing, cache=world.cache)
     assert_same(world.go_on(1), expected, "it began no step")
+
+
+def test_a_new_cache_takes_another_batch_after_a_first_call_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a smaller one, where there was no memory for the first."""
+    model = model_of(Case("qwen3"))
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    expected = model(mx.array(first_tokens(5, 2)), cache=factory.make_cache())
+    cache = factory.make_cache()
+    with monkeypatch.context() as patched:
+        patched.delattr(model.layers[-1], "mlp")
+        with pytest.raises(AttributeError):
+            model(mx.array(first_tokens(5, 4)), cache=cache)
+    assert_same([model(mx.array(first_tokens(5, 2)), cache=cache)], [expected], "another size")
