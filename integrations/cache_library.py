@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.checks import described
 from paged_kv.extras import extra_module
-from paged_kv.integrations.batching.prompt_caches import is_list
+from paged_kv.integrations.batching.prompt_caches import is_list, replaced
 from paged_kv.integrations.model_hooks import Hooks, Replacements
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.states.layer_rows import GrowingLayer, LayerRows, growing_layers
@@ -64,8 +64,8 @@ class CacheLibrary:
         """
         if self.growing:
             return [LayerRows(*map(paged, parts)) for parts in self.growing]
-        replaced = self.indexed.get(model_file(model), self._replaced)
-        return [replaced(cache, paged) for cache in self.make_prompt_cache(model, max_kv_size)]
+        layer = self.indexed.get(model_file(model), self._replaced)
+        return [layer(cache, paged) for cache in self.make_prompt_cache(model, max_kv_size)]
 
     def window_of(self, cache: Any, write_chunk: int | None) -> Window | None:
         """The window of the layer of a cache that can be paged, if it has one.
@@ -95,9 +95,7 @@ class CacheLibrary:
         return Window(size, chunk, sink_tokens)
 
     def _replaced(self, cache: Any, paged: Paged) -> Any:
-        if is_list(cache):
-            return type(cache)(*[self._replaced(inner, paged) for inner in cache.caches])
-        return paged(cache) if self._is_paged(cache) else cache
+        return replaced(cache, lambda each: paged(each) if self._is_paged(each) else each)
 
     def _is_paged(self, cache: object) -> bool:
         if type(cache) in (self.full, self.window, self.chunked):

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.prompt_caches import is_list, leaves, paged_caches
+from paged_kv.integrations.batching.prompt_caches import leaves, paged_caches, replaced
 from paged_kv.integrations.states.one_by_one import padded, widen
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.verdicts import device_name
@@ -97,7 +98,7 @@ def fixed_steps(
     parts: list[list[Any]] = []
     try:
         for each in steps:
-            part = [_part_of(cache, each) for cache in caches]
+            part = [replaced(cache, partial(_part_of, each)) for cache in caches]
             parts.append(part)
             own = tokens[mx.array(each.numbers)]
             logits = step(own, cache=part) if is_decode else _in_pages(step, own, part)
@@ -163,10 +164,8 @@ def _empty_row(beside: Sequence) -> Sequence:
     return empty
 
 
-def _part_of(cache: Any, rows: _Rows) -> Any:
+def _part_of(rows: _Rows, cache: Any) -> Any:
     """The cache of the rows of a step: of pages a view, of others a copy without padding."""
-    if is_list(cache):
-        return type(cache)(*[_part_of(inner, rows) for inner in cache.caches])
     if isinstance(cache, PagedKVCache):
         view = type(cache)(cache.pool, cache.layer, rows.sequences)
         view.depend_on([cache])

@@ -21,7 +21,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from paged_kv.integrations.attention_hook import this_thread
-from paged_kv.integrations.batching.prompt_caches import is_list
+from paged_kv.integrations.batching.prompt_caches import leaves
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.one_by_one import row_of
 from paged_kv.kernels.pages.page_format import LayerGeometry
@@ -185,7 +185,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
     def tried_cache() -> list[Any]:
         layers = count()
         made = new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
-        return [row_of(each, 0) for each in made]
+        return row_of(made, 0)
 
     this_thread.prepares = False
     call: Any = model  # its call has no types
@@ -224,10 +224,8 @@ def _in_a_batch(model: Any, first: list[Any], second: list[Any]) -> list[mx.arra
 def _results(output: Any, cache: Iterable[Any]) -> Iterator[mx.array]:
     """The output of a step, and the states that it left in caches that are not paged."""
     yield from _arrays_in(getattr(output, "logits", output))
-    for each in cache:
-        if is_list(each):
-            yield from _results([], each.caches)
-        elif not isinstance(each, _TriedCache):
+    for each in leaves(cache):
+        if not isinstance(each, _TriedCache):
             yield from _arrays_in(each.state)
 
 

@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.prompt_caches import is_list, leaves
+from paged_kv.integrations.batching.prompt_caches import leaves, replaced
 from paged_kv.integrations.heads.model_head import outputs_of
 from paged_kv.steps.read import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
@@ -202,7 +202,12 @@ class StepFunction:
         states = [copy.copy(cache) for cache in before]
         _put(states, iter(others[first_state:]))
         seen = iter(states)
-        stand_ins = [_stand_in(each, recorded, seen) for each in self.caches]
+
+        def stand_in(cache: Any) -> Any:
+            is_paged = isinstance(cache, PagedKVCache)
+            return RecordedCache(cache.layer, recorded) if is_paged else next(seen)
+
+        stand_ins = [replaced(each, stand_in) for each in self.caches]
         with outputs_of(self.modules) as outputs:
             logits = self.call(tokens, cache=stand_ins)
         if not isinstance(logits, mx.array):
@@ -217,14 +222,6 @@ class StepFunction:
 def unpaged(caches: list[Any]) -> list[Any]:
     """The caches without pages, such as those of recurrent layers."""
     return [each for each in leaves(caches) if not isinstance(each, PagedKVCache)]
-
-
-def _stand_in(cache: Any, recorded: RecordedStep, states: Iterator[Any]) -> Any:
-    if is_list(cache):
-        return type(cache)(*[_stand_in(inner, recorded, states) for inner in cache.caches])
-    if isinstance(cache, PagedKVCache):
-        return RecordedCache(cache.layer, recorded)
-    return next(states)
 
 
 def _arrays_of(caches: Iterable[Any]) -> list[mx.array]:

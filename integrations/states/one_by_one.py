@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.prompt_caches import frozen, is_list, leaves, paged_caches
+from paged_kv.integrations.batching.prompt_caches import frozen, leaves, paged_caches, replaced
 from paged_kv.integrations.mlx_lm_internals import let_load
 from paged_kv.steps.batch import integers
 from paged_kv.steps.blocks import reserve
@@ -133,7 +133,7 @@ def rows_of(caches: list[Any]) -> Iterator[list[list[Any]]]:
     """The prompt cache of each sequence of a batch: views of the same pages, and copies of caches
     without pages, which are kept if nothing fails."""
     count = len(paged_caches(caches)[0].sequences)
-    rows = [[row_of(cache, at) for cache in caches] for at in range(count)]
+    rows = [row_of(caches, at) for at in range(count)]
     yield rows
     for cache, *ofs in zip(leaves(caches), *map(leaves, rows), strict=True):
         if isinstance(cache, SeparateCaches):
@@ -184,15 +184,17 @@ def one_by_one(
     return mx.concatenate([padded(each, num_tokens, vocabulary) for each in found])
 
 
-def row_of(cache: Any, row: int) -> Any:
-    """One sequence's cache of a layer, as its model takes it."""
-    if is_list(cache):
-        return type(cache)(*[row_of(inner, row) for inner in cache.caches])
-    if isinstance(cache, SeparateCaches):
-        return frozen(cache.rows[row])
-    if isinstance(cache, PagedKVCache):
-        return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
-    return cache
+def row_of(caches: list[Any], row: int) -> list[Any]:
+    """The prompt cache of one sequence, as its model takes it."""
+
+    def of_row(cache: Any) -> Any:
+        if isinstance(cache, SeparateCaches):
+            return frozen(cache.rows[row])
+        if isinstance(cache, PagedKVCache):
+            return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
+        return cache
+
+    return [replaced(cache, of_row) for cache in caches]
 
 
 def padded(logits: mx.array | None, num_tokens: int, like: mx.array) -> mx.array:
