@@ -20,6 +20,7 @@ from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.blocks import common_len
+from paged_kv.steps.progress import Progress
 from paged_kv.steps.read import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.steps.sequence import LayerwiseSequences, Sequence, StepRow
 from paged_kv.steps.step import Step
@@ -63,8 +64,10 @@ class Batch:
         return wider
 
     def narrowed(self) -> Batch:
-        """The batch that this one was widened from, if no step of it is left; else itself."""
-        is_new = not any(each.length for each in self.sequences)
+        """The batch that this one was widened from, if it has neither tokens nor padding; else
+        itself."""
+        layers = [each for sequence in self.sequences for each in sequence.layers.settled]
+        is_new = all(each == Progress() for each in layers)
         return self._narrower if is_new and self._narrower is not None else self
 
     def take_in(self, layer: int, cache: Any) -> list[Sequence]:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool
+from paged_kv.steps.progress import Padding
 from tests.support.arrays import normal
 from tests.support.layer_caches import caches_of
 
@@ -46,3 +47,11 @@ def test_layers_that_change_alike_share_a_batch_again(
     step = batch.step
     write(changed, len(batch.sequences), 1)
     assert batch.step is step
+
+
+def test_a_wide_batch_is_narrowed_only_while_it_is_new() -> None:
+    (cache,) = caches_of(PagePool(1, max_bytes=1 << 24))
+    wide = cache.batch.widened(2)
+    assert wide.narrowed() is cache.batch
+    wide.sequences[1].prepare(0, Padding(left=3))
+    assert wide.narrowed() is wide
