@@ -19,6 +19,7 @@ from paged_kv.options import (
     count,
     duration,
     examples,
+    named_model,
     option,
     parsed_options,
     part,
@@ -76,7 +77,7 @@ def _alias(text: str) -> tuple[str, str]:
     name, _, model = text.partition("=")
     if not name or not model:
         raise ValueError(f"NAME=MODEL is needed, got {text!r}")
-    return name, model
+    return name, named_model(model)
 
 
 def _template_arguments(text: str) -> dict[str, Any]:

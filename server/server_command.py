@@ -67,8 +67,11 @@ def require_servable(options: ServerOptions) -> None:
             "adapter, or leave it out"
         )
     options.require_models()
-    if options.model is None and not options.allow_model_switch:
-        raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
+    if options.model is None and not (options.allow_model_switch or options.model_alias):
+        raise ValueError(
+            "there is nothing to serve: name a --model or a --model-alias, or give "
+            "--allow-model-switch"
+        )
 
 
 def require_servable_by(options: ServerOptions, ranks: int) -> None:

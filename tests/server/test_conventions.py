@@ -13,6 +13,8 @@ from paged_kv.options import named_model
 from paged_kv.server.completions.model_names import typed_name
 from paged_kv.server.http import request_body
 from paged_kv.server.lifecycle import ready_line
+from paged_kv.server.options import parsed_server_options
+from paged_kv.server.server_command import require_servable
 from tests.support.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -122,6 +124,9 @@ def test_the_embedded_model_has_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert named_model("stdlib-llama") == embedded_model()
     assert named_model("other/model") == "other/model"
+    options = parsed_server_options(["--model-alias", "a=stdlib-llama"])
+    assert options.model_alias == [("a", embedded_model())]
+    require_servable(options)  # requests name a model
     (tmp_path / "stdlib-llama").mkdir()
     assert named_model("stdlib-llama") == "stdlib-llama"
     assert main(["server", "--model", "stdlib-llama", "--port", "0"]) == 1  # an empty folder
