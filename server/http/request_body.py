@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sys
 import zlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
@@ -102,13 +102,25 @@ def checked(fields: dict[str, Any], kind: type[Kind]) -> Kind:
     """The fields of a body as an object of a schema. Raises APIError 400: they do not fit it, or
     some ask for what the server does not do."""
     for name, value in fields.items():
-        if name not in kind.model_fields and name not in kind.without_meaning:
-            _require_no_meaning(fields, name, value, kind.only)
+        if name not in kind.model_fields:
+            _require_no_meaning(name, value)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error, fields) from None
 
+
+# Fields of these interfaces that change no token of an answer: accounts, caches and speed.
+IGNORED = frozenset(
+    {
+        # OpenAI
+        *("access_programs", "client_metadata", "max_tool_calls", "metadata", "prediction"),
+        *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"),
+        "user",
+        # Anthropic
+        *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"),
+    }
+)
 
 # They ask how another server holds a model or spends its time, or how many words a hosted model
 # makes. No answer is wrong without them, and clients cannot always leave them out.
@@ -128,6 +140,29 @@ FOREIGN = frozenset(
     }
 )
 
+# Fields that may have these values alone, which ask for what the server does anyway. Completions
+# have no tools to choose from.
+ONLY: Mapping[str, Sequence[Any]] = {
+    "add_generation_prompt": [True],
+    "background": [False],
+    "bad_words": [[]],
+    "best_of": [1],
+    "context_management": [[], {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
+    "continue_final_message": [False],
+    "echo": [False],
+    "include_stop_str_in_output": [False],
+    "length_penalty": [1],
+    "mcp_servers": [[]],
+    "modalities": [["text"]],
+    "parallel_tool_calls": [True],
+    "skip_special_tokens": [True],
+    "suffix": [""],
+    "thread": [{"type": "create"}],
+    "tool_choice": ["auto", "none"],
+    "truncation": ["disabled"],
+    "use_beam_search": [False],
+}
+
 # vLLM's older fields, and what `structured_outputs` calls them.
 _GUIDED: Mapping[str, str] = {
     "guided_choice": "choice",
@@ -144,28 +179,26 @@ def record_foreign(field: str) -> None:
     log.warning("requests have the field %s of other servers, which means nothing here", field)
 
 
-def _require_no_meaning(
-    fields: Mapping[str, Any], name: str, value: Any, only: Mapping[str, Any]
-) -> None:
+def _require_no_meaning(name: str, value: Any) -> None:
     """Raise APIError for a field that is not in the schema, unless it asks for nothing else than
     what the server does."""
+    if name in IGNORED or value in ONLY.get(name, ()):
+        return
     if name in FOREIGN:
         record_foreign(name)
         return
     field = shortened(name).strip("'\"")
-    if name not in only:
+    if name not in ONLY:
         remedy = "leave it out"
         if name in _GUIDED:
             remedy = f'send structured_outputs: {{"{_GUIDED[name]}": ...}}, as for newer vLLM'
         elif name.startswith("guided_"):
             remedy = "structured_outputs needs no such setting: leave it out"
         raise wrong_value(f"{field}: this server has no such field: {remedy}", field)
-    has_no_tools = name == "tool_choice" and value == "none" and not fields.get("tools")
-    if value != only[name] and not has_no_tools:
-        raise wrong_value(
-            f"{field}: only {only[name]!r} is possible here, got {shortened(value)}: leave it out",
-            field,
-        )
+    possible = " or ".join(map(repr, ONLY[name]))
+    raise wrong_value(
+        f"{field}: only {possible} is possible here, got {shortened(value)}: leave it out", field
+    )
 
 
 _CLOSE = {"Connection": "close"}

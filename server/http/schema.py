@@ -7,8 +7,7 @@ is not read beyond its first fault: pydantic would make an error of each of a mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self
+from typing import Annotated, Any, Literal, NotRequired, Required, Self
 
 from pydantic import (
     AfterValidator,
@@ -184,34 +183,9 @@ class StreamOptions(StrictModel):
 
 
 class BodyFields(BaseModel):
-    """A body of any request. Fields `without_meaning` change no token of an answer and mean nothing
-    here; those that may have one value `only` ask for what the server does anyway."""
+    """A body of any request; `request_body` says which other fields it may have."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    # OpenAI's accounts, caches and speed.
-    without_meaning: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("metadata", "prediction", "prompt_cache_options", "prompt_cache_retention"),
-            *("safety_identifier", "service_tier", "user"),
-        }
-    )
-    # OpenAI's and vLLM's.
-    only: ClassVar[Mapping[str, Any]] = {
-        "add_generation_prompt": True,
-        "bad_words": [],
-        "best_of": 1,
-        "continue_final_message": False,
-        "echo": False,
-        "include_stop_str_in_output": False,
-        "length_penalty": 1,
-        "modalities": ["text"],
-        "parallel_tool_calls": True,
-        "skip_special_tokens": True,
-        "suffix": "",
-        "tool_choice": "auto",
-        "use_beam_search": False,
-    }
 
 
 class SharedFields(BodyFields):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -201,18 +200,6 @@ class OutputConfig(StrictModel):
 
 class PromptBody(ChatFields):
     """A body of /v1/messages/count_tokens: all that becomes the prompt."""
-
-    without_meaning: ClassVar = frozenset(
-        {
-            *("metadata", "service_tier", "speed", "inference_geo", "diagnostics"),
-            *("user_profile_id", "workspace_id"),
-        }
-    )
-    only: ClassVar[Mapping[str, Any]] = {
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "mcp_servers": [],
-        "thread": {"type": "create"},
-    }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
     max_tokens: MostTokens | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, Self
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self
 
 from pydantic import (
     ConfigDict,
@@ -276,18 +276,6 @@ class TextConfig(StrictModel):
 
 
 class ResponsesBody(OpenAIFields, ChatFields):
-    without_meaning: ClassVar = frozenset(
-        {
-            *("access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
-        }
-    )
-    only: ClassVar[Mapping[str, Any]] = {
-        "background": False,
-        "context_management": [],
-        "truncation": "disabled",
-    }
-
     input: Annotated[
         str | Annotated[list[Item], Field(min_length=1, fail_fast=True)], at_most(MOST_MESSAGES)
     ]
