@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from paged_kv.server.engine.jobs import HeldPrompt, ScoredToken, Token
@@ -173,7 +174,7 @@ class AnswerItems:
 
     def _parts(self, new: Choice) -> Iterator[Part]:
         # What a call ends with comes before a text that is new.
-        ends = [call for call in new.calls if not call.call_id]
+        ends = [*takewhile(lambda call: not call.call_id, new.calls)]
         yield from ends
         yield from self._piece(Reasoning, new.reasoning)
         yield from self._piece(Text, new.text)

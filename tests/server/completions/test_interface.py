@@ -78,6 +78,11 @@ def items(*news: Choice) -> list[Part]:
             [called("{", "1"), Choice(0, "a", calls=pieces("}") + pieces("{}", "2")), END],
             [Call("1", "f", "{}"), Text("a"), Call("2", "f", "{}")],
         ),
+        (
+            # Some tokenizers give the text of many tokens at once.
+            [Choice(0, calls=pieces("{", "1") + pieces("}")), END],
+            [Call("1", "f", "{}")],
+        ),
         ([thought("\n"), thought("\n"), text("\n\na"), END], [Text("\n\na")]),
         ([text("\n"), END], []),
         ([END], []),
