@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from threading import RLock
 from time import monotonic
 from typing import Any
-from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -70,8 +69,6 @@ class KeptResponses:
         self._clock = clock
         self._place = place
         self._turns: LRU[tuple[Hashable, str], Turn] = LRU(options.max_responses)
-        # The turns that items came with, or were given for.
-        self._turn_of: WeakValueDictionary[tuple[Hashable, str], Turn] = WeakValueDictionary()
         # A turn may be freed, and counted off, while its own thread keeps another.
         self._lock = RLock()
         self.nbytes = 0
@@ -89,8 +86,6 @@ class KeptResponses:
             self.nbytes += turn.nbytes
             weakref.finalize(turn, self._forget, turn.nbytes)
             self._turns[owner, turn.body["id"]] = turn
-            for item in turn.items:
-                self._turn_of[owner, item["id"]] = turn
             while self._turns and self._is_over():
                 self._turns.popitem()
 
@@ -98,22 +93,31 @@ class KeptResponses:
         """A kept turn. Raises APIError 404: there is none of this owner, or no longer."""
         with self._lock:
             turn = self._turns.use((owner, response_id))
-            if turn is not None and self._clock() - turn.since > self._ttl_s:
+            if turn is not None and self._is_old(turn):
                 del self._turns[owner, response_id]
                 turn = None
             if turn is None:
                 raise _not_found("response", response_id)
             return turn
 
-    def item(self, owner: Hashable, item_id: str) -> Any:
-        """An item of a kept turn. Raises APIError 404: there is none of this owner, or no
-        longer."""
+    def items(self, owner: Hashable, ids: Iterable[str]) -> dict[str, Any]:
+        """Items of kept turns by their ids; several turns may have been given the same. Raises
+        APIError 404: there is one of none of this owner's turns, or no longer."""
+        missing, found = set(ids), dict[str, Any]()
         with self._lock:
-            turn = self._turn_of.get((owner, item_id))
-            if turn is None:
-                raise _not_found("item", item_id)
-            self.get(owner, turn.body["id"])  # it may be forgotten, and only continued
-            return next(item for item in turn.items if item["id"] == item_id)
+            for key in reversed([*self._turns]):
+                if not missing:
+                    break
+                turn = self._turns[key]
+                if key[0] == owner and not self._is_old(turn):
+                    given = {item["id"]: item for item in turn.items if item["id"] in missing}
+                    found |= given
+                    missing -= given.keys()
+                    if given:
+                        self._turns.use(key)
+        if missing:
+            raise _not_found("item", min(missing))
+        return found
 
     def delete(self, owner: Hashable, response_id: str) -> None:
         """Forget a turn. Raises APIError 404: as `get`."""
@@ -123,8 +127,10 @@ class KeptResponses:
 
     def _is_over(self) -> bool:
         oldest = next(iter(self._turns.values()))
-        is_old = self._clock() - oldest.since > self._ttl_s
-        return is_old or self.nbytes > self._most_bytes
+        return self._is_old(oldest) or self.nbytes > self._most_bytes
+
+    def _is_old(self, turn: Turn) -> bool:
+        return self._clock() - turn.since > self._ttl_s
 
     def _forget(self, nbytes: int) -> None:
         with self._lock:

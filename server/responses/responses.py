@@ -4,6 +4,7 @@ completions."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,17 +82,17 @@ def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIR
 def _resolved(kept: KeptResponses, owner: Hashable, body: ResponsesBody) -> list[Any]:
     """The items of the input, with those that references name in their places. Raises APIError 400:
     an item is not kept, or is named twice: prompts would have no limit."""
-    seen: set[str] = set()
-    items = []
-    for item in body.items:
-        if "role" not in item and item.get("type") in (None, "item_reference"):
-            if item["id"] in seen:
-                raise wrong_value(f"input: item {shortened(item['id'])} comes twice", "input")
-            seen.add(item["id"])
-            with _of_field("input"):
-                item = kept.item(owner, item["id"])
-        items.append(item)
-    return items
+    ids = [item["id"] for item in body.items if _is_reference(item)]
+    for item_id, count in Counter(ids).items():
+        if count > 1:
+            raise wrong_value(f"input: item {shortened(item_id)} comes twice", "input")
+    with _of_field("input"):
+        known = kept.items(owner, ids)
+    return [known[item["id"]] if _is_reference(item) else item for item in body.items]
+
+
+def _is_reference(item: Any) -> bool:
+    return "role" not in item and item.get("type") in (None, "item_reference")
 
 
 @contextmanager

@@ -45,14 +45,25 @@ def test_items_are_found_by_their_owner_while_their_turn_is_kept() -> None:
     store.keep("alice", turn("a"))
     later = turn("b", previous=store.get("alice", "a"))
     store.keep("alice", later)
-    assert store.item("alice", "out a") == {"id": "out a"}
+    assert store.items("alice", ["out a"]) == {"out a": {"id": "out a"}}
     assert [item["id"] for item in later.all_inputs()] == ["in a", "out a", "in b"]
     with pytest.raises(APIError):
-        store.item("bob", "out a")
+        store.items("bob", ["out a"])
     store.delete("alice", "a")
     with pytest.raises(APIError):
-        store.item("alice", "out a")
-    assert store.item("alice", "in b") == {"id": "in b"}
+        store.items("alice", ["in b", "out a"])
+    assert store.items("alice", ["in b"]) == {"in b": {"id": "in b"}}
+
+
+def test_an_item_is_found_while_any_turn_that_has_it_is_kept() -> None:
+    """Clients name items of earlier answers in every turn, and delete the latest to ask again."""
+    store = kept()
+    store.keep("alice", turn("a"))
+    again = turn("b")
+    again.inputs.append({"id": "out a"})
+    store.keep("alice", again)
+    store.delete("alice", "b")
+    assert store.items("alice", ["out a"]) == {"out a": {"id": "out a"}}
 
 
 def test_owners_do_not_find_each_others() -> None:
