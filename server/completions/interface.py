@@ -260,7 +260,7 @@ class APIRequest:
 
     Attributes:
         body: what it asks for.
-        nbytes: the length of the body as it came.
+        nbytes: the length of the body as it came, and of what it continues.
         answers: makes the writer of the answers, of the request's id and the model's tokenizer;
             None where nothing is generated.
         names: the interface's names for fields of `body`, where they differ.

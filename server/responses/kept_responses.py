@@ -37,12 +37,16 @@ class Turn:
     def items(self) -> list[Any]:
         return [*self.inputs, *self.body["output"]]
 
-    def all_items(self) -> list[Any]:
-        """The items of this turn and of all before it."""
+    def turns(self) -> list[Turn]:
+        """This turn behind all before it."""
         turns = [self]
         while (previous := turns[-1].previous) is not None:
             turns.append(previous)
-        return [item for turn in reversed(turns) for item in turn.items]
+        return turns[::-1]
+
+    def all_items(self) -> list[Any]:
+        """The items of this turn and of all before it."""
+        return [item for turn in self.turns() for item in turn.items]
 
     def all_inputs(self) -> list[Any]:
         """The items that the model was given for this response."""

@@ -57,6 +57,7 @@ def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIR
     earlier = [] if previous is None else previous.all_items()
     items = named(_resolved(kept, owner, body), kept.new_name())
     items_bytes = len(json.dumps(items))
+    earlier_bytes = 0 if previous is None else sum(turn.nbytes for turn in previous.turns())
     tools = offered_tools(body.tools)
     with renaming(NAMES):
         chat = chat_of(body, [*earlier, *items], tools.values())
@@ -76,7 +77,8 @@ def read_responses(kept: KeptResponses, content: bytes, key: str | None) -> APIR
             keep=keep,
         )
 
-    return APIRequest(chat, len(content), answers, NAMES)
+    # Kept items are read as well, and take as long as if the client had sent them.
+    return APIRequest(chat, max(len(content), items_bytes) + earlier_bytes, answers, NAMES)
 
 
 def _resolved(kept: KeptResponses, owner: Hashable, body: ResponsesBody) -> list[Any]:

@@ -1,5 +1,6 @@
 """Responses are kept for their owners, up to a number, an age and a size."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from paged_kv.server.http.api_errors import APIError
 from paged_kv.server.options import ServerOptions
 from paged_kv.server.responses.kept_responses import KeptResponses, Turn
+from paged_kv.server.responses.responses import read_responses
 
 
 def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptResponses:
@@ -64,6 +66,16 @@ def test_an_item_is_found_while_any_turn_that_has_it_is_kept() -> None:
     store.keep("alice", again)
     store.delete("alice", "b")
     assert store.items("alice", ["out a"]) == {"out a": {"id": "out a"}}
+
+
+def test_what_is_continued_counts_as_read() -> None:
+    """Long prompts keep short ones from no thread, whatever a client sends of them."""
+    store = kept()
+    first = Turn(None, [], {"id": "a", "output": []}, 600)
+    store.keep(None, Turn(first, [], {"id": "b", "output": []}, 300))
+    for more, nbytes in (({"previous_response_id": "b"}, 900), ({}, 0)):
+        content = json.dumps({"input": "a", **more}).encode()
+        assert 0 <= read_responses(store, content, None).nbytes - nbytes < 200
 
 
 def test_owners_do_not_find_each_others() -> None:
