@@ -169,7 +169,10 @@ class Planner:
         """Changes that make a plan smaller, as options of the command, and what each gives."""
         workload = plan.workload
         for name in ("q8", "q8/q4", "q4"):
-            changed = self.plan(replace(workload, page_format=name))
+            try:
+                changed = self.plan(replace(workload, page_format=name))
+            except ValueError:  # codes cannot hold all heads of the models
+                break
             if changed.session < plan.session:
                 yield f"--page-format {name}", changed
         for step in PROMPT_STEPS:

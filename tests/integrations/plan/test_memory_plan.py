@@ -207,3 +207,12 @@ class TestAutomaticBudget:
         factory = PagedCacheFactory(model, max_bytes="auto")
         assert factory.pool.budget.max_bytes < 0.7 * whole
         assert "cannot be measured" in caplog.text
+
+
+def test_no_format_is_proposed_that_cannot_hold_the_heads() -> None:
+    planner = Planner([small_model("llama", head_dim=40)], 200 << 20)
+    plan = planner.plan(replace(WORKLOAD, context=8192, sessions=400))
+    assert not plan.fits
+    proposed = {name.split()[0] for name, _ in planner.changes(plan)}
+    assert proposed
+    assert "--page-format" not in proposed
