@@ -32,6 +32,12 @@ def test_what_takes_too_long_is_skipped() -> None:
     assert "a turn takes" in found.reason
 
 
+def test_caches_that_cannot_be_filled_are_not_compared() -> None:
+    model = small_model("deepseek_v41")
+    first = next(Bench(model, PagedCacheFactory(model), QUICK).outcomes())
+    assert isinstance(first, Skipped)
+
+
 def test_to_fill_pages_counts_as_no_gather() -> None:
     """The first gather is warned of, as if the model did not read pages."""
     model = small_model("llama")
