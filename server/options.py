@@ -25,6 +25,7 @@ from paged_kv.options import (
     part,
     positive,
     priorities,
+    seconds,
     share,
     temperature,
 )
@@ -271,9 +272,9 @@ class ServerOptions(ModelOptions):
         None, parse=positive, usual="the context length in the model's config, if it names one"
     )
     max_connections: int = option(512, parse=positive)
-    header_timeout: float = option(10.0, parse=duration)
-    body_timeout: float = option(60.0, parse=duration)
-    write_timeout: float = option(60.0, parse=duration)
+    header_timeout: float = option(10.0, parse=seconds)
+    body_timeout: float = option(60.0, parse=seconds)
+    write_timeout: float = option(60.0, parse=seconds)
     max_responses: int = option(1000, parse=count, group="kept responses", metavar="N")
     max_response_bytes: int = option(64_000_000, parse=parse_size, usual="64MB", metavar="SIZE")
     response_ttl: float = option(86_400.0, parse=duration, metavar="SECONDS")

@@ -61,6 +61,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--draft-model missing", NO_FOLDER + "--draft-model"),
         ("--store text", "text is a file: name a folder for the pages"),
         ("--port 65536", "argument --port: 65536 is no port: give one up to 65535"),
+        ("--header-timeout 0", "argument --header-timeout: '0' is not a number of seconds above 0"),
         ("--prefill-from http://other:80800", "argument --prefill-from: Port out of range"),
         (f"--max-kv-bytes {HUGE}", "argument --max-kv-bytes: "),
     ],
