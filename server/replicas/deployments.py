@@ -90,7 +90,9 @@ def server_options(arguments: Mapping[str, Any]) -> ServerOptions:
     cache, folders = options.cache, cast("list[Any] | None", options.cache.store)
     store = folders and [_full(place) for place in folders]
     secret = replace(cache.store_options, secret=_full(cache.store_options.secret))
-    return replace(options, cache=replace(cache, store=store, store_options=secret), **places)
+    cache = replace(cache, store=store, store_options=secret, offload=_full(cache.offload))
+    places["model_alias"] = [(name, _full(model)) for name, model in options.model_alias]
+    return replace(options, cache=cache, **places)
 
 
 def _words(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> Iterator[str]:

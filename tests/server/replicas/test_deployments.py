@@ -21,10 +21,15 @@ def test_paths_are_full_as_replicas_start_in_other_folders(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(MODEL)
     (tmp_path / "keys").write_text("secret\n")
-    options = server_options({"model": "model", "api_key": "keys", "store": "pages"})
+    options = server_options(
+        {"model": "model", "api_key": "keys", "store": "pages", "model_alias": "other=model"}
+        | {"read_tokens": "1024", "offload": "cold"}
+    )
     assert options.model == str(tmp_path / "model")
     assert options.api_key == str(tmp_path / "keys")
     assert options.cache.store == [tmp_path / "pages"]
+    assert options.cache.offload == tmp_path / "cold"
+    assert options.model_alias == [("other", str(tmp_path / "model"))]
 
 
 @pytest.mark.parametrize("value", [True, "true"])
