@@ -93,9 +93,9 @@ def decode(
         sides.append(in_pairs)
     read = []
     for side in sides[:2]:
-        before = backend.library.page_bytes_read
+        before = backend.library.page_bytes_read()
         side()
-        read.append(backend.library.page_bytes_read - before)
+        read.append(backend.library.page_bytes_read() - before)
     together, alone, *paired = in_turns(*sides, repetitions=21)
     held = len(used) * pages.page_bytes(FP16)
     figures = (

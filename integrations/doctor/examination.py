@@ -39,9 +39,9 @@ def known(*, verbose: bool) -> tuple[bool, str]:
     """Whether no kernel is known to be wrong here, and the verdict, all that is wrong, and the
     system; with `verbose` also all that is right."""
     backend = device_backend()
-    found = dict(verdicts_on(backend.variant, backend.build).found)
-    for kernel in [kernel for kernel, verdict in found.items() if verdict == TRYING]:
-        del found[kernel]  # another process checks it at this moment
+    checked = verdicts_on(backend.variant, backend.build).found
+    # Another process checks others at this moment.
+    found = {kernel: verdict for kernel, verdict in checked.items() if verdict != TRYING}
     right = [f"right  {kernel}" for kernel, verdict in found.items() if verdict == RIGHT]
     wrong = [f"WRONG  {kernel}: {verdict}" for kernel, verdict in found.items() if verdict != RIGHT]
     verdict = [f"{len(right)} of {len(found)} checks on this device found kernels right"]

@@ -144,6 +144,10 @@ class NativeLibrary:
     Attributes:
         instruction_set: the one in use.
         path: of the file.
+        ask_for_huge_pages: asks the system to back memory (address, bytes) with huge pages as they are
+            written, if it can.
+        page_bytes_read: the bytes of pages that attention has read so far, what rows read together
+            counted once.
 
     Raises:
         OSError: the file is missing, or is no library for this machine.
@@ -160,11 +164,11 @@ class NativeLibrary:
         self._attend = self._function("attend", pages, metadata, tensor, tensor, tensor, options)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
-        self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
-        self._ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-        self._ask_for_huge_pages.restype = None
-        self._page_bytes_read = self._library.paged_kv_page_bytes_read
-        self._page_bytes_read.restype = ctypes.c_int64
+        self.ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
+        self.ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self.ask_for_huge_pages.restype = None
+        self.page_bytes_read = self._library.paged_kv_page_bytes_read
+        self.page_bytes_read.restype = ctypes.c_int64
         self.instruction_set = self.instruction_sets[0]
 
     @property
@@ -172,12 +176,6 @@ class NativeLibrary:
         """The library's instruction sets that this machine supports; the first is the default."""
         names: bytes = self._library.paged_kv_instruction_sets()
         return tuple(names.decode().split(","))
-
-    @property
-    def page_bytes_read(self) -> int:
-        """The bytes of pages that attention has read so far, what rows read together counted
-        once."""
-        return int(self._page_bytes_read())
 
     def use_instruction_set(self, name: str) -> None:
         """Use an instruction set from now on.
@@ -193,10 +191,6 @@ class NativeLibrary:
 
     def use_threads(self, count: int) -> None:
         self._library.paged_kv_use_threads(count)
-
-    def ask_for_huge_pages(self, address: int, size: int) -> None:
-        """Ask the system to back `size` bytes with huge pages as they are written, if it can."""
-        self._ask_for_huge_pages(address, size)
 
     # Arrays must be computed already. Their DLPack capsules must live until the call is over.
 

@@ -52,12 +52,12 @@ def attended(
     pages: LayerPages, metadata: AttentionMetadata, asked: Sequence[mx.array], **options: Any
 ) -> tuple[mx.array, int]:
     """The output, and the bytes of pages that were read."""
-    library, before = native_library(), native_library().page_bytes_read
+    library, before = native_library(), native_library().page_bytes_read()
     new_tokens = options.pop("new_tokens", None)
     queries, *positions = asked
     output = pages.attend(queries, metadata, Attention(**options), new_tokens, *positions)
     mx.eval(output)
-    return output, library.page_bytes_read - before
+    return output, library.page_bytes_read() - before
 
 
 def unshared(metadata: AttentionMetadata) -> AttentionMetadata:
