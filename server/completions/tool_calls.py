@@ -268,6 +268,8 @@ class ChoiceCalls:
             return pieces, ""
         try:
             parsed = await self._parse(text)
+            # Python's parsers take what no answer can hold: NaN, and halves of characters.
+            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
             if opened.has_begun:
                 return [*pieces, self._piece(opened.rest(parsed["arguments"]))], ""
             whole = parsed if isinstance(parsed, list) else [parsed]

@@ -106,6 +106,8 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
         '{"name": "f"}',
         '{"arguments": {}}',
         '["f"]',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
         "{" * (LONG_CALL_CHARACTERS + 1),
     ]
     texts = (good, *bad, good.replace("TEXT", LONG), good)
@@ -116,7 +118,8 @@ def test_calls_are_numbered_and_those_that_are_not_understood_are_text(
     lengths = [len(json.loads(call.arguments)["text"]) for call in found]
     assert lengths == [4, len(LONG), 4]
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "JSONDecodeError", "KeyError", "KeyError", "TypeError", "ValueError", "JSONDecodeError",
+        "JSONDecodeError", "KeyError", "KeyError", "TypeError", "ValueError", "UnicodeEncodeError",
+        "ValueError", "JSONDecodeError",
     ]  # fmt: skip
     assert "JSONDecodeError: Expecting property name" in caplog.text
     assert formatted(cast("Parser", None), text="a") == ([], "a"), "of a model without a parser"
