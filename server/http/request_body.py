@@ -8,7 +8,9 @@ answer if they worked.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import sys
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
@@ -45,6 +47,9 @@ _OWN = frozenset(
     }
 )
 
+# What may be a number beyond any float, which JSON can hold.
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
+
 # Values after another one. Prompts of token ids have many, which are quick to read.
 MOST_COMMAS = 2_000_000
 
@@ -80,8 +85,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 def parse_body(content: bytes, kind: type[Kind]) -> Kind:
     """The bytes of a body as an object of a schema. Raises APIError 400: the body is not JSON, has
-    too many values, or does not fit the schema."""
-    return checked(parsed_json(content), kind)
+    too many values or a number beyond any float, or does not fit the schema."""
+    fields = parsed_json(content)
+    body = checked(fields, kind)
+    if _LARGE.search(content):
+        _require_finite(fields)
+    return body
 
 
 def parsed_json(content: bytes) -> dict[str, Any]:
@@ -217,6 +226,15 @@ def _drop_nulls(value: Any) -> None:
             # The input of a call of Messages is an object, that of Responses a list of items.
             if name not in _OWN and not (name == "input" and isinstance(each, dict)):
                 _drop_nulls(each)
+
+
+def _require_finite(fields: Mapping[str, Any]) -> None:
+    """Raise APIError if a number that a schema leaves open, as those in schemas of tools, became
+    infinite: no answer could repeat it, and no template could write it."""
+    try:
+        json.dumps(fields, allow_nan=False)
+    except ValueError:
+        raise wrong_value("the body has a number beyond 1.8e308: send a smaller one") from None
 
 
 def _require_few_values(content: bytes) -> None:

@@ -126,6 +126,16 @@ def test_an_error_tells_of_what_was_meant(kind: Any, body: Any, told: str) -> No
     assert refused.value.param == told.partition(":")[0]
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1.5E+400", "1" * 400 + ".0"])
+def test_numbers_beyond_any_float_are_refused_wherever_they_are(number: str) -> None:
+    """An answer of Responses repeats its tools."""
+    tool = {"type": "function", "name": "f", "parameters": {"maximum": 5, "title": "1e999"}}
+    body = json.dumps({"input": "a", "tools": [tool]}).encode()
+    assert parse_body(body, ResponsesBody)
+    with pytest.raises(APIError, match=r"1\.8e308"):
+        parse_body(body.replace(b"5", number.encode()), ResponsesBody)
+
+
 def test_null_means_missing_at_every_depth_but_where_it_is_a_value() -> None:
     own = {"parameters": {"default": None}, "arguments": {"a": None}, "schema": {"enum": [None]}}
     own |= {"chat_template_kwargs": {"a": None}, "prompt": [None], "input": {"a": {"b": None}}}
