@@ -144,8 +144,8 @@ class NativeLibrary:
     Attributes:
         instruction_set: the one in use.
         path: of the file.
-        ask_for_huge_pages: asks the system to back memory (address, bytes) with huge pages as they are
-            written, if it can.
+        ask_for_huge_pages: asks the system to back memory (address, bytes) with huge pages as they
+            are written, if it can.
         page_bytes_read: the bytes of pages that attention has read so far, what rows read together
             counted once.
 
