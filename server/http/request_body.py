@@ -48,7 +48,7 @@ _OWN = frozenset(
 )
 
 # What may be a number beyond any float, which JSON can hold.
-_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|(?<![0-9])[0-9]{309}")
 
 # Values after another one. Prompts of token ids have many, which are quick to read.
 MOST_COMMAS = 2_000_000
