@@ -93,19 +93,15 @@ def _required(path: Path) -> Path:
     return path
 
 
-def has_own_head(model: Module, folder: str | Path) -> bool:
-    return (Path(folder) / "draft_head").is_dir() or bool(mtp_weights(model, folder))
-
-
-def load_own_head(model: Module, folder: str | Path) -> PredictionHead:
-    """The head that comes with a model: in a folder `draft_head` beside its files, or one that the
-    model was trained with, which was loaded from `folder`.
+def load_own_head(model: Module, folder: str | Path) -> PredictionHead | None:
+    """The head that comes with a model, which was loaded from `folder`: one in a folder
+    `draft_head` beside its files, or one that the model was trained with; None if there is none.
 
     Raises:
-        ValueError: there is none, or weights of it are missing; the message says which.
+        OSError, ValueError: weights of it are missing; the message says which.
     """
     beside = Path(folder) / "draft_head"
-    return load_head(beside) if beside.is_dir() else load_mtp_head(model, folder)
+    return load_head(beside) if beside.is_dir() else _mtp_head(model, Path(folder))
 
 
 @dataclass(frozen=True)
@@ -165,39 +161,21 @@ FAMILIES = {
 }
 
 
-def mtp_weights(model: Module, folder: str | Path) -> Weights:
-    """The weights of the head that a model was trained with, by their names behind the head's own;
-    none if its files have none, or if its family is not known to have a head."""
-    if (family := FAMILIES.get(_file_of(model))) is None:
-        return {}
-    prefix, found = _prefix(family, model), Weights()
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        loaded: Any = mx.load(str(path))
-        found |= {name: array for name, array in loaded.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): array for name, array in found.items()}
-
-
-def load_mtp_head(model: Module, folder: str | Path) -> LayerHead:
-    """The head that a model was trained with, which was loaded from `folder`.
-
-    Raises:
-        ValueError: its family is not known to have a head, the files have none, or weights of it
-            are missing; the message says which.
-    """
-    family = FAMILIES.get(_file_of(model))
+def _mtp_head(model: Module, folder: Path) -> LayerHead | None:
+    """The head that a model was trained with; None if its files hold no weights of one, or if its
+    family is not known to have one."""
+    family = FAMILIES.get(type(model).__module__.rpartition(".")[2])
     if family is None:
-        raise ValueError(
-            f"{_file_of(model)} is not known to be trained with a prediction head: those are "
-            f"{', '.join(sorted(FAMILIES))}. Name the folder of a head, or another draft"
-        )
-    weights = mtp_weights(model, folder)
-    if not weights:
-        raise ValueError(
-            f"the files in {folder} hold no weights of a prediction head ("
-            f"{_prefix(family, model)}*): conversions often leave them out. Take "
-            "the original files, or another draft"
-        )
+        return None
     parts = ModelParts(model)
+    prefix = family.prefix.format(layers=len(parts.backbone.layers))
+    weights = Weights()
+    for path in sorted(folder.glob("*.safetensors")):
+        loaded: Any = mx.load(str(path))
+        names = (name for name in loaded if name.startswith(prefix))
+        weights |= {name.removeprefix(prefix): loaded[name] for name in names}
+    if not weights:
+        return None
     arguments, layers = parts.arguments, parts.backbone.layers
     kind: Any = type(layers[-1])
     takes_number = len(signature(kind).parameters) > 1
@@ -205,18 +183,9 @@ def load_mtp_head(model: Module, folder: str | Path) -> LayerHead:
     head = family.head(layer, parts.hidden_size, parts.vocab_size, arguments.rms_norm_eps)
     own, of_layer = _divided(family, weights)
     own |= {f"layer.{each}": array for each, array in _in_form(model, of_layer, layers).items()}
-    _quantise(head, own, Path(folder))
+    _quantise(head, own, folder)
     head.load(own, str(folder))
     return head
-
-
-def _file_of(model: Module) -> str:
-    """The name of mlx-lm's file of a model."""
-    return type(model).__module__.rpartition(".")[2]
-
-
-def _prefix(family: MtpFamily, model: Module) -> str:
-    return family.prefix.format(layers=len(ModelParts(model).backbone.layers))
 
 
 def _quantise(head: LayerHead, weights: Weights, folder: Path) -> None:

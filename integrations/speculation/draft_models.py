@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
 from paged_kv.integrations.cache_options import CacheOptions
-from paged_kv.integrations.heads.loading import has_own_head, is_head, load_head, load_own_head
+from paged_kv.integrations.heads.loading import FAMILIES, is_head, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import PredictionHead
 from paged_kv.integrations.mlx_lm_internals import downloaded
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -40,10 +40,14 @@ def load_draft_model(
     if name is None or name == NGRAM:
         return None
     if name in (OWN_HEAD, AUTO_HEAD):
-        folder = _folder_of(path)
-        if name == AUTO_HEAD and not has_own_head(model, folder):
-            return None
-        return load_own_head(model, folder)
+        own = load_own_head(model, _folder_of(path))
+        if own is None and name == OWN_HEAD:
+            raise ValueError(
+                f"no prediction head comes with {path}: those of {', '.join(sorted(FAMILIES))} are "
+                "trained with one, which conversions often leave out. Take the original files, or "
+                "name the folder of a head, or another draft"
+            )
+        return own
     draft: Module
     try:
         folder = _folder_of(name)

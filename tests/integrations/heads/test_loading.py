@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from paged_kv import HeadDraft, PagedCacheFactory
-from paged_kv.integrations.heads.loading import FAMILIES, has_own_head, load_head, load_mtp_head
+from paged_kv.integrations.heads.loading import FAMILIES, load_head, load_own_head
 from paged_kv.integrations.heads.prediction_head import (
     Eagle3Head,
     HeadArgs,
@@ -19,7 +19,7 @@ from paged_kv.integrations.heads.prediction_head import (
     llama_head,
 )
 from paged_kv.integrations.speculation.draft_models import load_draft_model, make_draft
-from paged_kv.options import AUTO_HEAD
+from paged_kv.options import AUTO_HEAD, OWN_HEAD
 from tests.support.zoo import small_model
 
 SHAPE: dict[str, Any] = {
@@ -141,10 +141,11 @@ def saved(model: Any, name: str, folder: Path, **others: mx.array) -> LayerHead:
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "glm4_moe", "mimo"])
 def test_a_head_is_read_as_it_is_published(name: str, tmp_path: Path) -> None:
     model = small_model(name)
-    assert not has_own_head(model, tmp_path)
+    with pytest.raises(ValueError, match="no prediction head"):
+        load_draft_model(OWN_HEAD, model, str(tmp_path), None)
     wanted = saved(model, name, tmp_path)
-    assert has_own_head(model, tmp_path)
-    found = load_mtp_head(model, tmp_path)
+    found = load_own_head(model, tmp_path)
+    assert found is not None
     embeddings, hidden = (mx.random.normal((1, 7, 64), key=mx.random.key(at)) for at in (1, 2))
     states = found(embeddings, hidden)
     assert mx.allclose(states, wanted(embeddings, hidden), atol=1e-5)
