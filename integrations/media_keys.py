@@ -73,7 +73,11 @@ class MediaKeys:
             given, token = list(items.get(name) or []), self._tokens.get(kind)
             places = [] if token is None else [at for at, each in enumerate(ids) if each == token]
             if bool(given) != bool(places):
-                raise ValueError(_mismatch(kind, token, len(places), len(given)))
+                raise ValueError(
+                    f"the prompt has {counted(len(places), f'{kind} token')} (id {token}), and was "
+                    f"given {counted(len(given), f'{kind} item')}: give what the tokens stand for, "
+                    "and make the factory with the whole model of mlx-vlm, whose config names them"
+                )
             if places:
                 digests = []
                 for each in given:
@@ -127,21 +131,6 @@ def _replace(ids: list[int], places: list[int], digests: list[bytes]) -> None:
         stream = hashlib.shake_256(digest).digest(8 * len(run))
         for place, number in zip(run, np.frombuffer(stream, "<u8"), strict=True):
             ids[place] = -1 - int(number >> 1)
-
-
-def _mismatch(kind: str, token: int | None, places: int, given: int) -> str:
-    if places:
-        return (
-            f"the prompt has {counted(places, f'{kind} token')} (id {token}), and no {kind} was "
-            f"given: pass them, as tokens alone do not tell one {kind} from another"
-        )
-    items = counted(given, f"{kind} item")
-    if token is None:
-        return (
-            f"the model's config names no {kind} token, and was given {items}: make "
-            "the factory with the whole model of mlx-vlm, or leave them out"
-        )
-    return f"the prompt has no {kind} token (id {token}), and was given {items}"
 
 
 class PromptSteps(Protocol):
