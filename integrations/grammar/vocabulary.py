@@ -181,7 +181,6 @@ class FollowedGrammar:
         self._trigger = None if after is None else Trigger(after, tokens)
         self._repeats = repeats
         self._opening = opening
-        self._forced: list[int] | None = None
 
     @property
     def is_masking(self) -> bool:
@@ -200,7 +199,6 @@ class FollowedGrammar:
             return
         is_opening = token == self.opening
         self.taken += 1
-        self._forced = None
         if is_opening:
             self.is_free = True
         elif self.is_free:
@@ -227,16 +225,17 @@ class FollowedGrammar:
     def forced(self) -> list[int]:
         """The next tokens, as far as the grammar leaves no choice of the text. Others may stand for
         the same text."""
-        if self._forced is None:
-            can_force = self.is_masking and not self.is_free and self.opening is None
-            self._forced = self.matcher.compute_ff_tokens() if can_force else []
-        return self._forced
+        if self.is_free or self.error is not None or self.opening is not None:
+            return []
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        return tokens
 
     def drafted(self, proposed: list[int], most: int) -> list[int]:
         """At most so many tokens that may come next: those that the grammar forces, or the
         beginning of those that are proposed, whichever is longer."""
         fitting = proposed[: self.allowed(proposed)]
-        forced = self.forced[: self.allowed(self.forced)]
+        forced = self.forced
+        forced = forced[: self.allowed(forced)]
         return max(fitting, forced, key=len)[:most]
 
     def record_errors(self) -> None:
