@@ -21,22 +21,14 @@ from paged_kv.integrations.grammar.schemas import (
 )
 from paged_kv.integrations.grammar.value_syntax import (
     ALL_TYPES,
-    ValueDelimiters,
+    Arguments,
     ValueSyntax,
     glm_syntax,
     minimax_syntax,
     muse_syntax,
+    plain,
     qwen_syntax,
-    require_known,
-    text,
-    value,
 )
-
-
-def _plain(name: str, allowed: str = r"[\w.-]+") -> str:
-    if not re.fullmatch(allowed, name):
-        raise ValueError(f"{name!r} cannot stand without quotes")
-    return name
 
 
 def _escaped(name: str) -> str:
@@ -57,7 +49,7 @@ class CallForm(NamedTuple):
     # have marks of their own; None in others.
     around: Callable[[CallRules], tuple[str, str]] | None = None
     # A tool's name as it is written. It raises ValueError if it cannot be.
-    written: Callable[[str], str] = _plain
+    written: Callable[[str], str] = plain
     number: str = ""  # the regular expression of the call's number
     # The form of a call that needs no parameter, if that is another
     optional: CallForm | None = None
@@ -81,33 +73,6 @@ def form_of(tokenizer: Any) -> CallForm | None:
     return _FORMS.get(name)
 
 
-def _one_by_one(
-    delimiters: ValueDelimiters,
-    syntax_of: Callable[[Schema], ValueSyntax] = lambda schema: ValueSyntax(),
-    *,
-    between: str = "",
-    written: Callable[[str], str] = _plain,
-) -> Callable[[CallRules, Schema], str]:
-    """Parameters one by one: texts without quotes, and JSON of other types.
-
-    Args:
-        between: the text between two parameters; then they are sorted.
-        written: a parameter's name as it is written.
-    """
-
-    def parameters(rules: CallRules, schema: Schema) -> str:
-        # Each parser takes the end of a call wherever it comes.
-        never = (*delimiters.never, rules.tokenizer.tool_call_end)
-        within_call = delimiters._replace(never=never)
-
-        def argument(key: str, part: Schema) -> str:
-            return value(rules, written(key), part, within_call, syntax_of(part))
-
-        return rules.in_order(sorted_by_name(schema) if between else schema, argument, between)
-
-    return parameters
-
-
 # Python reads other escapes of JSON as other texts.
 _PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
 
@@ -124,7 +89,7 @@ def _python(rules: CallRules, parameters: Schema) -> str:
 
 
 QUOTE, _GEMMA_END = '<|"|>', "<tool_call|>"
-_GEMMA_TEXT = ValueDelimiters("", QUOTE, (_GEMMA_END,), quote=QUOTE)
+_GEMMA_TEXT = Arguments("", QUOTE, never=(_GEMMA_END,), quote=QUOTE)
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 _ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
@@ -154,11 +119,9 @@ def _gemma_value(rules: CallRules, schema: Schema) -> str:
 def _gemma_single(rules: CallRules, schema: Schema) -> str:
     kind = schema["type"]
     if kind == "string":
-        require_known(schema)
+        return _GEMMA_TEXT.text(rules, schema)
     if "enum" in schema:
         return f"({' | '.join(_gemma_constant(rules, value) for value in schema['enum'])})"
-    if kind == "string":
-        return text(rules, schema, _GEMMA_TEXT)
     if kind not in ("array", "object"):
         return rules.json(schema)
     known = _OF_ARRAYS if kind == "array" else _OF_OBJECTS
@@ -224,33 +187,15 @@ def _around_muse(rules: CallRules) -> tuple[str, str]:
     return f'(" "? "to=self" {message} {thoughts} {again})? " "? "to=" {name} {message}', '""'
 
 
-def _tags(
-    head: str,
-    begin: str,
-    mark: str,
-    end: str,
-    syntax_of: Callable[[Schema], ValueSyntax],
-    **delimiters: Any,
-) -> CallForm:
-    return CallForm(head, _one_by_one(ValueDelimiters(begin, mark, **delimiters), syntax_of), end)
-
-
 def _glm(prefix: str) -> CallForm:
     key, argument = f"{prefix}arg_key", f"{prefix}arg_value"
     begin = f"<{key}>{{}}</{key}>\n<{argument}>"
-    return _tags("{}\n", begin, f"</{argument}>", "\n", glm_syntax, trims=True)
+    return CallForm("{}\n", Arguments(begin, f"</{argument}>", glm_syntax, trims=True), "\n")
 
 
 _JSON_CALL = CallForm('{{"name": {}, "arguments": ', end="}", written=json.dumps)
 _LISTED: dict[str, Any] = {"before": '"["', "between": ", ", "after": '"]"'}
 _INVOKED: dict[str, Any] = {"before": '"\\n"', "between": ""}
-# The first brace ends the call, and the first comma a value without marks.
-_ESCAPED = ValueDelimiters("{}:", "<escape>", ("}",), quote="<escape>")
-_KIMI_K3 = ValueDelimiters(
-    '<|open|>argument key="{0}" type="{1}"<|sep|>',
-    "<|close|>argument<|sep|>",
-    ("<|close|>call<|sep|>", "<|close|>json<|sep|>"),
-)
 _FORMS = {
     "json_tools": _JSON_CALL._replace(before='"\\n"?', after='"\\n"?'),
     "mistral": _JSON_CALL._replace(**_LISTED),
@@ -265,47 +210,66 @@ _FORMS = {
     "laguna": _glm(""),
     # mlx-lm's parser knows a call without any parameter by its JSON alone.
     "longcat": _glm("longcat_")._replace(optional=_JSON_CALL),
-    "qwen3_coder": _tags(
-        *("\n<function={}>\n", "<parameter={}>\n", "</parameter>", "</function>\n", qwen_syntax),
-        before="\n",
-        after="\n",
+    "qwen3_coder": CallForm(
+        "\n<function={}>\n",
+        Arguments("<parameter={}>\n", "</parameter>", qwen_syntax, before="\n", after="\n"),
+        "</function>\n",
     ),
-    "minimax_m2": _tags(
-        *('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>", "</invoke>\n"),
-        minimax_syntax,
-        never=("</invoke>",),
-        after="\n",
-        trims=True,
-    )._replace(**_INVOKED),
-    "minicpm5": _tags(
-        *('"{}">', '<param name="{}">', "</param>", "", minimax_syntax),
-        trims=True,
-        wrapping=("<![CDATA[", "]]>"),
+    "minimax_m2": CallForm(
+        '<invoke name="{}">\n',
+        Arguments(
+            *('<parameter name="{}">', "</parameter>", minimax_syntax),
+            never=("</invoke>",),
+            after="\n",
+            trims=True,
+        ),
+        "</invoke>\n",
+        **_INVOKED,
     ),
-    "gemma4": CallForm(
-        "call:{}{{", _gemma_entries, "}", written=partial(_plain, allowed=r"[\w-]+")
+    "minicpm5": CallForm(
+        '"{}">',
+        Arguments(
+            *('<param name="{}">', "</param>", minimax_syntax),
+            trims=True,
+            wrapping=("<![CDATA[", "]]>"),
+        ),
     ),
+    "gemma4": CallForm("call:{}{{", _gemma_entries, "}", written=partial(plain, allowed=r"[\w-]+")),
     "function_gemma": CallForm(
         "call:{}{{",
-        _one_by_one(
-            _ESCAPED, lambda schema: ValueSyntax(types=ALL_TYPES - {"object", "array"}), between=","
+        # The first brace ends the call, and the first comma a value without marks.
+        Arguments(
+            *("{}:", "<escape>", lambda schema: ValueSyntax(types=ALL_TYPES - {"object", "array"})),
+            never=("}",),
+            quote="<escape>",
+            between=",",
         ),
         "}",
-        written=partial(_plain, allowed=r"\w+"),
+        written=partial(plain, allowed=r"\w+"),
     ),
     "kimi_k3": CallForm(
         '<|open|>call tool="{}" index="#"<|sep|>',
-        _one_by_one(_KIMI_K3, written=_escaped),
+        Arguments(
+            '<|open|>argument key="{0}" type="{1}"<|sep|>',
+            "<|close|>argument<|sep|>",
+            never=("<|close|>call<|sep|>", "<|close|>json<|sep|>"),
+            written=_escaped,
+        ),
         "<|close|>call<|sep|>",
         between="",
         around=_around_kimi_k3,
         written=_escaped,
         number="[1-9][0-9]?",
     ),
-    "muse_spark": _tags(
-        *('<atem:invoke name="{}">\n', '<atem:parameter name="{}">', "</atem:parameter>"),
-        *("</atem:invoke>\n", muse_syntax),
-        after="\n",
-        trims=True,
-    )._replace(**_INVOKED, around=_around_muse),
+    "muse_spark": CallForm(
+        '<atem:invoke name="{}">\n',
+        Arguments(
+            *('<atem:parameter name="{}">', "</atem:parameter>", muse_syntax),
+            after="\n",
+            trims=True,
+        ),
+        "</atem:invoke>\n",
+        **_INVOKED,
+        around=_around_muse,
+    ),
 }

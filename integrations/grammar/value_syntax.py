@@ -1,4 +1,4 @@
-"""Writes values of parameters whose texts have no quotes, so that mlx-lm's parsers read them so.
+"""Writes parameters whose texts have no quotes, so that mlx-lm's parsers read them so.
 
 A parser takes some texts for something else, such as `null` or `12`. What it reads depends on the
 parameter's schema.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from mlx_lm.tool_parsers.minimax_m2 import _extract_types_from_schema
@@ -19,7 +22,13 @@ from paged_kv.integrations.grammar.call_rules import (
     literal,
     text_patterns,
 )
-from paged_kv.integrations.grammar.schemas import DEFINITIONS, NOTES, Schema, single_types
+from paged_kv.integrations.grammar.schemas import (
+    DEFINITIONS,
+    NOTES,
+    Schema,
+    single_types,
+    sorted_by_name,
+)
 
 ALL_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
@@ -119,104 +128,99 @@ _QUOTE = '"'
 _UNESCAPED = r"[^\"\\\x00-\x1f]*"
 
 
-class ValueDelimiters(NamedTuple):
-    """What stands around a value."""
+def plain(name: str, allowed: str = r"[\w.-]+") -> str:
+    if not re.fullmatch(allowed, name):
+        raise ValueError(f"{name!r} cannot stand without quotes")
+    return name
 
-    begin: str  # the text before it: `{0}` is the parameter's name, and `{1}` the value's type
+
+@dataclass(frozen=True)
+class Arguments:
+    """Parameters one by one: texts without quotes, and JSON of other types. The methods raise
+    ValueError if the parser cannot read all that fits a schema, or a grammar cannot say what the
+    schema does."""
+
+    begin: str  # the text before a value: `{0}` is the parameter's name, and `{1}` the value's type
     end: str  # the mark behind it
+    # How the parser reads values, by the parameter's schema
+    syntax_of: Callable[[Schema], ValueSyntax] = lambda schema: AS_WRITTEN
     never: tuple[str, ...] = ()  # other marks that end the call, or the value
     before: str = ""  # the text before the mark
     after: str = ""  # the text behind it
     trims: bool = False  # whether the parser drops spaces at the ends of a text
     wrapping: tuple[str, str] | None = None  # marks between which a text may stand, too
     quote: str = ""  # the mark before texts; then `end` stands behind texts alone
+    between: str = ""  # the text between two parameters; then they are sorted
+    written: Callable[[str], str] = plain  # a parameter's name as it is written
 
-    def closing(self, rules: CallRules) -> str:
+    def __call__(self, rules: CallRules, schema: Schema) -> str:
+        """The expression of a call's parameters."""
+        # Each parser takes the end of a call wherever it comes.
+        within_call = replace(self, never=(*self.never, rules.tokenizer.tool_call_end))
+        ordered = sorted_by_name(schema) if self.between else schema
+        return rules.in_order(ordered, partial(within_call.argument, rules), self.between)
+
+    def argument(self, rules: CallRules, key: str, schema: Schema) -> str:
+        """The expression of a parameter whose value fits a schema, and of the marks around it."""
+        types, syntax = single_types(schema), self.syntax_of(schema)
+        if "{1}" not in self.begin and not self.quote:
+            # Values of these types may stand in a text's place.
+            beginnings = {_BEGINNINGS[each["type"]] for each in types if each["type"] != "string"}
+            literals = (*syntax.ambiguous_literals, *sorted(beginnings))
+            syntax = syntax._replace(ambiguous_literals=literals)
+        written = []
+        for single in types:
+            kind = single["type"]
+            if kind == "string":
+                one = self.text(rules, single, syntax)
+            elif kind not in syntax.types:
+                raise ValueError(f"the parser of this form reads no {kind} of such a schema")
+            else:
+                if syntax.has_python_words and kind == "boolean":
+                    words = map(str, single.get("enum", [True, False]))
+                    one = f"({' | '.join(map(literal, words))})"
+                else:
+                    one = rules.json(single)
+                if not self.quote:
+                    one = f"{one} {self._closing(rules)}"
+            written.append(f"{rules.mark(self.begin.format(self.written(key), kind))} {one}")
+        return " | ".join(written)
+
+    def text(self, rules: CallRules, schema: Schema, syntax: ValueSyntax = AS_WRITTEN) -> str:
+        """The expression of a text without quotes, and of the mark behind it."""
+        if unknown := schema.keys() - _OF_TEXTS:
+            raise ValueError(f"texts without quotes cannot fit {', '.join(sorted(unknown))}")
+        if "enum" in schema and (both := schema.keys() & _LENGTHS):
+            raise ValueError(f"texts without quotes cannot fit enum and {', '.join(sorted(both))}")
+        quote = rules.mark(self.quote)
+        if "enum" in schema:
+            constants = (literal(self._constant(value, syntax)) for value in schema["enum"])
+            return f"{quote} ({' | '.join(constants)}) {self._closing(rules)}"
+        patterns, ambiguous = text_patterns(schema), syntax.ambiguous_literals
+        trimmed = [*patterns, TRIMMED] if self.trims and _LENGTHS & schema.keys() else patterns
+        begin, end = self.wrapping or ("", "")
+        outside = (*self.never, begin) if begin else self.never
+        written = [rules.text(trimmed, self.end, outside, ambiguous, self.before)]
+        if begin:
+            wrapped = rules.text(patterns, self.end, self.never, ambiguous, end)
+            written.append(f"{literal(begin)} {wrapped}")
+        if syntax.takes_quotes:
+            quoted = [*patterns, _UNESCAPED]
+            closed = rules.text(quoted, self.end, self.never, before=_QUOTE + self.before)
+            written.append(f"{literal(_QUOTE)} {closed}")
+        return f"{quote} ({' | '.join(written)}) {literal(self.after)}"
+
+    def _closing(self, rules: CallRules) -> str:
         """The expression behind a value that is no pattern."""
         return f"{literal(self.before)} {rules.mark(self.end)} {literal(self.after)}"
 
-
-def value(
-    rules: CallRules, key: str, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax
-) -> str:
-    """The expression of a parameter whose value fits a schema, and of the marks around it.
-
-    Args:
-        key: its name, as it is written.
-        schema: with the definitions that it refers to.
-        syntax: how the parser reads values of such a parameter.
-
-    Raises:
-        ValueError: the parser cannot read all that fits, or a grammar cannot say what the schema
-            does.
-    """
-    types = single_types(schema)
-    if "{1}" not in delimiters.begin and not delimiters.quote:
-        # Values of these types may stand in a text's place.
-        beginnings = {_BEGINNINGS[each["type"]] for each in types if each["type"] != "string"}
-        literals = (*syntax.ambiguous_literals, *sorted(beginnings))
-        syntax = syntax._replace(ambiguous_literals=literals)
-    written = []
-    for single in types:
-        kind = single["type"]
-        if kind == "string":
-            one = text(rules, single, delimiters, syntax)
-        elif kind not in syntax.types:
-            raise ValueError(f"the parser of this form reads no {kind} of such a schema")
-        else:
-            if syntax.has_python_words and kind == "boolean":
-                words = map(str, single.get("enum", [True, False]))
-                one = f"({' | '.join(map(literal, words))})"
-            else:
-                one = rules.json(single)
-            if not delimiters.quote:
-                one = f"{one} {delimiters.closing(rules)}"
-        written.append(f"{rules.mark(delimiters.begin.format(key, kind))} {one}")
-    return " | ".join(written)
-
-
-def text(
-    rules: CallRules, schema: Schema, delimiters: ValueDelimiters, syntax: ValueSyntax = AS_WRITTEN
-) -> str:
-    """The expression of a text without quotes, and of the mark behind it.
-
-    Raises:
-        ValueError: a grammar cannot say what the schema does, or the parser misreads a value.
-    """
-    require_known(schema)
-    quote = rules.mark(delimiters.quote)
-    if "enum" in schema:
-        constants = (literal(_constant(value, delimiters, syntax)) for value in schema["enum"])
-        return f"{quote} ({' | '.join(constants)}) {delimiters.closing(rules)}"
-    patterns, ambiguous = text_patterns(schema), syntax.ambiguous_literals
-    trimmed = [*patterns, TRIMMED] if delimiters.trims and _LENGTHS & schema.keys() else patterns
-    mark, never, before = delimiters.end, delimiters.never, delimiters.before
-    begin, end = delimiters.wrapping or ("", "")
-    outside = (*never, begin) if begin else never
-    written = [rules.text(trimmed, mark, outside, ambiguous, before)]
-    if begin:
-        written.append(f"{literal(begin)} {rules.text(patterns, mark, never, ambiguous, end)}")
-    if syntax.takes_quotes:
-        quoted = rules.text([*patterns, _UNESCAPED], mark, never, before=_QUOTE + before)
-        written.append(f"{literal(_QUOTE)} {quoted}")
-    return f"{quote} ({' | '.join(written)}) {literal(delimiters.after)}"
-
-
-def require_known(schema: Schema) -> None:
-    """Raise ValueError if a text's schema says what no grammar can."""
-    if unknown := schema.keys() - _OF_TEXTS:
-        raise ValueError(f"texts without quotes cannot fit {', '.join(sorted(unknown))}")
-    if "enum" in schema and (both := schema.keys() & _LENGTHS):
-        raise ValueError(f"texts without quotes cannot fit enum and {', '.join(sorted(both))}")
-
-
-def _constant(value: str, delimiters: ValueDelimiters, syntax: ValueSyntax) -> str:
-    """A text as it stands, between quotes if it must."""
-    has_mark = any(mark in value for mark in (delimiters.end, *delimiters.never))
-    is_trimmed = delimiters.trims and value != value.strip()
-    is_ambiguous = any(re.fullmatch(pattern, value) for pattern in syntax.ambiguous_literals)
-    if not (has_mark or is_trimmed or is_ambiguous):
-        return value
-    if has_mark or not syntax.takes_quotes:
-        raise ValueError(f"{value!r} cannot be written in this form")
-    return json.dumps(value, ensure_ascii=False)
+    def _constant(self, value: str, syntax: ValueSyntax) -> str:
+        """A text as it stands, between quotes if it must."""
+        has_mark = any(mark in value for mark in (self.end, *self.never))
+        is_trimmed = self.trims and value != value.strip()
+        is_ambiguous = any(re.fullmatch(pattern, value) for pattern in syntax.ambiguous_literals)
+        if not (has_mark or is_trimmed or is_ambiguous):
+            return value
+        if has_mark or not syntax.takes_quotes:
+            raise ValueError(f"{value!r} cannot be written in this form")
+        return json.dumps(value, ensure_ascii=False)
