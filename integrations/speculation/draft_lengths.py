@@ -1,7 +1,7 @@
 """Chooses how many tokens the rows of a batch draft.
 
 A step takes as long as its longest row, for all rows. A row whose drafts are accepted with
-probability p emits 1 + p + p^2 + .. + p^n tokens in a step with n drafted ones. `AdaptiveLengths`
+probability p emits 1 + p + p^2 + .. + p^n tokens in a step with n drafted ones. `DraftLengths`
 takes the n with most tokens a second, from measured times, and 0 if drafts do not pay.
 
 What is not known is tried: a length that was not timed twice, and after about 100 steps a row whose
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 # The least of so many steps: those that waited for another process took longer.
 _SAMPLES = 5
@@ -59,31 +59,9 @@ class Candidate(NamedTuple):
     most: int  # the most tokens that it may draft, at least 1
 
 
-class DraftLengths(Protocol):
-    """Chooses for each step of a batch how many tokens its rows draft."""
-
-    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        """The most tokens to draft for each candidate, at least one of the `rows` of the batch; 0
-        means a step without drafts."""
-        ...
-
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learn the time of a step, drafting included, from the `tokens` of its longest row."""
-        ...
-
-
-class FixedLengths:
-    """Every row that can draft does, as many tokens as it may."""
-
-    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        return max(each.most for each in candidates)
-
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Nothing is learned."""
-
-
-class AdaptiveLengths:
-    """Drafts as many tokens as gain most, and none while drafts do not pay."""
+class DraftLengths:
+    """Chooses for each step of a batch how many tokens its rows draft: as many as gain most, and
+    none while drafts do not pay."""
 
     def __init__(self) -> None:
         # When the latest steps of so many rows and tokens were, and how long they took.
@@ -93,7 +71,8 @@ class AdaptiveLengths:
         self._steps = 0
 
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
-        """The length with most tokens a second. A length is tried after all shorter ones."""
+        """The most tokens to draft for each candidate, at least one of the `rows` of the batch; 0
+        means a step without drafts. A length is tried after all shorter ones."""
         most = max(each.most for each in candidates)
         best, best_rate = 0, rows * _LEAST_GAIN
         for length, ratio in enumerate(self.ratios(rows)[: most + 1]):
@@ -106,6 +85,7 @@ class AdaptiveLengths:
         return best
 
     def record(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learn the time of a step, drafting included, from the `tokens` of its longest row."""
         self._steps += 1
         self._recent[rows, tokens].append((self._steps, seconds))
 
@@ -132,6 +112,13 @@ class AdaptiveLengths:
             elif tokens == 1 or len(recent) >= _LEAST_SAMPLES:
                 known[tokens] = min(seconds for _, seconds in recent)
         return known
+
+
+class FixedLengths(DraftLengths):
+    """Every row that can draft does, as many tokens as it may."""
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        return max(each.most for each in candidates)
 
 
 def _emitted(rows: int, candidates: Sequence[Candidate], length: int) -> float:

@@ -18,7 +18,7 @@ from paged_kv.integrations.mlx_lm_internals import GeneratorParts
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
 from paged_kv.integrations.speculation.batch import RowOptions, SpeculationCounts, SpeculativeBatch
-from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, DraftLengths
+from paged_kv.integrations.speculation.draft_lengths import DraftLengths
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.integrations.speculation.drafts import Draft, ModelDraft
 from paged_kv.integrations.speculation.rollback import require_rollback
@@ -67,7 +67,7 @@ class SpeculativeBatchGenerator(BatchGenerator):
             self.sampler,
             draft,
             options_of or (lambda _: every),
-            lengths or AdaptiveLengths(),
+            lengths or DraftLengths(),
         )
         GeneratorParts(self).generating = self._batch
 

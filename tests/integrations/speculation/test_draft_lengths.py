@@ -6,8 +6,8 @@ from random import Random
 
 from paged_kv.integrations.speculation.draft_lengths import (
     Acceptance,
-    AdaptiveLengths,
     Candidate,
+    DraftLengths,
 )
 
 MOST = 4
@@ -40,7 +40,7 @@ class Simulation:
 
     def __init__(self, clock: Clock, rows: int, chance: float) -> None:
         self.clock, self.rows, self.chance = clock, rows, chance
-        self.lengths = AdaptiveLengths()
+        self.lengths = DraftLengths()
         self.chosen: list[int] = []
         self.seconds = self.emitted = 0.0
         self._random = Random(5)
@@ -114,7 +114,7 @@ def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
 def test_steps_are_timed() -> None:
     """A step that is not known is taken to cost what the longest shorter one does, and one that
     waited for another process does not count."""
-    times = AdaptiveLengths()
+    times = DraftLengths()
     assert times.ratios(2) == []
     for tokens, seconds in ((1, 2.0), (3, 5.0), (3, 5.0)):
         times.record(2, tokens, seconds)

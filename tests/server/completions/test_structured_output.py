@@ -175,7 +175,7 @@ FORCED = {
 
 def test_what_a_grammar_forces_is_drafted(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was said before that could be looked up."""
-    monkeypatch.setattr(generator, "AdaptiveLengths", FixedLengths)
+    monkeypatch.setattr(generator, "DraftLengths", FixedLengths)
     monkeypatch.setattr(NGramDraft, "may_follow", lambda *_: False)
     drafting = ["--draft-model", "ngram", "--num-draft-tokens", "8"]
     body: dict[str, Any] = {"response_format": _format(FORCED), "temperature": 0}

@@ -33,7 +33,7 @@ TEXT = "class Stack:\n    def push(self, item):\n        self.items.append(item)
 def _fixed() -> Iterator[None]:
     """Drafts whatever the times of steps are."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(generator, "AdaptiveLengths", FixedLengths)
+        patched.setattr(generator, "DraftLengths", FixedLengths)
         yield
 
 

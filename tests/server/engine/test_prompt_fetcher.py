@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 from openai import OpenAI
 
-from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, FixedLengths
+from paged_kv.integrations.speculation.draft_lengths import DraftLengths, FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow, ModelDraft
 from paged_kv.server.engine.prompt_fetcher import OtherServer, PrefillRequest
 from paged_kv.store.tier import Tier
@@ -126,7 +126,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
 ) -> None:
     first, second = servers
     # In every step, whether it pays or not.
-    monkeypatch.setattr(AdaptiveLengths, "choose", FixedLengths.choose)
+    monkeypatch.setattr(DraftLengths, "choose", FixedLengths.choose)
     expected, _ = completion(first, TOKENS)
     for each in first.service.thread.provider.factories:
         assert each.store is not None
