@@ -119,6 +119,7 @@ def test_replicas_answer_as_one_server(port: int, calm: PagedRunningServer) -> N
     assert all(count > 0 for count in of_each(port, "prompt_tokens_total"))
 
 
+@pytest.mark.soak
 def test_a_client_that_leaves_ends_its_request(port: int) -> None:
     replicas = Replicas(port)
     stream = chat(replicas, TEXT, stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
