@@ -125,14 +125,13 @@ class _Caches:
 
     def undo(self) -> None:
         """Let the caches be as they were before the call."""
-        for each in self.known:
-            if isinstance(each, PagedKVCache):
-                step = each.batch.step
-                if step is not None and step.number > self._began:
-                    step.undo()
-        for each in self.known:
-            if isinstance(each, PagedKVCache):
-                each.batch = each.batch.narrowed()  # the next call may have another batch size
+        paged = [each for each in self.known if isinstance(each, PagedKVCache)]
+        for each in paged:
+            step = each.batch.step
+            if step is not None and step.number > self._began:
+                step.undo()
+        for each in paged:
+            each.batch = each.batch.narrowed()  # the next call may have another batch size
         for cache, attributes in zip(self.others, self._before, strict=True):
             vars(cache).clear()
             vars(cache).update(attributes)

@@ -8,6 +8,7 @@ and answers that repeat their prompt, such as an edited file, or themselves, are
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,10 +72,11 @@ class Draft(Protocol):
         not read."""
         return None
 
+    @abstractmethod
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row, which was prepared, the tokens that may come after `last`: at most `most`,
         or none."""
-        raise NotImplementedError
+        ...
 
 
 class _Place(NamedTuple):
